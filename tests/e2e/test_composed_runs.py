@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.config import load_config
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.metric_catalog import undocumented

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.sandbox.function_pool import Call, Isolated, Outcome
+from trimtab.sandbox.function_pool import Call, FunctionPool, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +45,7 @@ def naughty(word):
 
 @pytest.fixture(scope="module")
 def pool():
-    isolated = Isolated([naughty, lambda x: x + 1], workers=2, memory=MEMORY)
+    isolated = FunctionPool([naughty, lambda x: x + 1], workers=2, memory=MEMORY)
     yield isolated
     isolated.close()
 
@@ -107,13 +107,13 @@ def test_large_batches_do_not_deadlock(pool):
 
 def test_closures_travel_without_pickling():
     table = {"a": 3.0}
-    pool = Isolated([lambda key: table[key]], workers=1)
+    pool = FunctionPool([lambda key: table[key]], workers=1)
     assert pool.run([Call(0, {"key": "a"}, 60.0)]) == [Outcome(3.0)]
     pool.close()
 
 
 def test_a_killed_supervisor_loses_one_batch_only():
-    pool = Isolated([os.getppid], workers=1)
+    pool = FunctionPool([os.getppid], workers=1)
     supervisor = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
     os.kill(supervisor, signal.SIGKILL)
     assert "died" in (pool.run([Call(0, {}, 60.0)])[0].error or "")
@@ -126,12 +126,12 @@ def test_a_killed_supervisor_loses_one_batch_only():
 def test_children_die_with_a_killed_parent(during_a_call):
     code = """
         import os, sys, time
-        from trimtab.sandbox.function_pool import Call, Isolated
+        from trimtab.sandbox.function_pool import Call, FunctionPool
         def slow():
             print(os.getpid(), os.getppid(), flush=True)
             time.sleep(3600 if sys.argv[1] == "True" else 0)  # far longer than `gone` waits
             return 0
-        pool = Isolated([slow], workers=1)
+        pool = FunctionPool([slow], workers=1)
         pool.run([Call(0, {}, 3600.0)])
         time.sleep(3600)
     """
@@ -154,7 +154,7 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
         note.write_text(str(child.pid))
         child.wait()
 
-    pool = Isolated([starts_a_child], workers=1)
+    pool = FunctionPool([starts_a_child], workers=1)
     assert pool.run([Call(0, {}, 3.0)])[0].error == "took longer than 3 s"
     pool.close()
     assert gone(int(note.read_text()))

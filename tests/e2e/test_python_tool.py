@@ -77,5 +77,5 @@ def test_errors_of_the_code_are_counted(
 
 
 def test_a_sandbox_without_time_to_end_a_call_is_refused() -> None:
-    with pytest.raises(TrimtabError, match=r"environment\.timeout = 10 must be 5 above seconds = 6"):
+    with pytest.raises(TrimtabError, match=r"environment\.timeout = 10 s is below 11 s"):
         build(EnvironmentSpec("python", timeout=10.0, options={"seconds": 6.0}))

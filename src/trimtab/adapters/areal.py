@@ -83,7 +83,7 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             behavior=rows(input_data["logprobs"]),
             mask=mask,
             proximal=None if proximal is None else rows(proximal),
-            turn=turns_of(mask) if "turn" in built.needs else None,
+            turn=turns_of(mask),
             age=_ages(built, input_data.get("versions"), current_version, rows, mask) if "age" in built.needs else None,
         )
         return built(logps, _advantage(built, rows(input_data["advantages"]), mask)).loss

@@ -171,7 +171,7 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
 
 def reported(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics of an update for another trainer's log: `trimtab/...`, none by position or over nothing."""
+    """Returns the metrics of an update as `trimtab/KEY`, without those by tenth of the response and without NaN."""
     values = metrics.items()
     return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
 

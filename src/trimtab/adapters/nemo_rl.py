@@ -74,7 +74,7 @@ class ObjectiveLoss:
             mask=mask,
             proximal=proximal,
             reference=behind.get("reference_policy_logprobs"),
-            turn=turns_of(mask) if "turn" in self.objective.needs else None,
+            turn=turns_of(mask),
         )
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)

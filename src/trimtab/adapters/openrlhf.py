@@ -67,7 +67,7 @@ class ObjectiveLoss(nn.Module):
             behavior=rollout_log_probs,
             mask=mask,
             proximal=old_log_probs,
-            turn=turns_of(mask) if "turn" in self.objective.needs else None,
+            turn=turns_of(mask),
         )
         if self._dump is not None:
             self._dump.write_call(logps, advantages)

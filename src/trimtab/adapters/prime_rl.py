@@ -62,7 +62,7 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
         mask=mask,
         proximal=current.detach(),
         reference=None if inputs.ref_logprobs is None else inputs.ref_logprobs[None],
-        turn=turns_of(mask) if "turn" in built.needs else None,
+        turn=turns_of(mask),
     )
     advantage = per_response(built, inputs.advantages[None], mask)
     output = built(logps, advantage, state=counted_state(1, 1, like=current))

@@ -68,14 +68,17 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
     ) -> tuple[Tensor, dict[str, float]]:
         _check_config(built, config)
         if "behavior" in built.needs and rollout_logprobs is None:
-            raise TrimtabError(f"{built.name} reads the sampler's log-probs: set generator.sampling_params.logprobs=0")
+            raise TrimtabError(
+                f"{built.name} reads the sampler's log-probs: set generator.sampling_params.logprobs=0 (0: "
+                "that of the sampled token alone)"
+            )
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
         logps = PolicyLogps(
             current=log_probs,
             behavior=rollout_logprobs,
             mask=mask,
             proximal=old_log_probs,
-            turn=turns_of(mask) if "turn" in built.needs else None,
+            turn=turns_of(mask),
         )
         if written is not None:
             written.write_call(logps, advantages)

@@ -46,7 +46,7 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
             mask=mask,
             proximal=current.detach() if proximal is None else proximal,
             reference=_column(fields, "ref_logprobs", current),
-            turn=turns_of(mask) if "turn" in built.needs else None,
+            turn=turns_of(mask),
         )
         if written is not None:
             written.write_call(logps, advantage)

@@ -123,7 +123,7 @@ class GRPOTrainer(PlainTrainer):
             proximal=proximal,
             reference=inputs.get("ref_per_token_logps"),
             entropy=entropy,
-            turn=turns_of(mask) if "turn" in needs else None,
+            turn=turns_of(mask),
         )
 
     def _begun(self, model: Any) -> Update:

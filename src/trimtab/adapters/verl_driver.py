@@ -16,7 +16,11 @@ from trimtab.objectives import Objective, correct, mismatch
 
 
 def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, dict]]:
-    """Returns verl's function of the driver with two values more of `rollout_is`; for all others it is `plain`."""
+    """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` two more kinds of values.
+
+    `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers; `trimtab-NAME` the weights of an
+    objective. Other values go to verl's own function.
+    """
 
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
         chosen = str(rollout_corr_config.get("rollout_is", None))
@@ -51,7 +55,7 @@ def _check_correction(chosen: str, batch: Any, config: Any) -> None:
 
 
 def checked(plain: Callable[..., None]) -> Callable[..., None]:
-    """Returns verl's check of its configuration, refusing settings under which the driver would not call `corrected`.
+    """Wraps verl's check of its configuration: it refuses settings under which the driver would not call `corrected`.
 
     The trainers V1 and v0 check their configuration at the start, in the process of the driver.
     """
@@ -75,7 +79,10 @@ def _without_sampler(chosen: str) -> str:
 
 
 def without_carried(plain: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Returns verl's proxy of the gradient's variance, which squares `rollout_is_weights`, without log-probs there."""
+    """Wraps verl's proxy of the gradient's variance: it gets no `rollout_is_weights` where these are log-probs.
+
+    It would square them as weights.
+    """
 
     @functools.wraps(plain)
     def measure(batch: Any, *arguments: Any, **keywords: Any) -> dict[str, float]:
@@ -92,7 +99,7 @@ def _holds_log_probs(weights: Tensor, mask: Tensor) -> bool:
 
 
 def refusing_log_probs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of verl's that multiplies by `rollout_is_weights`, refusing log-probs in their place."""
+    """Wraps a function of verl's that multiplies by `rollout_is_weights`: it refuses log-probs in their place."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -110,7 +117,7 @@ def refusing_log_probs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
-    """Returns v0's `apply_bypass_mode`, which replaces the loss, refusing to replace one of ours."""
+    """Wraps v0's `apply_bypass_mode`, which replaces the loss: it refuses to replace one of ours."""
 
     def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
         mode = str(policy_loss_config.get("loss_mode", ""))

@@ -47,7 +47,7 @@ class PolicyLoss:
             behavior=_carried(objective, rollout_is_weights, mask),
             mask=mask,
             proximal=old_log_prob,
-            turn=turns_of(mask) if "turn" in objective.needs else None,
+            turn=turns_of(mask),
         )
         tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
         state = counted_state(

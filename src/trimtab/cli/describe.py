@@ -77,8 +77,8 @@ def explain(
     """
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
-    from trimtab.objectives.calibrate import from_section
     from trimtab.objectives.composition import COMPOSED
+    from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
     known = [*objectives(), COMPOSED]
@@ -108,8 +108,8 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     from trimtab.config import REQUIRED_SECTIONS, load_config
     from trimtab.config.rule import Facts
     from trimtab.config.validation import validate
-    from trimtab.objectives.calibrate import from_section
     from trimtab.objectives.equation import render
+    from trimtab.objectives.from_section import from_section
 
     config = load_config(name, sets)
     objective = from_section(config.objective.model_dump())

@@ -87,8 +87,28 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
     if any(choice.spec != recipes[0].spec for choice in recipes):
-        raise TrimtabError("the runs were trained on different tasks or rewards: say with --task what to measure")
+        runs = [recipe_of(item.run) for item in sources if item.run is not None]
+        raise TrimtabError(
+            "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
+            f"measure for all of them, such as --task {runs[0]}"
+        )
     return recipes[:1]
+
+
+def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> list[str]:
+    """Returns a line for each run that was trained with tools and is measured without them."""
+    from trimtab.config import load_config
+
+    if all(choice.spec.environment is not None for choice in choices):
+        return []
+    runs = [(item.name, recipe_of(item.run)) for item in sources if item.run is not None]
+    trained = [(name, recipe, load_config(recipe).environment) for name, recipe in runs]
+    return [
+        f"{name} was trained with the tools of environment {environment.name!r}, and tasks given by name have none: "
+        f"--task {recipe} measures with them"
+        for name, recipe, environment in trained
+        if environment is not None
+    ]
 
 
 def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:

@@ -140,6 +140,7 @@ def evaluate(
             relay=relay_model,
             out=out,
             progress=progress,
+            notes=eval_sources.notes_on_tools(choices, task_choices),
         )
     _show(results, markdown, as_json)
     if scores is not None:

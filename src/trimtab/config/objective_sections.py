@@ -58,7 +58,7 @@ class AdvantageConfig(Section):
 
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token"] | None = Field(
         default=None,
-        description="default: the kind the objective expects; `optimal-token`: a baseline for each token, with a "
-        "proximal pass",
+        description="default: the kind the objective expects; `optimal`: the reward less OAPL's soft value; "
+        "`optimal-token`: less the baseline of least variance at each token (OTB), with a proximal pass",
     )
     value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")

@@ -10,13 +10,18 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.config.objective_sections import OBJECTIVE_PARTS
+from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.config.paths import resolve_path, resolve_paths
 from trimtab.config.rule import Facts
-from trimtab.config.schema import DEPENDENT_SECTIONS, Config
+from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
 from trimtab.config.validation import validate
 from trimtab.errors import TrimtabError, did_you_mean
+
+_DEFAULT_NAMES = {
+    "objective": ObjectiveConfig.model_fields["name"].default,
+    "task": TaskConfig.model_fields["name"].default,
+}
 
 
 def recipe_names() -> list[str]:
@@ -139,15 +144,27 @@ def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        which = "kind" if key in OBJECTIVE_PARTS else "name"
-        merged[key] = _merge(merged[key], value) if _extends(merged.get(key), value, which) else value
+        merged[key] = _merge(merged[key], value) if _extends(key, merged.get(key), value) else value
     return merged
 
 
-def _extends(old: Any, new: Any, which: str) -> bool:
-    """Whether both are sections, of the same `which` if they say one; another one starts from its own defaults."""
-    are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
-    return are_sections and new.get(which, old.get(which)) == old.get(which)
+def _extends(key: str, old: Any, new: Any) -> bool:
+    """Whether both are sections `key` and the new one has no other name; another one starts from its own defaults."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return False
+    name = _name_of(key, old)
+    return new.get("kind" if key in OBJECTIVE_PARTS else "name", name) == name
+
+
+def _name_of(key: str, section: Mapping[str, Any]) -> Any:
+    """Returns the name of a section, or the kind of a part; where it is not written, the one it has by default."""
+    if key in OBJECTIVE_PARTS:
+        return section.get("kind")
+    if "name" in section:
+        return section["name"]
+    if key == "objective" and "surrogate" in section:
+        return COMPOSED
+    return _DEFAULT_NAMES.get(key)
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
@@ -194,7 +211,7 @@ def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")
     part = data.get(parents[0], {}) if key in DEPENDENT_SECTIONS else None
-    if isinstance(part, Mapping) and part.get("name") != value:
+    if isinstance(part, Mapping) and _name_of(parents[0], part) != value:
         # Another part starts from its own defaults, without its predecessor's keywords and sections.
         for name in DEPENDENT_SECTIONS[key]:
             data.pop(name, None)

@@ -96,7 +96,7 @@ class EnvironmentConfig(PluginSection):
     answer: str | None = Field(
         default=None,
         description="regular expression of an answer; a last turn with neither call nor answer is void; default: "
-        "any text is an answer",
+        "any text that is not blank is one",
     )
     void: Literal["mask", "keep"] = Field(
         default="mask", description="`mask`: no loss on responses that end in a void turn; their rewards count"

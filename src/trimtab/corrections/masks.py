@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
+from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
 from trimtab.corrections.reduce import Sequences, select
 from trimtab.corrections.weights import VERL_LOWEST, check_bounded, check_bounds, check_word
@@ -83,7 +83,7 @@ def _require(part: Part | None, name: str, read: str) -> Part:
 
 
 class Mask(ABC):
-    """The base class of rejection rules. A subclass is a frozen dataclass of its bounds; only `peers` has a default."""
+    """The base class of rejection rules. A subclass is a frozen dataclass of its bounds."""
 
     @property
     @abstractmethod
@@ -97,6 +97,11 @@ class Mask(ABC):
 
         Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
         """
+
+    @property
+    def per_response(self) -> bool:
+        """Whether it needs one advantage for all tokens of a response; by default not."""
+        return False
 
     @abstractmethod
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
@@ -167,7 +172,7 @@ class Band(Mask):
     def peers(self) -> Peers:
         if self.over == "current":
             return _absent("mask on π/μ")
-        if self.level not in ("token", "sequence", "geometric"):
+        if self.level not in PEER_LEVELS:
             return _absent(f"mask for each {'turn' if self.level in TURN_LEVELS else 'prefix'}")
         option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
         # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
@@ -282,7 +287,7 @@ class Veto(Mask):
     """Rejects a whole sequence when any of its trained tokens is below `min`, on raw values.
 
     of: "ratio", the ratio to the sampler (Miles' code), or "probability", that of the numerator policy (the published
-        rule, METHODS 2.6). They differ where the sampler's own probability is tiny.
+        rule, docs/papers.md). They differ where the sampler's own probability is tiny.
     over: as in `Band`.
     """
 
@@ -345,6 +350,10 @@ class OPSM(Mask):
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
+
+    @property
+    def per_response(self) -> bool:
+        return True
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         sequences = evidence.sequences

@@ -6,29 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FRAMEWORKS = ("verl", "TRL", "Miles")
+PEER_LEVELS = ("token", "sequence", "geometric")
+"""Levels that other frameworks have."""
 
 _SYMBOL = {
     "token": "{0}_t",
     "sequence": "{0}",
     "geometric": "{0}_geo",
     "turn": "{0}_turn",
-    "turn_product": "{0}_turn",
+    "turn_geometric": "{0}_turn,geo",
     "prefix": "{0}_≤t",
-    "prefix_geometric": "{0}_≤t",
+    "prefix_geometric": "{0}_≤t,geo",
 }
 _VALUE = {
     "token": "{0} = {1}",
     "sequence": "{0} = Π_t {1}",
     "geometric": "{0} = (Π_t {1})^(1/T)",
-    "turn": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
-    "turn_product": "{0} = Π_t {1} over the tokens of the turn",
+    "turn": "{0} = Π_t {1} over the tokens of the turn",
+    "turn_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
     "prefix": "{0} = Π_t {1} over the tokens up to this one",
     "prefix_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens up to this one",
 }
 
 
 def symbol(letter: str, level: str) -> str:
-    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn or ρ_≤t."""
+    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn, ρ_turn,geo, ρ_≤t or ρ_≤t,geo."""
     return _SYMBOL[level].format(letter)
 
 

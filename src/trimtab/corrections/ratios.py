@@ -1,10 +1,10 @@
-"""Ratios of two policies at token, sequence and geometric level.
+"""Ratios of two policies for each token, or for a unit of tokens: a sequence, a model turn or a prefix.
 
     token       rho_t   = exp(l_t),              l_t = log numerator - log denominator
     sequence    rho     = exp(sum_t m_t l_t)                  (the product)
     geometric   rho     = exp(sum_t m_t l_t / T)              (length-normalised, GSPO)
-    turn, turn_product  the geometric mean and the product over one model turn instead of the sequence
-    prefix, prefix_geometric  the product and the geometric mean over the sequence up to and including the token
+    turn, turn_geometric      the product and the geometric mean over one model turn instead of the sequence
+    prefix, prefix_geometric  the same over the sequence up to and including the token
 
 All values are computed in float32 (float64 stays float64) and selected by the mask before `exp`.
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from trimtab.corrections.reduce import Sequences, select, widen
 
-LEVELS = ("token", "sequence", "geometric", "turn", "turn_product", "prefix", "prefix_geometric")
-TURN_LEVELS = ("turn", "turn_product")
+LEVELS = ("token", "sequence", "geometric", "turn", "turn_geometric", "prefix", "prefix_geometric")
+TURN_LEVELS = ("turn", "turn_geometric")
 PREFIX_LEVELS = ("prefix", "prefix_geometric")
 TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
 """Levels with a value of its own for each token."""
-PRODUCTS = ("sequence", "turn_product")
+PRODUCTS = ("sequence", "turn")
 
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
@@ -60,7 +60,7 @@ def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level
 
 
 def units_of(sequences: Sequences, level: str) -> Sequences:
-    """Returns what a level above tokens has one ratio for: the sequences, or their turns."""
+    """Returns the units that have one ratio each at this level: turns at the levels of turns, otherwise sequences."""
     return sequences.turns if level in TURN_LEVELS else sequences
 
 

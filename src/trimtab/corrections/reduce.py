@@ -62,7 +62,8 @@ def finite_rows(
 
 
 TURNS_UNKNOWN = (
-    "a level 'turn' needs turn, which is None: give the number of the model turn of each token, or use another level"
+    "what is computed for each model turn needs turn, which is None: give the number of the model turn of each token, "
+    "or use another level"
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -33,16 +33,20 @@ _SEQUENCE_BOUND = 300.0
 Part = TypeVar("Part", bound="Mergeable")
 
 
+def merged_fields(left: Any, right: Any) -> dict[str, Any]:
+    """Returns the sum of two records of tensors by field; `merge` in a field's metadata replaces the addition."""
+    return {
+        item.name: item.metadata.get("merge", torch.add)(getattr(left, item.name), getattr(right, item.name))
+        for item in fields(left)
+    }
+
+
 @dataclass(frozen=True, eq=False)
 class Mergeable:
-    """A record of tensors that `+` adds field by field; a field with `merge` in its metadata uses that function."""
+    """A record of tensors that `+` adds field by field (`merged_fields`)."""
 
     def __add__(self: Part, other: Part) -> Part:
-        merged = {
-            item.name: item.metadata.get("merge", torch.add)(getattr(self, item.name), getattr(other, item.name))
-            for item in fields(self)
-        }
-        return type(self)(**merged)
+        return type(self)(**merged_fields(self, other))
 
     def summary(self) -> dict[str, Tensor]:
         """Returns named scalar tensors, computed from the merged sums."""

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
+from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 
@@ -25,7 +25,6 @@ BOUNDS = ("truncate", "clip", "mask")
 VERL_LOWEST = 1e-6
 """Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
 
-_MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 _ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 
 MEAN_FLOOR = 1e-8
@@ -128,7 +127,7 @@ class Weight:
 
     def peers(self) -> Peers:
         """Returns the settings of the same weight in other frameworks."""
-        if self.level not in ("token", "sequence", "geometric"):
+        if self.level not in PEER_LEVELS:
             unit = "turn" if self.level in TURN_LEVELS else "prefix"
             return {name: Setting(remarks=(f"# {name} has no weight for each {unit}",)) for name in FRAMEWORKS}
         return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}

@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from trimtab.environments.chat_format import END, SHAPE, Chat
-from trimtab.environments.environment import check_class, describe_tool, required_parameters, tool_names
+from trimtab.environments.environment import (
+    check_class,
+    describe_tool,
+    refuse_positional_only,
+    required_parameters,
+    tool_names,
+)
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.environments.formats import Fence, Format, Tag, build_format
 from trimtab.environments.swap_environment import SwapEnvironment
@@ -82,7 +88,7 @@ class BuiltEnvironment:
             shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions)
         else:
             form = self._text_format()
-            shape = form.shape if isinstance(form, Tag | Fence) else ""
+            shape = "".join(getattr(form, "begin", ()))
             adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions)
         inside = [stop for stop in task.stop if stop in shape]
         if inside:
@@ -129,7 +135,9 @@ class BuiltEnvironment:
         return form
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Returns the JSON schemas of the tools."""
+        """Returns the JSON schemas of the tools. Raises `TrimtabError` for one that takes no named arguments."""
+        for tool in self.tools:
+            refuse_positional_only(self.kind, tool)
         return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 

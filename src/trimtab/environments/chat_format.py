@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
-END = "</tool_call>"
-"""Ends a call, and with it the turn."""
+BEGIN, END = "<tool_call>", "</tool_call>"
+"""What begins a call, and what ends it and with it the turn."""
 SHAPE = '<tool_call>\n{"name": "", "arguments": {}}\n'
-"""The text that a call has before its end (as `Tag.shape`), over several lines as most templates teach it."""
+"""The text that a call has before its end, over several lines as most templates teach it."""
 _QUESTION = {"role": "user", "content": "?"}
 # With a thought, because many templates drop those of earlier turns when a result follows them.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
@@ -54,8 +54,12 @@ class Chat:
         """The end of a call; a message without one ends with the end-of-sequence token."""
         return (END,)
 
+    @property
+    def begin(self) -> tuple[str, ...]:
+        return (BEGIN,)
+
     def parse(self, text: str) -> Call | None:
-        call = re.search(rf"<tool_call>(.*?){END}", text, re.DOTALL)
+        call = re.search(rf"{BEGIN}(.*?){END}", text, re.DOTALL)
         if call is None:
             return None
         try:

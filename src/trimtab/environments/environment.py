@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
@@ -39,6 +40,7 @@ from trimtab.errors import TrimtabError
 NOT_TOOLS = {"reset", "get_reward", "close"}
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
@@ -87,11 +89,24 @@ def tool_names(kind: Any) -> list[str]:
 
 def required_parameters(kind: Any, tool: str) -> list[str]:
     """Returns the names of the parameters of a tool without a default, but for `self`."""
-    parameters = list(inspect.signature(getattr(kind, tool)).parameters.values())
-    if not isinstance(inspect.getattr_static(kind, tool), staticmethod):
-        parameters = parameters[1:]
     empty = inspect.Parameter.empty
-    return [one.name for one in parameters if one.default is empty and one.kind not in _COLLECTED]
+    return [one.name for one in _parameters(kind, tool) if one.default is empty and one.kind not in _COLLECTED]
+
+
+def refuse_positional_only(kind: Any, tool: str) -> None:
+    """Raises `TrimtabError` for a tool that cannot be called with named arguments."""
+    for parameter in _parameters(kind, tool):
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise TrimtabError(
+                f"tool {tool!r}: parameter {parameter.name!r} is positional only, and calls of format 'chat' name "
+                "their arguments: take the / out"
+            )
+
+
+def _parameters(kind: Any, tool: str) -> list[inspect.Parameter]:
+    """Returns the parameters of a tool, but for `self`."""
+    parameters = list(inspect.signature(getattr(kind, tool)).parameters.values())
+    return parameters if isinstance(inspect.getattr_static(kind, tool), staticmethod) else parameters[1:]
 
 
 def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -181,30 +196,38 @@ def _reason(parameter: str, error: ValidationError) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number or an array of NumPy or torch as plain values; raises `TypeError` for others, as json does."""
+    """Returns what JSON does not have as what it has: arrays and sets as lists, other objects as their text."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # the order of a set differs from process to process
+    return _own_text(value)
+
+
+def _own_text(value: Any) -> str:
+    """Returns the text of an object; raises `EnvironmentFailed` where it is an address, different in every run."""
+    text = str(value)
+    if _ADDRESS.search(text):
+        kind = type(value).__name__
+        raise EnvironmentFailed(f"returned a {kind} without a text of its own: return one text, or a list")
+    return text
 
 
 def text_of(value: Any) -> str:
     """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible.
 
     Raises:
-        EnvironmentFailed: a generator, whose items are not known, or an object whose text is its address in memory.
+        EnvironmentFailed: a generator, whose items are not known, or an object whose text has an address in memory.
     """
-    kind = type(value)
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise EnvironmentFailed("returned a generator: return one text, or a list")
     if isinstance(value, str):
         return value
     if value is None:
         return ""
-    if isinstance(value, Mapping | list | tuple | bool):
+    if isinstance(value, Mapping | list | tuple | set | frozenset | bool):
         try:
             return json.dumps(value, ensure_ascii=False, default=_plain)
         except (TypeError, ValueError):
             pass
-    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        raise EnvironmentFailed(f"returned a {kind.__name__} without a text of its own: return one text, or a list")
-    return str(value)
+    return _own_text(value)

@@ -41,8 +41,8 @@ class EpisodeLimits:
     Attributes:
         turns: turns of the model. A call in the last one is not made.
         turn_tokens, observation_tokens: tokens of one turn and of one result; a longer result is cut in the middle.
-        timeout: seconds of one call, and of `reset` and `get_reward`.
-        answer: a regular expression that a last turn without a call must contain; None: any text is an answer.
+        timeout: seconds of one call of a method, also of the constructor, `reset`, `get_reward` and `close`.
+        answer: a regular expression that a last turn without a call must contain; None: any text but a blank one.
     """
 
     turns: int
@@ -271,10 +271,13 @@ class Episodes:
     def _is_void(self, episode: Episode, completion: Completion) -> bool:
         if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
             return False
+        text = completion.text
+        for begin in getattr(self._runner.form, "begin", ()):
+            text = text.partition(begin)[0]  # a call without its end is no answer
         answer = self._runner.limits.answer
         if answer is None:
-            return not completion.text.strip()
-        return re.search(answer, completion.text) is None
+            return not text.strip()
+        return re.search(answer, text) is None
 
     def _observe(self, episode: Episode, call: BackgroundCall) -> TurnResult:
         """Returns what follows a call that has ended, or was given up."""

@@ -20,11 +20,17 @@ class Call:
 
 
 class ToolError(Exception):
-    """A call that cannot be made; the model gets the message as the result of its call."""
+    """An error that the model reads as the result of its call: `Error: MESSAGE`, without the type of the exception.
+
+    Tools raise it, and `Format.parse` for a call that cannot be understood.
+    """
 
 
 class Format(Protocol):
-    """The text of calls and results."""
+    """The text of calls and results.
+
+    It may also have `begin`, the strings that begin a call: what follows one is no answer where the call has no end.
+    """
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -58,9 +64,8 @@ class Tag:
         return tuple(f"</{tool}>" for tool in self.tools)
 
     @property
-    def shape(self) -> str:
-        """The text that every call has before its end: a stop inside of it would cut every call."""
-        return "".join(f"<{tool}>" for tool in self.tools)
+    def begin(self) -> tuple[str, ...]:
+        return tuple(f"<{tool}>" for tool in self.tools)
 
     def parse(self, text: str) -> Call | None:
         names = "|".join(map(re.escape, self.tools))
@@ -82,9 +87,8 @@ class Fence:
         return ("\n```\n",)
 
     @property
-    def shape(self) -> str:
-        """As `Tag.shape`."""
-        return f"```{self.language}\n"
+    def begin(self) -> tuple[str, ...]:
+        return (f"```{self.language}\n",)
 
     def parse(self, text: str) -> Call | None:
         blocks = re.findall(rf"(?:^|\n)```{self.language}[ \t]*\n(.*?)\n```[ \t]*(?:\n|$)", text, re.DOTALL)

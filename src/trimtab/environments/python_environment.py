@@ -9,10 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.environments.formats import ToolError
 from trimtab.errors import TrimtabError
+from trimtab.sandbox.code_result import GRACE
 from trimtab.sandbox.python_pool import PythonPool, PythonSession, sandbox_unavailable
-
-SPARE_SECONDS = 5
-"""How long a sandbox may need to end a call that does not end by itself (docs/sandbox.md)."""
 
 
 class Options(BaseModel):
@@ -38,10 +36,11 @@ def build_pool(options: Options, timeout: float) -> PythonPool:
         TrimtabError: the sandbox cannot run here; the line says what installs it. The sandbox has no time to end a call
             by itself before it is given up.
     """
-    if timeout < options.seconds + SPARE_SECONDS:
+    lowest = options.seconds + GRACE
+    if timeout < lowest:
         raise TrimtabError(
-            f"environment.timeout = {timeout:g} must be {SPARE_SECONDS} above seconds = {options.seconds:g}, "
-            "so that the sandbox can end a call by itself: raise it, or lower seconds"
+            f"environment.timeout = {timeout:g} s is below {lowest:g} s, which are `seconds` and the {GRACE:g} s that "
+            "the sandbox may need to end a call: raise timeout, or lower seconds"
         )
     reason = sandbox_unavailable(options.sandbox)
     if reason is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimtab import environments, rewards, tasks
-from trimtab.environments import BuiltEnvironment
+from trimtab.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
 from trimtab.evaluation.eval_tables import Results
@@ -62,6 +62,7 @@ def compare(
     relay: ModelSpec | None = None,
     out: Path | None = None,
     progress: EvalProgress | None = None,
+    notes: Sequence[str] = (),
 ) -> Results:
     """Measures every model on every task with the embedded engine.
 
@@ -69,6 +70,7 @@ def compare(
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         relay: begins the responses of a further measurement of each model (see `Relay`).
         out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
+        notes: lines below the tables, besides those of the tasks.
 
     Raises:
         TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
@@ -92,7 +94,7 @@ def compare(
             relay=relay.label if relay is not None else None,
             settings={**asdict(settings), "temperature": settings.sampling_temperature},
             measured=measured,
-            notes=tuple(dict.fromkeys(note for prepared in prepared_tasks for note in prepared.task.notes)),
+            notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
         )
         if store is not None:
             store.write("results.json", json.dumps(results.as_dict(), indent=1, ensure_ascii=False) + "\n")
@@ -316,13 +318,20 @@ def _header(
             "options": {key: str(value) for key, value in prepared.spec.options.items()},
             "rewards": [_reward_description(spec) for spec in (prepared.spec.reward or prepared.task.rewards)],
             "problems": digest.hexdigest()[:16],
-            "environment": None if prepared.spec.environment is None else str(prepared.spec.environment),
+            "environment": _environment_description(prepared.spec.environment),
         },
         "samples": samples,
         **asdict(sampling),
         "seed": settings.seed,
         "dtype": settings.dtype,
     }
+
+
+def _environment_description(spec: EnvironmentSpec | None) -> dict[str, Any] | None:
+    if spec is None:
+        return None
+    name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
+    return {**asdict(spec), "name": name, "options": {key: str(value) for key, value in spec.options.items()}}
 
 
 def _reward_description(spec: RewardSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ BUDGET_KEYS = {
     "optim.lr",
 }  # tuned for the recipe `laboratory`; other models use the values of their recipe
 EVALUATIONS = 5
+FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
 _EXPERIMENT_KEYS = {
     "seed": "--seeds",
     "out": "--out",
@@ -61,7 +63,12 @@ class Method:
 
     @property
     def folder(self) -> str:
-        return re.sub(r"[^\w.+-]+", "_", self.spec)
+        """The name of the folder of its runs; a long one is cut and ends with a hash, since file names have a bound."""
+        name = re.sub(r"[^\w.+-]+", "_", self.spec)
+        if len(name) <= FOLDER_LENGTH:
+            return name
+        digest = hashlib.sha256(self.spec.encode()).hexdigest()[:8]
+        return f"{name[: FOLDER_LENGTH - 9]}-{digest}"
 
 
 @dataclass(frozen=True, slots=True)

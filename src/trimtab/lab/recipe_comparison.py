@@ -84,6 +84,11 @@ def summary_line(result: RunSummary) -> str:
 def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
     """Returns every objective and seed of `[compare]`, each with a validated recipe, as an experiment in one regime."""
     assert config.compare is not None
+    if config.objective.name == COMPOSED and COMPOSED not in config.compare.objectives:
+        raise TrimtabError(
+            f"compare.objectives: none of {', '.join(config.compare.objectives)} has the parts of [objective], so that "
+            f"nothing would use them: add {COMPOSED!r} to the list, or set objective.name to a method"
+        )
     regime = Regime("recipe", config.description, {})
     runs = []
     for objective in config.compare.objectives:
@@ -97,13 +102,13 @@ def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:
-    """Returns the recipe with another objective. Masks that the recipe adds to its own are added to each.
+    """Returns the recipe with another objective, to which the recipe's added masks and its `advantage` are added too.
 
     Dropped are keywords that the other objective does not have, calibration if it has no bounds, the section that only
     the recipe's objective uses, and an advantage of another default. Any other incompatible key is rejected by `check`.
     """
-    from trimtab.objectives import objective
-    from trimtab.objectives.calibrate import bounds_of, from_section
+    from trimtab.objectives.calibrate import bounds_of
+    from trimtab.objectives.from_section import from_section
 
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:
@@ -111,16 +116,18 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     own_section = REQUIRED_SECTIONS.get(config.objective.name)
     if own_section is not None and own_section != REQUIRED_SECTIONS.get(name):
         data.pop(own_section, None)
-    if objective(name).advantage != from_section(config.objective.model_dump()).advantage:
-        data.pop("advantage", None)
     calibrate = config.objective.calibrate and bool(bounds_of(name))
-    return data | {"objective": {"name": name, "calibrate": calibrate, **_accepted_keywords(name, config.objective)}}
+    section = {"name": name, "calibrate": calibrate, **_accepted_keywords(name, config.objective)}
+    if from_section(section).advantage != from_section(config.objective.model_dump()).advantage:
+        data.pop("advantage", None)
+    return data | {"objective": section}
 
 
 def _accepted_keywords(name: str, given: ObjectiveConfig) -> dict[str, Any]:
-    """Returns the keywords and masks that another objective takes over.
+    """Returns the keywords and parts that another objective takes over: added masks, and the kind of advantage.
 
-    Raises `TrimtabError` for a part in the place of that of a method: every method would have the same one.
+    Nothing of an objective of parts alone is an addition. Raises `TrimtabError` for a part in the place of that of a
+    method: every method would have the same one.
     """
     from trimtab.objectives import keywords_of
 
@@ -133,4 +140,4 @@ def _accepted_keywords(name: str, given: ObjectiveConfig) -> dict[str, Any]:
             f"compare.objectives: objective.{replaced[0]} belongs to {given.name}, and {name} has its own: leave it "
             f"out, or compare with `trimtab compare --methods '{given.name}:{replaced[0]}={{...}}' --methods {name}`"
         )
-    return accepted | ({"mask": given.keywords["mask"]} if "mask" in given.keywords else {})
+    return accepted | {key: given.keywords[key] for key in ("mask", "advantage") if key in given.keywords}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -24,7 +24,6 @@ from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
 from trimtab.objectives.composition import COMPOSED
 from trimtab.objectives.lookup import UNSET, is_custom, keywords_of, objective
-from trimtab.objectives.objective import Objective
 from trimtab.objectives.surrogates import Unclipped
 
 SAMPLES_MIN = 20
@@ -51,7 +50,7 @@ class Range:
 WEIGHT = {
     "token": Range(0.001, math.log(1.5), math.log(5)),
     "sequence": Range(0.01, math.log(2), math.log(10)),
-    "turn_product": Range(0.01, math.log(2), math.log(10)),
+    "turn": Range(0.01, math.log(2), math.log(10)),
 }
 """Truncated and clipped weights reject nothing: the range is verl's, 1.5..5 (token) and 2..10 (sequence)."""
 
@@ -75,14 +74,14 @@ class Observed:
 
     token: (tokens,) log proximal/behavior of trained tokens.
     sequence, geometric, k3: (sequences,) sum and mean of it, and mean k3, of each response with a trained token.
-    turn_product: (turns,) sum of it over each turn with a trained token; None where turns are not known.
+    turn: (turns,) sum of it over each turn with a trained token; None where turns are not known.
     """
 
     token: Float[Tensor, "tokens"]
     sequence: Float[Tensor, "sequences"]
     geometric: Float[Tensor, "sequences"]
     k3: Float[Tensor, "sequences"]
-    turn_product: Float[Tensor, "turns"] | None = None
+    turn: Float[Tensor, "turns"] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -100,7 +99,7 @@ class Observed:
         by_sequence, by_mean, k3 = (value[sequences.trained].double().cpu() for value in values)
         by_turn = None
         if turn is not None:
-            by_turn = ratios.log_at("turn_product")[sequences.turns.trained].double().cpu()
+            by_turn = ratios.log_at("turn")[sequences.turns.trained].double().cpu()
         return cls(ratios.log[mask].double().cpu(), by_sequence, by_mean, k3, by_turn)
 
     def __add__(self, other: Observed) -> Observed:
@@ -109,9 +108,7 @@ class Observed:
             torch.cat([self.sequence, other.sequence]),
             torch.cat([self.geometric, other.geometric]),
             torch.cat([self.k3, other.k3]),
-            None
-            if self.turn_product is None or other.turn_product is None
-            else torch.cat([self.turn_product, other.turn_product]),
+            None if self.turn is None or other.turn is None else torch.cat([self.turn, other.turn]),
         )
 
 
@@ -150,7 +147,7 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
         if samples is None:
             raise TrimtabError(f"calibrate: {bound.keyword} is a bound on turns, which are not known here")
         if len(samples) < SAMPLES_MIN:
-            unit = {"token": "trained tokens", "turn_product": "turns"}.get(bound.samples, "responses")
+            unit = {"token": "trained tokens", "turn": "turns"}.get(bound.samples, "responses")
             raise TrimtabError(
                 f"calibrate: {len(samples)} {unit} are too few for {bound.keyword}, it needs {SAMPLES_MIN}: use a "
                 "larger batch or write the bounds down"
@@ -161,29 +158,18 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
     return values
 
 
-def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None = None) -> Objective:
-    """Builds the objective of an `[objective]` section: `name`, `calibrate` and the keywords of the preset or function.
+def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the keywords of an objective that are to be calibrated, beside its given keywords and parts.
 
-    With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
-    Raises `TrimtabError` for what `objective` refuses, for a preset without a bound to calibrate, for a bound that is
-    both given and to be calibrated, and for parts that replace what has it or judge the same ratio.
+    Raises `TrimtabError` for an objective without a bound to calibrate, for a bound that is also given, and for parts
+    that replace what has it or judge the same ratio.
     """
-    given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
-    name, calibrate = section["name"], section.get("calibrate", False)
-    if section.get("code") is not None:
-        raise TrimtabError(
-            f"objective {name!r} was given in code (objective.code): pass it again, trimtab.train(..., objective=...)"
-        )
-    if not isinstance(calibrate, bool):
-        raise TrimtabError(f"objective.calibrate = {calibrate!r} has the wrong type: use true or false")
-    if not calibrate:
-        return objective(name, **given)
-    keywords = bounds_of(name)
     if name == COMPOSED:
         raise TrimtabError(
             "objective.calibrate finds the bounds of a preset, and those of parts stand in their tables: leave "
             "calibrate out, or name a preset"
         )
+    keywords = bounds_of(name)
     if not keywords:
         raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
     conflicts = [key for key in keywords if key in given]
@@ -202,9 +188,7 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
             raise TrimtabError(
                 f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
             )
-    built = objective(name, **given, **(bounds or {}))
-    state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
-    return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))
+    return keywords
 
 
 def _bounds(preset: str) -> Iterator[_Bound]:

@@ -55,7 +55,7 @@ def _denominator(objective: Objective) -> str:
         "trained-mean-token-sum": "sequences of the update with a trained token",
     }[aggregation.kind]
     rejected = "counted" if aggregation.denominator == "original" else "not counted"
-    return f"{text}; what is rejected stays {rejected}" if objective.rejects else text
+    return f"{text}; what is rejected is {rejected}" if objective.rejects else text
 
 
 def _kl(objective: Objective) -> str:

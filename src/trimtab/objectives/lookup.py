@@ -26,11 +26,6 @@ def objectives() -> list[str]:
     return list(PRESETS)
 
 
-def is_preset(name: str) -> bool:
-    """Whether a name is that of a preset."""
-    return name in PRESETS
-
-
 def is_custom(name: str) -> bool:
     """Whether a name refers to a custom function. Building it runs that code."""
     return ":" in name

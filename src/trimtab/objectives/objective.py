@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
-from trimtab.corrections.masks import OPSM, READABLE, Mask, keeps_all_of
+from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
@@ -130,7 +130,7 @@ class Objective:
     @property
     def one_advantage_per_response(self) -> bool:
         """Whether it needs one advantage for all tokens of a response."""
-        rules = any(isinstance(rule, OPSM) for rule in self.masks)
+        rules = any(rule.per_response for rule in self.masks)
         return rules or self.surrogate.per_response or self.ratio.level not in TOKEN_LEVELS
 
     @property

@@ -17,8 +17,8 @@ from trimtab.corrections.weights import check_word
 class Ratio:
     """The ratio current/proximal or current/behavior.
 
-    level: token, sequence (product), geometric, turn (geometric over a model turn), turn_product, prefix (product over
-        the tokens up to this one) or prefix_geometric.
+    level: token; sequence, turn (a model turn) or prefix (the tokens up to this one), which are products; or
+        geometric, turn_geometric or prefix_geometric, their geometric means.
     over: the denominator, proximal or behavior.
     """
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
+from trimtab.corrections.statistics import merged_fields
 
 NOT_COUNTED = -1.0
 """Value in `State.magnitudes` of tokens that do not count: no |log-ratio| is negative."""
@@ -55,12 +56,7 @@ class State:
     magnitudes: Float[Tensor, "tokens"] = field(metadata={"merge": _concatenate})
 
     def __add__(self, other: State) -> State:
-        return State(
-            **{
-                item.name: item.metadata.get("merge", torch.add)(getattr(self, item.name), getattr(other, item.name))
-                for item in fields(self)
-            }
-        )
+        return State(**merged_fields(self, other))
 
     def __radd__(self, other: int) -> State:
         """Supports `sum`, which starts with 0."""

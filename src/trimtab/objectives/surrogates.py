@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.corrections.protocols import Peers, Setting
+from trimtab.corrections.protocols import PEER_LEVELS, Peers, Setting
 from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
@@ -67,7 +67,7 @@ class Clipped(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level not in ("token", "sequence", "geometric"):
+        if level not in PEER_LEVELS:
             return {}
         trl: dict[str, str] = {}
         miles: dict[str, str] = {}
@@ -119,7 +119,7 @@ class Reinforce(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level not in ("token", "sequence", "geometric"):
+        if level not in PEER_LEVELS:
             return {}
         relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{self.ceiling - 1:g}"}
         return {

@@ -90,15 +90,16 @@ def log_scale_with_zero(axes: Axes) -> None:
 def log_scale_of_both_signs(axes: Axes) -> None:
     """Set a symmetric logarithmic axis, for estimates that may be negative.
 
-    It is linear around 0, from six powers of ten below the largest magnitude, or from the smallest one if that is
-    larger.
+    It contains 0 and is linear around it, from six powers of ten below the largest magnitude, or from the smallest one
+    if that is larger.
     """
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     magnitudes = np.abs(values[values != 0])
     high = np.ceil(np.log10(magnitudes.max()))
     low = max(np.floor(np.log10(magnitudes.min())), high - 6)
     axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
-    axes.set_ylim(*(1.3 * end if end else side * 10.0**low for end, side in ((values.min(), -1), (values.max(), 1))))
+    ends = (min(values.min(), 0.0), -1), (max(values.max(), 0.0), 1)
+    axes.set_ylim(*(1.3 * end if end else side * 10.0**low for end, side in ends))
     stride = max(1, round((high - low) / 3))
     # No tick at the edge of the linear part: its label would overlap that of 0.
     powers = 10.0 ** np.arange(high, low, -stride)[::-1]

@@ -53,7 +53,7 @@ def clipping(config: Mapping[str, Any], tokens: TokenTable) -> Clipping | str:
 def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
     """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
     from trimtab.objectives import Clipped, SecondMoment
-    from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
     section = config.get("objective", {})

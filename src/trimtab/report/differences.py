@@ -106,8 +106,9 @@ def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     The equation of an objective that is not a preset is read from the run's config.toml: a report never runs code
     named by a run. `metrics` are those of any step; calibrated bounds are logged at every step.
     """
-    from trimtab.objectives.calibrate import bounds_of, from_section  # imported here: needs torch
+    from trimtab.objectives.calibrate import bounds_of  # imported here: needs torch
     from trimtab.objectives.equation import render
+    from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
     section = config.get("objective", {})

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from trimtab.rewards.reward import Built, Response
-from trimtab.sandbox.function_pool import Call, Isolated, Outcome, checked, describe
+from trimtab.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
 from trimtab.types import Completion, EpisodeOutcome, Problem
 
 Item = tuple[Problem, Response | Completion]
@@ -33,7 +33,7 @@ class Weighted:
 
 
 class Scorer:
-    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (`Isolated`).
+    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (`FunctionPool`).
 
     Use it as a context manager or call `close()`; its processes also end with the last reference and with the trainer.
     """
@@ -41,7 +41,7 @@ class Scorer:
     def __init__(self, rewards: Sequence[Weighted]) -> None:
         self.rewards = tuple(rewards)
         self._outside = [reward for reward in self.rewards if reward.built.isolated]
-        self._pool = Isolated([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
+        self._pool = FunctionPool([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One score per item, in order. Never raises for what a reward does.

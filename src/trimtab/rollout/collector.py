@@ -29,7 +29,7 @@ Group = list[Trajectory]
 class PromptStream:
     """Prompts of the training split, in an order that is a pure function of (seed, position).
 
-    A prompt of more than `longest` tokens is replaced by another. `replaced` has the positions of replaced prompts,
+    A prompt of more than `max_prompt` tokens is replaced by another. `replaced` has the positions of replaced prompts,
     `logged` the number of them that metrics have counted.
     """
 
@@ -37,7 +37,7 @@ class PromptStream:
     tokenizer: Any
     seed: int
     position: int = 0
-    longest: int | None = None
+    max_prompt: int | None = None
     replaced: set[int] = field(default_factory=set)
     logged: int = 0
     _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
@@ -75,7 +75,7 @@ class PromptStream:
             if self.fits(prompt):
                 return prompt
         raise TrimtabError(
-            f"no training problem has a prompt of at most {self.longest} tokens (sampling.max_prompt_tokens): "
+            f"no training problem has a prompt of at most {self.max_prompt} tokens (sampling.max_prompt_tokens): "
             "raise it, lower sampling.max_tokens, or take another task"
         )
 
@@ -97,7 +97,7 @@ class PromptStream:
 
     def fits(self, prompt: Prompt) -> bool:
         """Whether a prompt is short enough."""
-        return self.longest is None or len(prompt.ids) <= self.longest
+        return self.max_prompt is None or len(prompt.ids) <= self.max_prompt
 
 
 @dataclass
@@ -157,8 +157,8 @@ class RolloutStats:
 class Collector:
     """Generates and scores the groups of a run.
 
-    `engine` is used by `sample` only. `room` is the number of prompt tokens that `sampling.max_tokens` leaves in the
-    smallest context; None if no context is known. `episodes` runs multi-turn responses.
+    `engine` is used by `sample` only. `context` is the number of tokens of the smallest context; None if none is known.
+    `episodes` runs multi-turn responses.
     """
 
     config: Config
@@ -167,8 +167,8 @@ class Collector:
     scorer: Scorer
     sampling: SamplingParams
     prefixes: PrefixPool | None = None
-    experts: Demonstrations | None = None
-    max_prompt: int | None = None
+    demonstrations: Demonstrations | None = None
+    context: int | None = None
     episodes: EpisodeRunner | None = None
 
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
@@ -225,8 +225,8 @@ class Collector:
             pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
             return prompts, completions
         prompts = self.stream.take(count)
-        if self.experts is not None:
-            return prompts, self._join_demonstrations(self.experts, request, prompts, stats)
+        if self.demonstrations is not None:
+            return prompts, self._join_demonstrations(self.demonstrations, request, prompts, stats)
         if self.episodes is not None:
             seeds = self.reset_seeds(request)
             return prompts, self.episodes.generate(
@@ -241,24 +241,24 @@ class Collector:
         return prompts, completions
 
     def _join_demonstrations(
-        self, experts: Demonstrations, request: GroupRange, prompts: Sequence[Prompt], stats: RolloutStats
+        self, demonstrations: Demonstrations, request: GroupRange, prompts: Sequence[Prompt], stats: RolloutStats
     ) -> list[list[Completion]]:
         """Responses where demonstrations replace samples, so that every group has `trainer.samples` members."""
         assert self.config.demonstrations is not None
         samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
-        before = experts.dropped, experts.missing
+        before = demonstrations.dropped, demonstrations.missing
         epoch = len(self.stream.task.train)
         traces = [
-            experts.take(prompt, per_group, turn=number // epoch)
+            demonstrations.take(prompt, per_group, turn=number // epoch)
             for number, prompt in zip(request.numbers, prompts, strict=True)
         ]
         stats.traces += sum(map(len, traces))
-        stats.traces_dropped += experts.dropped - before[0]
-        stats.traces_missing += experts.missing - before[1]
+        stats.traces_dropped += demonstrations.dropped - before[0]
+        stats.traces_missing += demonstrations.missing - before[1]
         if not any(traces):
             stats.errors.append(
-                f"no external trace joined: {experts.dropped - before[0]} were too long, "
-                f"{experts.missing - before[1]} of {len(prompts)} prompts have none"
+                f"no external trace joined: {demonstrations.dropped - before[0]} were too long, "
+                f"{demonstrations.missing - before[1]} of {len(prompts)} prompts have none"
             )
         max_sampled = samples - min(map(len, traces))
         sampled = self.engine.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))

@@ -19,10 +19,11 @@ MAX_SURVEYED = 2000
 KEY = "sampling.max_prompt_tokens"
 
 
-def max_prompt_tokens(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
-    """Number of prompt tokens that `sampling.max_tokens` leaves in the smallest context; None if none is known.
+def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
+    """Returns the number of tokens of the smallest context; None if none is known.
 
-    Raises `TrimtabError` if nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.
+    Raises `TrimtabError` if `sampling.max_tokens` leaves nothing for a prompt, or less than the recipe's
+    `sampling.max_prompt_tokens`.
     """
     max_prompt, max_response = config.sampling.max_prompt_tokens, sampling.max_tokens
     context = min((context for context in contexts if context is not None), default=None)
@@ -37,7 +38,7 @@ def max_prompt_tokens(config: Config, sampling: SamplingParams, contexts: Iterab
             f"{KEY} = {max_prompt} and max_tokens = {max_response} do not fit the model's context of {context} tokens "
             "together: lower one of them"
         )
-    return context - max_response
+    return context
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Survey:
     @classmethod
     def of(cls, stream: PromptStream) -> Survey:
         """Measures the prompts of a stream's task. Raises `TrimtabError` if none of them is short enough."""
-        task, limit = stream.task, stream.longest
+        task, limit = stream.task, stream.max_prompt
         chosen: Iterable[int] = range(len(task.train))
         if len(task.train) > MAX_SURVEYED:
             rng = np.random.default_rng(derive(stream.seed, "lengths"))

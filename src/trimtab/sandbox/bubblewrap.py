@@ -23,7 +23,7 @@ from dataclasses import replace
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
 from trimtab.sandbox.code_result import LOST, CodeResult, Limits
-from trimtab.sandbox.container import Container, ContainerError, Outcome, Request, Setup, Started
+from trimtab.sandbox.container import Container, ContainerError, Request, RunOutcome, Setup, Started
 from trimtab.sandbox.container_command import container_command
 from trimtab.sandbox.seccomp import container_filter, supported
 
@@ -64,7 +64,7 @@ class BubblewrapSandbox:
             try:
                 outcome = container.run(code, self._limits)
             except ContainerError as error:
-                outcome = Outcome(CodeResult("", str(error), error.timed_out), lost=True, clean=False)
+                outcome = RunOutcome(CodeResult("", str(error), error.timed_out), lost=True, clean=False)
             except BaseException:  # the caller gives up: the next run must not receive the answer of this one
                 self._sessions.pop(session, None)
                 self._free(container, clean=False)

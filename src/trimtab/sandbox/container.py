@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from trimtab.sandbox.code_result import CodeResult, Limits, took_too_long
+from trimtab.sandbox.code_result import GRACE, CodeResult, Limits, took_too_long
 from trimtab.sandbox.container_init import BYTES_PER_CHARACTER, END_SESSION, HEADER, LENGTH, MAX_REPORT
-
-GRACE = 5.0  # seconds a container may take in addition to the time limit, which it enforces itself
 
 
 class Setup(NamedTuple):
@@ -36,8 +34,13 @@ class Started(NamedTuple):
     failure: str | None = None
 
 
-class Outcome(NamedTuple):
-    """A result, whether the variables are gone, and then whether nothing else was left: the container is as new."""
+class RunOutcome(NamedTuple):
+    """What a run returned and left behind.
+
+    Attributes:
+        lost: the variables of the session no longer exist.
+        clean: nothing of the run is left, so that the container may serve another session; False while variables exist.
+    """
 
     result: CodeResult
     lost: bool
@@ -68,8 +71,8 @@ class Container:
         """Whether it has not ended; between two runs it sends nothing."""
         return not select.select([self._connection], [], [], 0)[0]
 
-    def run(self, code: str, limits: Limits) -> Outcome:
-        """Raises `ContainerError`."""
+    def run(self, code: str, limits: Limits) -> RunOutcome:
+        """Runs the code. Raises `ContainerError` where the container dies, hangs or breaks the protocol."""
         deadline = time.monotonic() + limits.timeout + GRACE
         text = code.encode()
         try:
@@ -84,7 +87,7 @@ class Container:
             raise ContainerError(took_too_long(limits), timed_out=True) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
-        return Outcome(CodeResult(output, error or None, bool(timed_out)), bool(lost), clean=not dirty)
+        return RunOutcome(CodeResult(output, error or None, bool(timed_out)), bool(lost), clean=not dirty)
 
     def end_session(self) -> bool:
         """Removes the variables; returns whether the container is as new."""

@@ -77,7 +77,7 @@ def describe(error: BaseException) -> str:
     return f"raised {type(error).__name__}{': ' + lines[0][:200] if lines else ''}"
 
 
-class Isolated:
+class FunctionPool:
     """Calls `functions` in worker processes, which end with `close()` or garbage collection."""
 
     def __init__(self, functions: Sequence[Function], *, workers: int | None = None, memory: int = MEMORY) -> None:

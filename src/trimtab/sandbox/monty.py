@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
-from trimtab.sandbox.code_result import LOST, CodeResult, Limits, took_too_long
+from trimtab.sandbox.code_result import GRACE, LOST, CodeResult, Limits, took_too_long
 
 WORKER = "trimtab.sandbox.monty_worker"
-GRACE = 5.0  # seconds a worker may take in addition to the time limit; Monty ends its interpreter after one
 
 
 class Request(NamedTuple):

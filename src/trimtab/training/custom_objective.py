@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.objectives.lookup import is_custom
 
 

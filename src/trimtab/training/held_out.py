@@ -38,8 +38,8 @@ def eval_metrics(task: str, samples: int) -> list[str]:
 class HeldOut:
     """The first problems of the test split of one task.
 
-    A problem whose prompt and longest response do not fit the context together is not sampled (it is not in `problems`)
-    and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
+    A problem whose prompt and longest response (of this task) do not fit the context together is not sampled (it is not
+    in `problems`) and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
     """
 
     of: EvalTask
@@ -48,9 +48,12 @@ class HeldOut:
 
     @classmethod
     def build(cls, evaluated: EvalTask, collector: Collector) -> HeldOut:
-        task, tokenizer, room = evaluated.task, collector.stream.tokenizer, collector.max_prompt
+        task, tokenizer, context = evaluated.task, collector.stream.tokenizer, collector.context
         problems = task.test[: evaluated.problems]
-        fitting = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
+        if context is None:
+            return cls(evaluated, problems, 0)
+        max_prompt = context - _sampling(collector, task, greedy=True).max_tokens
+        fitting = [item for item in problems if len(tasks.encode(task, item, tokenizer).ids) <= max_prompt]
         return cls(evaluated, fitting, len(problems) - len(fitting))
 
     def lines(self) -> list[str]:
@@ -58,7 +61,10 @@ class HeldOut:
         total = len(self.problems) + self.too_long
         if not self.too_long:
             return []
-        return [f"{self.too_long:,} of {total:,} held-out problems do not fit the context: they count as not solved"]
+        return [
+            f"{self.too_long:,} of {total:,} held-out problems of {self.of.task.name} do not fit the context with "
+            "their response: they count as not solved"
+        ]
 
     def measure(self, engine: Engine, collector: Collector) -> dict[str, float]:
         """Returns the accuracies by metric, and the number of problems. Raises `TrimtabError` if there are none."""

@@ -34,7 +34,7 @@ from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.demonstrations import Demonstrations
 from trimtab.rollout.environment_section import environment_spec, refuse_unused_rewards
-from trimtab.rollout.prompt_lengths import Survey, max_prompt_tokens
+from trimtab.rollout.prompt_lengths import Survey, smallest_context
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
@@ -304,22 +304,24 @@ def _build_learner(
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
     centered = parts.objective.centering
     sampling = sampling_params(config, parts.task, centered=centered)
-    prefix, expert = config.prefix, config.demonstrations
-    context = getattr(loaded.model.config, "max_position_embeddings", None)
-    contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
-    samples, max_prompt = config.trainer.samples, max_prompt_tokens(config, sampling, contexts)
-    longest = config.sampling.max_prompt_tokens or max_prompt
+    prefix, demonstrations, samples = config.prefix, config.demonstrations, config.trainer.samples
+    of_model = getattr(loaded.model.config, "max_position_embeddings", None)
+    contexts = (of_model, config.engine.vllm.context, getattr(engine, "context", None))
+    context = smallest_context(config, sampling, contexts)
+    max_prompt = None if context is None else context - sampling.max_tokens
     return Collector(
         config=config,
-        stream=PromptStream(parts.task, loaded.tokenizer, config.seed, longest=longest),
+        stream=PromptStream(
+            parts.task, loaded.tokenizer, config.seed, max_prompt=config.sampling.max_prompt_tokens or max_prompt
+        ),
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,
         prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
-        experts=None
-        if expert is None
-        else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
-        max_prompt=max_prompt,
+        demonstrations=None
+        if demonstrations is None
+        else Demonstrations.load(demonstrations, parts.task, loaded.tokenizer, sampling, of_model),
+        context=context,
         episodes=None
         if parts.environment is None
         else parts.environment.runner(

@@ -110,12 +110,23 @@ def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     assert eval_sources.dtype_of(None, [eval_sources.source("laboratory", "last")], named) == "bfloat16"
 
     other = eval_sources.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
-    with pytest.raises(TrimtabError, match="different tasks"):
+    with pytest.raises(TrimtabError, match=rf"different tasks, .*environments .*--task {tmp_path}/a/config.toml"):
         eval_sources.tasks_of([], [], [*runs, other])
     with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
         eval_sources.dtype_of(None, [*runs, other], whats)
     with pytest.raises(TrimtabError, match="--task is missing"):
         eval_sources.tasks_of([], [], [*runs, eval_sources.source("laboratory", "last")])
+
+
+def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> None:
+    tools = '[task]\nname = "swap-sort"\n[environment]\nname = "swap"\n[sampling]\nmax_tokens = 40\n'
+    runs = [
+        eval_sources.source(str(write_run(tmp_path / name, text)), "last") for name, text in (("a", tools), ("b", ""))
+    ]
+    [note] = eval_sources.notes_on_tools(runs, eval_sources.tasks_of(["swap-sort"], [], runs))
+    assert note.startswith(f"{tmp_path}/a was trained with the tools of environment 'swap'")
+    assert note.endswith(f"--task {tmp_path}/a/config.toml measures with them")
+    assert eval_sources.notes_on_tools(runs, eval_sources.tasks_of([f"{tmp_path}/a/config.toml"], [], runs)) == []
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,23 @@ def test_what_a_recipe_takes_back_from_its_base_another_base_need_not_set(tmp_pa
     assert load_config(recipe, ["base=quickstart"]).objective == load_config("quickstart").objective
 
 
+def test_a_name_that_is_written_down_is_the_one_that_was_implied(tmp_path: Path) -> None:
+    base, recipe = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text('[objective]\nsurrogate = {kind = "clipped", high = 0.28}\n')
+    recipe.write_text('base = "base.toml"\n[objective]\nname = "composed"\nsurrogate = {kind = "clipped", low = 0.1}\n')
+    both = {"surrogate": {"kind": "clipped", "low": 0.1, "high": 0.28}}
+    assert load_config(recipe).objective.keywords == both
+    assert load_config(base, ["objective.name=composed"]).objective.keywords["surrogate"]["high"] == 0.28
+    base.write_text("[objective]\nclip_high = 0.28\n[task]\ndigits = 1\n")
+    recipe.write_text(
+        'base = "base.toml"\n[objective]\nname = "token-tis"\nweight_max = 3.0\n[task]\nname = "arithmetic"\n'
+    )
+    config = load_config(recipe, ["objective.name=token-tis", "task.name=arithmetic"])
+    assert config.objective.keywords == {"clip_high": 0.28, "weight_max": 3.0}
+    assert config.task.keywords == {"digits": 1}
+    assert load_config(recipe, ["objective.name=grpo"]).objective.keywords == {}
+
+
 def test_a_surrogate_of_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(
         'base = "laboratory"\n[objective]\nname = "composed"\nmask = [{kind = "veto"}]\n'

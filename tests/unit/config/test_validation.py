@@ -9,7 +9,7 @@ from trimtab.config import Config, load_config, recipes
 from trimtab.config.rule import Facts
 from trimtab.config.validation import RULES, validate
 from trimtab.errors import TrimtabError
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.training.held_out import eval_metrics
 from trimtab.training.run import check
 

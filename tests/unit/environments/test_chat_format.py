@@ -143,3 +143,22 @@ def test_prompts_show_the_tools(appending: Any) -> None:
     adapted = of("tag", "Example. ").adapt(plain)
     assert adapted.prompt_text(problem, appending) == "Example. Find a."
     assert adapted.stop == ("\n", "</search>")
+
+
+def test_a_tool_without_names_for_its_arguments_is_refused() -> None:
+    class Positional(Search):
+        def search(self, text: str, /) -> str:
+            """Searches.
+
+            Args:
+                text: what is searched for.
+            """
+            return text
+
+    spec = environments.EnvironmentSpec(Positional, format="chat")
+    with pytest.raises(TrimtabError, match=r"tool 'search': parameter 'text' is positional only, .*: take the / out"):
+        environments.build(spec).adapt(chat_task())
+
+
+def test_a_call_without_its_end_begins_where_an_answer_ends(appending: Any) -> None:
+    assert 'so 5 <tool_call>{"name": "search"'.partition(Chat(appending, SCHEMAS).begin[0])[0] == "so 5 "

@@ -330,6 +330,9 @@ def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
         (r"\d", "five", True),
         (r"\d", "5", False),
         (r"\d", "<add>1</add>", False),
+        (r"\d", "<add>1", True),
+        (None, "<add>1", True),
+        (r"\d", "5 <add>1", False),
         (r"\\boxed", "so \\boxed{5}", False),
     ],
 )
@@ -426,5 +429,6 @@ def test_classes_that_are_no_environment() -> None:
         check_class(NoTool, "NoTool")
     with pytest.raises(TrimtabError, match=r"tool 'add'.*type hint"):
         check_class(NoHints, "NoHints")
+
     check_class(Counter, "Counter")
     assert tool_names(Counter) == ["add", "fail", "hang", "later", "leave", "long", "word"]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -90,6 +91,8 @@ def value_of(function: Callable[[], Any], timeout: float = 5.0) -> Any:
         (items(), "a tool returned a generator: return one text, or a list"),
         (map(str, [1]), "a tool returned a map without a text of its own: return one text, or a list"),
         (object(), "a tool returned a object without a text of its own: return one text, or a list"),
+        ([object()], "a tool returned a object without a text of its own: return one text, or a list"),
+        ({"key": items}, "a tool returned a function without a text of its own: return one text, or a list"),
     ],
 )
 def test_a_result_without_a_text_costs_its_episode(tokenizer: Any, value: Any, failure: str) -> None:
@@ -120,6 +123,13 @@ def test_what_reset_returns_without_a_text_costs_its_episode(tokenizer: Any, val
 def test_numbers_and_arrays_inside_a_result_become_json() -> None:
     value = {"diff": np.int64(5), "ok": np.bool_(False), "grid": np.eye(2), "more": [torch.tensor(1.5)]}
     assert environment.text_of(value) == '{"diff": 5, "ok": false, "grid": [[1.0, 0.0], [0.0, 1.0]], "more": [1.5]}'
+
+
+def test_sets_and_other_objects_inside_a_result_have_one_text() -> None:
+    """In every process: the order of a set depends on the seed of its hashes."""
+    assert environment.text_of({"c", "a", "b"}) == '["a", "b", "c"]'
+    assert environment.text_of([{"k": frozenset({"c", "a"})}, Decimal("1.5")]) == '[{"k": ["a", "c"]}, "1.5"]'
+    assert environment.text_of(Decimal("1.5")) == "1.5"
 
 
 def test_the_text_of_a_tag_fits_parameters_by_name_and_words_with_blanks_around_them() -> None:

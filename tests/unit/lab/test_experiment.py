@@ -75,6 +75,16 @@ def test_keywords_of_a_method() -> None:
     assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")
 
 
+def test_the_folder_of_a_method_is_a_file_name() -> None:
+    assert parse_method("m2po:form=mask,tau=[1,2]").folder == "m2po_form_mask_tau_1_2_"
+    long = [f"grpo:mask=[{','.join([one] * 12)}]" for one in ('{kind="veto",min=0.1}', '{kind="veto",min=0.2}')]
+    first, second = (parse_method(spec).folder for spec in long)
+    assert max(len(first), len(second)) <= 120
+    assert first != second
+    last = [parse_method(long[0][:-2] + end).folder for end in ("}]", "},{kind='opsm'}]")]
+    assert last[0] == first != last[1]
+
+
 @pytest.mark.parametrize("spec", ["icepop:weight_max", "icepop:3", ":a=1", "", "icepop:=3"])
 def test_a_method_that_cannot_be_read_is_refused(spec: str) -> None:
     with pytest.raises(TrimtabError, match=r"write it as|section\.key=value"):

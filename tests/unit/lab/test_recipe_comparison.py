@@ -80,3 +80,17 @@ def test_an_objective_of_parts_is_compared_with_presets() -> None:
     assert made["grpo"].objective.keywords == {}
     for cell in made.values():
         check(cell).scorer.close()
+
+
+def test_an_advantage_that_a_recipe_adds_is_that_of_every_objective() -> None:
+    added = ("objective.advantage=rloo", 'objective.mask=[{kind="veto"}]')
+    made = cells("laboratory", "token-tis", "grpo", overrides=added)
+    assert [cell.objective.keywords["advantage"] for cell in made.values()] == ["rloo", "rloo"]
+    for cell in made.values():
+        check(cell).scorer.close()
+
+
+def test_parts_that_no_compared_objective_has_are_refused() -> None:
+    parts = ('objective.surrogate={kind="clipped"}', 'objective.mask=[{kind="veto"}]')
+    with pytest.raises(TrimtabError, match=r"none of grpo, dapo has the parts of \[objective\], .*: add 'composed'"):
+        cells("laboratory", "grpo", "dapo", overrides=("objective.name=composed", *parts))

@@ -58,9 +58,9 @@ def dppo(*, tv_max: float = 0.15) -> Objective:
 
 def turn_level(*, keep_max: float = 1.5) -> Objective:
     """Clips, weights and masks model turns."""
-    masks = (Band("turn", 0.5, keep_max),)
-    weight = Weight("turn_product", "mask", 0.25, 4.0)
-    return Objective("turn-level", Ratio("turn"), Clipped(), weight, masks)
+    masks = (Band("turn_geometric", 0.5, keep_max),)
+    weight = Weight("turn", "mask", 0.25, 4.0)
+    return Objective("turn-level", Ratio("turn_geometric"), Clipped(), weight, masks)
 
 
 def needy(*, bound: float, sides: int = 2, label: str | None = None) -> Objective:

@@ -17,7 +17,8 @@ from trimtab.config import load_config
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
-from trimtab.objectives.calibrate import bounds_of, from_section
+from trimtab.objectives.calibrate import bounds_of
+from trimtab.objectives.from_section import from_section
 from trimtab.report.clipping import clipping
 from trimtab.report.differences import equation_of
 

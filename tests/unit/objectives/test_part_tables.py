@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, make_dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab import corrections, objectives
 from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
@@ -290,3 +292,11 @@ class Below(Veto):
 
 def with_tensor(bound: float = 1.0):
     return Objective("mine", Ratio(), Clipped(), masks=(Below(bound=torch.full((2,), bound)),))
+
+
+def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
+    """A rule that `trimtab.corrections` or `trimtab.objectives` exports can be named in a recipe."""
+    exported = [value for package in (corrections, objectives) for value in vars(package).values()]
+    classes = {value for value in exported if isinstance(value, type) and not inspect.isabstract(value)}
+    assert {kind for kind in classes if issubclass(kind, corrections.Mask)} == set(composition.MASKS.values())
+    assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(composition.SURROGATES.values())

@@ -9,7 +9,7 @@ import pytest
 from trimtab.config import load_config, recipe_names
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.objectives.surrogates import Unclipped
 
 UNCLIPPED = 'objective.surrogate={kind="unclipped"}'

@@ -59,7 +59,7 @@ TABLE = {
     "seq-bypass": (Ratio("sequence", "behavior"), WIDE, None, (), BY_TOKEN, "grpo"),
     "token-tis": (TOKEN, PPO, Weight("token", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
     "seq-tis": (TOKEN, PPO, Weight("sequence", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
-    "turn-tis": (TOKEN, PPO, Weight("turn_product", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
+    "turn-tis": (TOKEN, PPO, Weight("turn", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
     "token-mis": (TOKEN, PPO, Weight("sequence", "mask", 0.0, 2.0), (), BY_TOKEN, "grpo"),
     "seq-mis": (Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0), (), BY_TOKEN, "grpo"),
     "icepop": (TOKEN, PPO, Weight("token", "mask", 0.5, 5.0), (), BY_SEQUENCE, "grpo"),
@@ -223,4 +223,4 @@ def test_the_equation_explains_its_symbols_and_warns():
     masked = objective("m2po", form="mask", tau=0.1).equation()
     assert "1[|log r_t| ≤ c]·r_t A" in masked
     assert "up to which the mean of log² r is at most 0.1" in masked
-    assert "stays not counted" in objective("geo-mask", denominator="kept").equation()
+    assert "what is rejected is not counted" in objective("geo-mask", denominator="kept").equation()

@@ -74,14 +74,14 @@ def turn_level(level: str, epsilon: float = 0.2) -> Objective:
 
 
 def test_the_level_of_turns_by_hand() -> None:
-    loss, grad = per_token(turn_level("turn"))
+    loss, grad = per_token(turn_level("turn_geometric"))
     assert grad == pytest.approx([-0.870388, -0.870388, 0, 0, -1.05], abs=1e-6)
     assert loss == pytest.approx(-2 * 0.870388 - 1.05, abs=1e-6)
-    loss, grad = per_token(turn_level("turn_product"))
+    loss, grad = per_token(turn_level("turn"))
     assert grad == pytest.approx([-0.757576, -0.757576, 0, 0, -1.05], abs=1e-6)
     assert loss == pytest.approx(-2 * 0.757576 - 1.05, abs=1e-6)
     # A turn is clipped as a whole: its geometric ratio 0.87 is below 0.9, that of the second turn is not.
-    _, grad = per_token(turn_level("turn", 0.1), advantage=-1.0)
+    _, grad = per_token(turn_level("turn_geometric", 0.1), advantage=-1.0)
     assert grad == pytest.approx([0, 0, 0, 0, 1.05], abs=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_weights_and_masks_of_turns_by_hand() -> None:
     logps, mask, turn = fixture(), torch.tensor(MASK), torch.tensor(TURN)
     assert logps.proximal is not None
     assert logps.behavior is not None
-    expected = {"turn": (0.99**0.5, 1.0), "turn_product": (0.99, 1.0)}  # rho 1.1 * 0.9, and 1
+    expected = {"turn_geometric": (0.99**0.5, 1.0), "turn": (0.99, 1.0)}  # rho 1.1 * 0.9, and 1
     for level, (first, second) in expected.items():
         correction = correct(logps.proximal, logps.behavior, mask, weight=Weight(level, max=2.0), turn=turn)
         assert correction.weight[0].tolist() == pytest.approx([first, first, 0, 0, second], abs=1e-12)
@@ -111,7 +111,7 @@ def test_normalized_weights_of_turns_have_mean_one_over_turns() -> None:
     assert grad[4] == pytest.approx(-1.05 / mean)
 
 
-@pytest.mark.parametrize(("level", "whole"), [("turn", "geometric"), ("turn_product", "sequence")])
+@pytest.mark.parametrize(("level", "whole"), [("turn_geometric", "geometric"), ("turn", "sequence")])
 def test_one_turn_is_a_response_and_one_token_a_turn_is_a_token(level: str, whole: str) -> None:
     for part in (lambda name: turn_level(name, 0.1), _weighted, _banded):
         one = torch.zeros(1, 5, dtype=torch.long)
@@ -130,7 +130,7 @@ def _banded(level: str) -> Objective:
 
 def test_turns_do_not_read_each_other() -> None:
     other = row((0.75, 0.10, 0.01))
-    for obj in (turn_level("turn"), turn_level("turn_product")):
+    for obj in (turn_level("turn_geometric"), turn_level("turn")):
         current = other.clone().requires_grad_()
         obj(fixture(current), torch.ones(1, 1, dtype=torch.float64)).loss.backward()
         assert current.grad is not None
@@ -141,7 +141,7 @@ def test_equal_numbers_in_two_responses_are_two_turns() -> None:
     mask = torch.tensor([[True, True], [True, True]])
     behavior, zero = torch.full((2, 2), -1.0), torch.zeros(2, 2, dtype=torch.long)
     proximal = behavior + torch.tensor([[0.1, 0.3], [0.5, -0.1]])
-    weight = Weight("turn_product", max=9.0)
+    weight = Weight("turn", max=9.0)
     rows = correct(proximal, behavior, mask, weight=weight, turn=zero).weight
     assert_close(rows.log(), torch.tensor([[0.4, 0.4], [0.4, 0.4]]))
     ids, turn = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[5, 0], [0, 5]])
@@ -150,14 +150,14 @@ def test_equal_numbers_in_two_responses_are_two_turns() -> None:
 
 
 def test_a_level_of_turns_without_turns_is_refused() -> None:
-    for obj in (objective("turn-tis"), turn_level("turn"), _banded("turn")):
+    for obj in (objective("turn-tis"), turn_level("turn_geometric"), _banded("turn_geometric")):
         with pytest.raises(ValueError, match="needs turn, which is None") as error:
             obj(fixture(turn=None), torch.ones(1, 1, dtype=torch.float64))
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="give the number of the model turn of each token"):
         correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2).bool(), weight=Weight("turn"))
-    with pytest.raises(TrimtabError, match="not one at turn_product level"):
-        Objective("oapl", Ratio("turn_product", "behavior"), Regression())
+    with pytest.raises(TrimtabError, match="not one at turn level"):
+        Objective("oapl", Ratio("turn", "behavior"), Regression())
 
 
 # What METHODS sums over a response, by hand, with the observation in the middle.
@@ -238,8 +238,8 @@ def test_calibration_reads_trained_tokens_and_turns() -> None:
     assert result.sequence.tolist() == pytest.approx([math.log(0.99)])
     assert result.geometric.tolist() == pytest.approx([math.log(0.99) / 3])
     assert result.k3.tolist() == pytest.approx([0.00335011], abs=1e-8)
-    assert result.turn_product is not None
-    assert result.turn_product.tolist() == pytest.approx([math.log(0.99), 0.0], abs=1e-12)
+    assert result.turn is not None
+    assert result.turn.tolist() == pytest.approx([math.log(0.99), 0.0], abs=1e-12)
     with pytest.raises(TrimtabError, match="2 turns are too few for weight_max"):
         calibrated("turn-tis", result)
     with pytest.raises(TrimtabError, match="a bound on turns, which are not known here"):

@@ -14,7 +14,7 @@ from trimtab.config import Config, load_config, recipe_names
 from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.objectives import Band, Objective, Veto, Weight
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.planner import PlanRequest, best_plan
 from trimtab.planning.rates import Workload

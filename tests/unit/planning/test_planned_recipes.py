@@ -12,7 +12,7 @@ import pytest
 from trimtab.config import Config, load_config
 from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.planner import Plan, PlanRequest, best_plan
 from trimtab.planning.rates import Workload

@@ -132,3 +132,13 @@ def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
     (line,) = axes.lines
     assert set(np.asarray(line.get_ydata())) == {1.0}
     assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.2, 0.4], [-0.3], [-0.4, 0.1]])
+def test_an_axis_of_both_signs_shows_every_point_and_zero(values: list[float]) -> None:
+    axes = Figure().add_subplot()
+    axes.plot(range(len(values)), values)
+    svg.log_scale_of_both_signs(axes)
+    bottom, top = axes.get_ylim()
+    assert bottom < min(*values, 0.0)
+    assert top > max(*values, 0.0)

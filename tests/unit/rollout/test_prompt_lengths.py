@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.collector import PromptStream
-from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, max_prompt_tokens
+from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, smallest_context
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.held_out import EvalTask, HeldOut
@@ -25,26 +26,24 @@ def task(*lengths: int) -> BuiltTask:
     return BuiltTask("file", problems, problems, Plain(), (), (".",), 4)
 
 
-def stream(*lengths: int, longest: int | None = None, seed: int = 0) -> PromptStream:
-    return PromptStream(task(*lengths), TOKENIZER, seed, longest=longest)
+def stream(*lengths: int, max_prompt: int | None = None, seed: int = 0) -> PromptStream:
+    return PromptStream(task(*lengths), TOKENIZER, seed, max_prompt=max_prompt)
 
 
 @pytest.mark.parametrize(
     ("given", "contexts", "expected"),
     [
-        (None, (64, None), 54),
-        (None, (64, 32), 22),
+        (None, (64, None), 64),
+        (None, (64, 32), 32),
         (None, (None, None), None),
-        (20, (64, None), 54),
-        (54, (64, None), 54),
+        (20, (64, None), 64),
+        (54, (64, None), 64),
         (100, (None,), None),
     ],
 )
-def test_the_longest_prompt_is_the_context_less_the_response(
-    given: int | None, contexts: tuple[int | None, ...], expected: int | None
-) -> None:
+def test_the_smallest_context_counts(given: int | None, contexts: tuple[int | None, ...], expected: int | None) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
-    assert max_prompt_tokens(config, SamplingParams(max_tokens=10), contexts) == expected
+    assert smallest_context(config, SamplingParams(max_tokens=10), contexts) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,11 +53,11 @@ def test_the_longest_prompt_is_the_context_less_the_response(
 def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
     with pytest.raises(TrimtabError, match=named):
-        max_prompt_tokens(config, SamplingParams(max_tokens=most), (64,))
+        smallest_context(config, SamplingParams(max_tokens=most), (64,))
 
 
 def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
-    survey = Survey.of(stream(*range(1, 21), longest=18))
+    survey = Survey.of(stream(*range(1, 21), max_prompt=18))
     assert survey.lines() == [
         "prompts    1 to 20 tokens, median 11, 95 % up to 20 (all 20 problems)",
         "2 of them are longer than 18 tokens (sampling.max_prompt_tokens) and are never asked; others take their place "
@@ -82,40 +81,40 @@ def test_of_many_problems_a_sample_is_measured() -> None:
 
 def test_a_task_of_long_prompts_only_is_refused() -> None:
     with pytest.raises(TrimtabError, match="longer than the 4 tokens it may have, the shortest has 5"):
-        Survey.of(stream(5, 6, longest=4))
+        Survey.of(stream(5, 6, max_prompt=4))
 
 
 def test_prompts_that_are_too_long_are_replaced() -> None:
     lengths = [3, 30, 4, 5, 31, 6]
-    plain, limited = stream(*lengths).take(60), stream(*lengths, longest=6)
+    plain, limited = stream(*lengths).take(60), stream(*lengths, max_prompt=6)
     drawn = limited.take(60)
     assert limited.newly_replaced() == 20, "two of six problems, in each of ten epochs"
     assert max(len(prompt.ids) for prompt in drawn) == 6
     kept = [a.problem.id == b.problem.id for a, b in zip(plain, drawn, strict=True) if len(a.ids) <= 6]
     assert kept == [True] * 40, "the order of all others is as it was"
     # A resumed run asks from the middle on.
-    again = stream(*lengths, longest=6).at(17, 20)
+    again = stream(*lengths, max_prompt=6).at(17, 20)
     assert [prompt.problem.id for prompt in again] == [prompt.problem.id for prompt in drawn[17:37]]
 
 
 def test_a_search_that_finds_nothing_short_ends() -> None:
     with pytest.raises(TrimtabError, match="no training problem has a prompt of at most 2 tokens"):
-        stream(3, 3, longest=2).take(1)
+        stream(3, 3, max_prompt=2).take(1)
 
 
 def test_the_only_short_prompt_of_many_is_found() -> None:
     """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
-    drawn = stream(*[9] * 1999, 3, longest=4).take(20)
+    drawn = stream(*[9] * 1999, 3, max_prompt=4).take(20)
     assert {prompt.problem.id for prompt in drawn} == {"p1999"}
 
 
 def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
     """A checkpoint is written while three of the drawn prompts are not yet in the metrics."""
-    whole = stream(3, 30, 4, 31, 5, longest=6)
+    whole = stream(3, 30, 4, 31, 5, max_prompt=6)
     whole.at(0, 20)
     assert whole.newly_replaced() == 8, "two of five problems, in each of four epochs"
     whole.at(15, 10)
-    resumed = stream(3, 30, 4, 31, 5, longest=6)
+    resumed = stream(3, 30, 4, 31, 5, max_prompt=6)
     resumed.restore(json.loads(json.dumps(whole.state())))
     resumed.at(15, 10)
     assert (resumed.newly_replaced(), resumed.newly_replaced()) == (2, 0)
@@ -124,30 +123,46 @@ def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
 def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> None:
     """Two of five do not fit; the engine answers the others, one of them right.
 
-    What training may ask (`longest`) does not matter: `trimtab eval` must give the same number.
+    What training may ask (`max_prompt`) does not matter: `trimtab eval` must give the same number.
     """
     from trimtab import rewards
     from trimtab.engines.fake import FakeEngine
     from trimtab.types import RewardSpec
 
-    source = stream(3, 30, 4, 31, 5, longest=3)
+    source = stream(3, 30, 4, 31, 5, max_prompt=3)
     engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
     config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
         sampling = SamplingParams(max_tokens=4, stop=(".",))
-        names = {"stream": source, "scorer": scorer, "sampling": sampling, "max_prompt": 6, "episodes": None}
+        names = {"stream": source, "scorer": scorer, "sampling": sampling, "context": 10, "episodes": None}
         collector = SimpleNamespace(config=config, **names)
         evaluated = EvalTask(source.task, scorer, problems=5, samples=0)
         held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
         measured = held_out.measure(engine, collector)  # pyright: ignore[reportArgumentType]
         assert measured == {"eval/file/greedy": pytest.approx(1 / 5), "eval/file/problems": 5}
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
-    assert held_out.lines() == ["2 of 5 held-out problems do not fit the context: they count as not solved"]
+    assert held_out.lines() == [
+        "2 of 5 held-out problems of file do not fit the context with their response: they count as not solved"
+    ]
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
-    collector = SimpleNamespace(config=load_config({}), stream=stream(9), max_prompt=6)
+    sampling = SamplingParams(max_tokens=4)
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=10)
     evaluated = EvalTask(collector.stream.task, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
     held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
     measured = held_out.measure(None, collector)  # pyright: ignore[reportArgumentType]
     assert measured == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
+
+
+@pytest.mark.parametrize(("of_run", "of_task", "fitting"), [(55, 4, ["p0", "p2", "p4"]), (4, 59, ["p0", "p4"])])
+def test_problems_of_another_task_have_the_length_of_its_responses(
+    of_run: int, of_task: int, fitting: list[str]
+) -> None:
+    """In a context of 64, responses of 4 tokens leave 60 for a prompt and those of 59 leave 5."""
+    sampling = SamplingParams(max_tokens=of_run)
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=64)
+    other = replace(task(3, 61, 60, 62, 5), name="other", max_tokens=of_task)
+    evaluated = EvalTask(other, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
+    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+    assert [problem.id for problem in held_out.problems] == fitting

@@ -56,7 +56,7 @@ def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    collector = Collector(config, stream, engine, scorer, SAMPLING, experts=experts)
+    collector = Collector(config, stream, engine, scorer, SAMPLING, demonstrations=experts)
     return SyncSource(collector, Buffer(config.trainer))
 
 
@@ -94,18 +94,18 @@ def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
 
 def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
     source = feed(scorer, recipe())
-    assert source.collector.experts is not None
-    known, gold = [], source.collector.experts.texts
+    assert source.collector.demonstrations is not None
+    known, gold = [], source.collector.demonstrations.texts
 
     def only_the_first(problem: Problem):
         known.append(problem.id)
         return gold(problem) if problem.id == known[0] else ()
 
-    source.collector.experts.texts = only_the_first
+    source.collector.demonstrations.texts = only_the_first
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False, False, True], [False] * 3]
     assert (stats.traces, stats.traces_missing) == (1, 1)
-    source.collector.experts.texts = lambda _: ("1234567.",)
+    source.collector.demonstrations.texts = lambda _: ("1234567.",)
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False] * 3] * 2
     assert (stats.traces, stats.traces_dropped, stats.traces_missing) == (0, 2, 0)

@@ -60,7 +60,7 @@ def turn_tis(
     Use it on multi-turn responses, where the product over the whole response is far from 1.
     `seq-tis` with one weight for each turn; the product over long episodes vanishes (NeMo-RL issue 2269).
     """
-    weight = Weight("turn_product", "truncate", max=weight_max, normalize=normalize)
+    weight = Weight("turn", "truncate", max=weight_max, normalize=normalize)
     return Objective("turn-tis", Ratio(), Clipped(clip_low, clip_high, clip_dual), weight)
 
 
@@ -74,9 +74,10 @@ def token_mis(
     clip_high: float = 0.2,
     clip_dual: float | None = None,
 ) -> Objective:
-    """PPO on the token ratio, times the product weight, zeroed outside [weight_min, weight_max].
+    """PPO on current/proximal, times the product of proximal/behavior over the response, 0 outside a band.
 
-    Use it to drop whole responses whose product weight is too large, instead of truncating it.
+    The band is [weight_min, weight_max]; "token" is the level of the clipped ratio.
+    Use it to drop whole responses whose weight is too large, instead of truncating it.
     Liu, Li et al. 2025, "When Speed Kills Stability"; named as in arXiv 2603.19470 Table 1. Other sources call
     `icepop`, whose weight is that of a token, "token MIS".
     """
@@ -94,8 +95,9 @@ def seq_mis(
     clip_high: float = 3.0,
     clip_dual: float | None = None,
 ) -> Objective:
-    """PPO on the product ratio, times the product weight, zeroed outside [weight_min, weight_max].
+    """PPO on the product of current/proximal, times that of proximal/behavior over the response, 0 outside a band.
 
+    The band is [weight_min, weight_max].
     Use it as `token-mis`, where clipping too should decide about whole responses.
     Liu, Li et al. 2025, "When Speed Kills Stability"; arXiv 2603.19470 Table 1.
     """

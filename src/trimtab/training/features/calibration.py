@@ -12,8 +12,9 @@ import torch
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
-from trimtab.objectives.calibrate import Observed, calibrated, from_section
+from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.objectives.equation import render
+from trimtab.objectives.from_section import from_section
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
 

@@ -19,7 +19,7 @@ from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, Findings, choose
 from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 
 
 def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Findings:

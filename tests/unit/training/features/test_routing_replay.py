@@ -25,7 +25,7 @@ from trimtab.models import laboratory
 from trimtab.models.logprobs import score
 from trimtab.models.routing import UNROUTED, RouterInfo
 from trimtab.objectives import objective
-from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.from_section import from_section
 from trimtab.rollout.collector import RolloutStats
 from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
