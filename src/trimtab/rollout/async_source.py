@@ -83,7 +83,7 @@ class AsyncSource:
             state.buffer.changed.notify_all()
 
     def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
         """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
         with self._pause_engines(), ExitStack() as stack:
@@ -91,7 +91,7 @@ class AsyncSource:
             shared = None
             for attempt in range(MAX_RESTARTS):
                 try:
-                    if quantized or thread.version != version or thread.engine.policy_version != version:
+                    if weights_altered or thread.version != version or thread.engine.policy_version != version:
                         shared = shared or stack.enter_context(closing(share(weights)))
                         thread.version = None
                         thread.engine.update_weights(shared, version, as_is=True)

@@ -102,7 +102,23 @@ class PromptStream:
 
 @dataclass
 class RolloutStats:
-    """Counts and durations of generation and scoring since the last batch."""
+    """Counts and durations of generation and scoring since the last batch.
+
+    Attributes:
+        generated, response_tokens: responses that the engines sampled, and their tokens.
+        decoded, prefilled: tokens that the engines ran, by their own counters.
+        traces, traces_dropped, traces_missing: demonstrations that joined a group; that were too long; prompts without.
+        failed_rewards: responses without a reward, because a reward failed or the environment did.
+        dropped: responses with a log-prob that is not finite.
+        stale: responses that became too old for every batch.
+        discarded_lengths: tokens that had been sampled for each response that was given up, for whatever reason.
+        groups, no_signal, refilled: groups that were scored; those of equal rewards; those sampled in their place.
+        restarts, interrupted: engines that were started again; responses that new weights interrupted.
+        episodes, calls, tool_errors, void, failed_episodes: multi-turn responses and their calls (docs/metrics.md).
+        first_tool_errors: the first error of each response that has one.
+        errors: messages for the user.
+        seconds_generating, seconds_scoring, seconds_waiting: durations.
+    """
 
     generated: int = 0
     response_tokens: int = 0
@@ -114,7 +130,7 @@ class RolloutStats:
     failed_rewards: int = 0
     dropped: int = 0
     stale: int = 0
-    discarded_lengths: list[int] = field(default_factory=list)  # of discarded responses, in tokens sampled so far
+    discarded_lengths: list[int] = field(default_factory=list)
     groups: int = 0
     no_signal: int = 0
     refilled: int = 0
@@ -125,7 +141,7 @@ class RolloutStats:
     tool_errors: int = 0
     void: int = 0
     failed_episodes: int = 0
-    first_tool_errors: list[str] = field(default_factory=list)  # of each response that has one
+    first_tool_errors: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0

@@ -44,11 +44,12 @@ class RolloutSource(Protocol):
         ...
 
     def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
         """Returns the result of `function` with an engine that has exactly these weights.
 
-        `quantized`: engines quantize the weights that are published to them, or add noise.
+        `weights_altered`: engines quantize the weights that are published to them or add noise to them, so that their
+        own cannot be used.
         """
         ...
 
@@ -113,9 +114,9 @@ class SyncSource:
             self.canary.check(self.engine, expected)
 
     def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
-        if self.published == version and not quantized:
+        if self.published == version and not weights_altered:
             return function(self.engine)
         saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.named_weights()], self.published
         self.engine.update_weights(weights, version, as_is=True)

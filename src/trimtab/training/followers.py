@@ -88,7 +88,7 @@ class LeaderSource:
         self._source.publish(weights, version, expected)
 
     def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
         """The result of `function` must be JSON: it is sent to the other ranks."""
         needed = False
@@ -99,7 +99,7 @@ class LeaderSource:
             self._ranks.broadcast_bool(True)
             yield from weights
 
-        result = self._source.evaluate_with(announced_weights(), version, function, quantized=quantized)
+        result = self._source.evaluate_with(announced_weights(), version, function, weights_altered=weights_altered)
         if not needed:
             self._ranks.broadcast_bool(False)
         self._ranks.broadcast(json.dumps(result).encode())
@@ -142,7 +142,7 @@ class FollowerSource:
         version: int,  # noqa: ARG002
         function: Callable[[Engine], Result],  # noqa: ARG002
         *,
-        quantized: bool,  # noqa: ARG002
+        weights_altered: bool,  # noqa: ARG002
     ) -> Result:
         if self._ranks.broadcast_bool(False):
             _gather(weights)

@@ -194,7 +194,7 @@ class Trainer:
                 for held_out in self.held_out
                 for key, value in held_out.measure(engine, self.collector).items()
             },
-            quantized=weight_quantization(self.config).active,
+            weights_altered=weight_quantization(self.config).active,
         )
         for evaluated in self.eval_tasks:
             self.observer.evaluated(evaluated.task.name, moment, measured[evaluated.metrics[0]])

@@ -389,7 +389,7 @@ def test_generation_pauses_while_an_engine_is_used_for_something_else(desk: Open
         assert one.feed._is_paused()  # pyright: ignore[reportPrivateUsage]
         return engine.calls
 
-    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, quantized=False)
+    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False)
     assert rested >= calls
     assert one.steps(1, now=2) == [[8, 9, 10, 11]]
     assert (2, False) in engine.published[engine.published.index((7, True)) :]
@@ -406,7 +406,7 @@ def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted(desk: O
             raise EngineDeadError("fell over")
         return 5
 
-    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, quantized=False) == 5
+    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 5
     assert attempts == [7, 7, 7]
     assert engine.recovered == 2
 
