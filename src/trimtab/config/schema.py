@@ -299,7 +299,9 @@ class CompareConfig(Section):
     """If present, `trimtab train` trains every objective with every seed and compares them on one page."""
 
     objectives: list[str] = Field(
-        min_length=1, description="names of objectives, each with its own defaults, and the masks of the recipe"
+        min_length=1,
+        description="names of objectives, each with its own defaults, and the masks and the "
+        "advantage that the recipe adds",
     )
     seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
     workers: Processes = Field(default=2, description="runs at a time, one process each")
