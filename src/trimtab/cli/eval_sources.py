@@ -99,16 +99,18 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
     """Returns a line for each run that was trained with tools and is measured without them."""
     from trimtab.config import load_config
 
-    if all(choice.spec.environment is not None for choice in choices):
-        return []
-    runs = [(item.name, recipe_of(item.run)) for item in sources if item.run is not None]
-    trained = [(name, recipe, load_config(recipe).environment) for name, recipe in runs]
-    return [
-        f"{name} was trained with the tools of environment {environment.name!r}, and tasks given by name have none: "
-        f"--task {recipe} measures with them"
-        for name, recipe, environment in trained
-        if environment is not None
-    ]
+    bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
+    notes = []
+    for item in sources if bare else ():
+        environment = None if item.run is None else load_config(recipe_of(item.run)).environment
+        if item.run is not None and environment is not None:
+            notes.append(
+                f"{item.name} was trained with the tools of environment {environment.name!r} and is measured without "
+                f"them on {', '.join(bare)}"
+            )
+            if len(bare) == len(choices) and not environment.name.startswith("__main__:"):
+                notes[-1] += f"; --task {recipe_of(item.run)} measures with them"
+    return notes
 
 
 def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:

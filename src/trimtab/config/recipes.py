@@ -152,8 +152,10 @@ def _extends(key: str, old: Any, new: Any) -> bool:
     """Whether both are sections `key` and the new one has no other name; another one starts from its own defaults."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return False
-    name = _name_of(key, old)
-    return new.get("kind" if key in OBJECTIVE_PARTS else "name", name) == name
+    name, which = _name_of(key, old), "kind" if key in OBJECTIVE_PARTS else "name"
+    # A name that neither writes down follows from both.
+    implied = name if which in old else _name_of(key, {**old, **new})
+    return new.get(which, implied) == name
 
 
 def _name_of(key: str, section: Mapping[str, Any]) -> Any:

@@ -14,9 +14,9 @@ _SYMBOL = {
     "sequence": "{0}",
     "geometric": "{0}_geo",
     "turn": "{0}_turn",
-    "turn_geometric": "{0}_turn,geo",
+    "turn_geometric": "{0}_geo(turn)",
     "prefix": "{0}_≤t",
-    "prefix_geometric": "{0}_≤t,geo",
+    "prefix_geometric": "{0}_geo(≤t)",
 }
 _VALUE = {
     "token": "{0} = {1}",
@@ -30,7 +30,7 @@ _VALUE = {
 
 
 def symbol(letter: str, level: str) -> str:
-    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn, ρ_turn,geo, ρ_≤t or ρ_≤t,geo."""
+    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn, ρ_geo(turn), ρ_≤t or ρ_geo(≤t)."""
     return _SYMBOL[level].format(letter)
 
 

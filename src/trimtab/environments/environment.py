@@ -41,6 +41,7 @@ NOT_TOOLS = {"reset", "get_reward", "close"}
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
+_SCALARS = (str, int, float, type(None))
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
@@ -196,12 +197,16 @@ def _reason(parameter: str, error: ValidationError) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON does not have as what it has: arrays and sets as lists, other objects as their text."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    """Returns a value of JSON: arrays and sets become lists, other objects and keys their text."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, _SCALARS) else _own_text(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)  # the order of a set differs from process to process
-    return _own_text(value)
+        return sorted(map(_plain, value), key=json.dumps)  # the order of a set differs from process to process
+    return value.tolist() if hasattr(value, "tolist") else _own_text(value)
 
 
 def _own_text(value: Any) -> str:
@@ -227,7 +232,7 @@ def text_of(value: Any) -> str:
         return ""
     if isinstance(value, Mapping | list | tuple | set | frozenset | bool):
         try:
-            return json.dumps(value, ensure_ascii=False, default=_plain)
+            return json.dumps(_plain(value), ensure_ascii=False)
         except (TypeError, ValueError):
             pass
     return _own_text(value)

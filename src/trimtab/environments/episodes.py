@@ -252,9 +252,8 @@ class Episodes:
 
     def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
-        last = (completion.turn == completion.turn[-1]) & completion.sampled
         try:
-            call = self._runner.form.parse(self._runner.encoder.decode(completion.response_ids[last].tolist()))
+            call = self._runner.form.parse(self._last_turn(completion))
         except ToolError as error:
             return error
         except (Exception, SystemExit) as error:
@@ -268,12 +267,18 @@ class Episodes:
         )
         return None
 
+    def _last_turn(self, completion: Completion) -> str:
+        """Returns the text of the last turn, with its special tokens."""
+        last = (completion.turn == completion.turn[-1]) & completion.sampled
+        return self._runner.encoder.decode(completion.response_ids[last].tolist())
+
     def _is_void(self, episode: Episode, completion: Completion) -> bool:
         if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
             return False
-        text = completion.text
-        for begin in getattr(self._runner.form, "begin", ()):
-            text = text.partition(begin)[0]  # a call without its end is no answer
+        text, turn = completion.text, self._last_turn(completion)
+        begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
+        if begins:
+            text = turn[: min(begins)]  # a call without its end is no answer
         answer = self._runner.limits.answer
         if answer is None:
             return not text.strip()

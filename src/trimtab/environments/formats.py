@@ -88,7 +88,7 @@ class Fence:
 
     @property
     def begin(self) -> tuple[str, ...]:
-        return (f"```{self.language}\n",)
+        return (f"```{self.language}",)
 
     def parse(self, text: str) -> Call | None:
         blocks = re.findall(rf"(?:^|\n)```{self.language}[ \t]*\n(.*?)\n```[ \t]*(?:\n|$)", text, re.DOTALL)
@@ -126,9 +126,16 @@ def _load_format(name: str) -> Format:
     missing = [part for part in ("stop", "parse", "render") if not hasattr(form, part)]
     if missing:
         raise TrimtabError(f"format {name!r} has no {missing[0]!r}: it needs stop, parse(text) and render(result)")
-    stop = form.stop
-    if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(one, str) and one for one in stop):
-        raise TrimtabError(f"format {name!r}: stop = {stop!r} must be a tuple of strings: those that end a call")
+    for part, verb in (("stop", "end"), ("begin", "begin")):
+        strings = getattr(form, part, ())
+        if (
+            isinstance(strings, str)
+            or not isinstance(strings, Sequence)
+            or not all(isinstance(one, str) and one for one in strings)
+        ):
+            raise TrimtabError(
+                f"format {name!r}: {part} = {strings!r} must be a tuple of strings: those that {verb} a call"
+            )
     return form
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -331,7 +331,8 @@ def _environment_description(spec: EnvironmentSpec | None) -> dict[str, Any] | N
     if spec is None:
         return None
     name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
-    return {**asdict(spec), "name": name, "options": {key: str(value) for key, value in spec.options.items()}}
+    options = {key: str(value) for key, value in spec.options.items()}
+    return {item.name: getattr(spec, item.name) for item in fields(spec)} | {"name": name, "options": options}
 
 
 def _reward_description(spec: RewardSpec) -> str:

@@ -64,7 +64,7 @@ class Method:
     @property
     def folder(self) -> str:
         """The name of the folder of its runs; a long one is cut and ends with a hash, since file names have a bound."""
-        name = re.sub(r"[^\w.+-]+", "_", self.spec)
+        name = re.sub(r"[^\w.+-]+", "_", self.spec, flags=re.ASCII)
         if len(name) <= FOLDER_LENGTH:
             return name
         digest = hashlib.sha256(self.spec.encode()).hexdigest()[:8]

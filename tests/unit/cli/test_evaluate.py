@@ -126,7 +126,10 @@ def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> No
     [note] = eval_sources.notes_on_tools(runs, eval_sources.tasks_of(["swap-sort"], [], runs))
     assert note.startswith(f"{tmp_path}/a was trained with the tools of environment 'swap'")
     assert note.endswith(f"--task {tmp_path}/a/config.toml measures with them")
-    assert eval_sources.notes_on_tools(runs, eval_sources.tasks_of([f"{tmp_path}/a/config.toml"], [], runs)) == []
+    own = f"{tmp_path}/a/config.toml"
+    assert eval_sources.notes_on_tools(runs, eval_sources.tasks_of([own], [], runs)) == []
+    [note] = eval_sources.notes_on_tools(runs, eval_sources.tasks_of([own, "sort"], [], runs))
+    assert note.endswith("is measured without them on sort")
 
 
 @pytest.mark.parametrize(

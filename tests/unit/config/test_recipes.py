@@ -94,6 +94,9 @@ def test_a_name_that_is_written_down_is_the_one_that_was_implied(tmp_path: Path)
     assert config.objective.keywords == {"clip_high": 0.28, "weight_max": 3.0}
     assert config.task.keywords == {"digits": 1}
     assert load_config(recipe, ["objective.name=grpo"]).objective.keywords == {}
+    for name in ("", 'name = "composed"\n'):
+        recipe.write_text(f'base = "base.toml"\n[objective]\n{name}surrogate = {{kind = "clipped"}}\n')
+        assert load_config(recipe).objective.keywords == {"surrogate": {"kind": "clipped"}}
 
 
 def test_a_surrogate_of_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:

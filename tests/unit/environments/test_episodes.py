@@ -333,6 +333,7 @@ def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
         (r"\d", "<add>1", True),
         (None, "<add>1", True),
         (r"\d", "5 <add>1", False),
+        (r"\d", "<word>a</wo 5 <add>1", True),
         (r"\\boxed", "so \\boxed{5}", False),
     ],
 )
@@ -342,6 +343,22 @@ def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) 
     [[one, _]] = start(tokenizer, limits=limits).finish([[turn, turn]])
     assert one.outcome is not None
     assert one.outcome.void == void
+
+
+def test_a_cut_call_that_begins_with_a_special_token_is_no_answer(tokenizer: Any) -> None:
+    """The text of a response has no special tokens, so that its beginning is looked for in the decoded turn."""
+
+    class Special(Tag):
+        @property
+        def begin(self) -> tuple[str, ...]:
+            return ("<|im_start|>",)
+
+    limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
+    for words, void in (("<|im_start|>add 5", True), ("5 <|im_start|>add", False), ("5", False)):
+        turn = replace(append(tokenizer, None, words), text=words.replace("<|im_start|>", ""))
+        [[one, _]] = start(tokenizer, limits=limits, form=Special(("add",))).finish([[turn, turn]])
+        assert one.outcome is not None
+        assert one.outcome.void == void
 
 
 def test_environments_are_closed(tokenizer: Any) -> None:

@@ -71,6 +71,7 @@ def test_unknown_formats_are_one_line() -> None:
         ("OneStop", r"stop = '!' must be a tuple of strings"),
         ("OddStops", r"stop = \('!', 3\) must be a tuple of strings"),
         ("EmptyStop", r"stop = \[''\] must be a tuple of strings"),
+        ("OneBegin", r"begin = '<call>' must be a tuple of strings: those that begin a call"),
     ],
 )
 def test_mistakes_in_a_format_are_one_line(name: str, message: str) -> None:
@@ -183,6 +184,11 @@ class OddStops(OneStop):
 
 class EmptyStop(OneStop):
     stop = [""]  # noqa: RUF012
+
+
+class OneBegin(OneStop):
+    stop = ["!"]  # noqa: RUF012
+    begin = "<call>"
 
 
 class Stops(OneStop):
