@@ -203,6 +203,7 @@ def test_a_run_with_a_tool(process: tuple[subprocess.Popen[bytes], str], tmp_pat
     sets = ("trainer.steps=2", "trainer.prompts=2", "trainer.samples=4", "eval.problems=2", "checkpoint.every=0")
     engine = ("engine.type=server", "engine.dtype=float32", f'engine.server.urls=["{process[1]}"]')
     engine += ("engine.server.reconnect_timeout=400.0", "model.autocast=none", "environment.timeout=60.0")
+    engine += ("environment.void=keep",)  # a call that was cut is void, and would not be trained
     config = load_config("quickstart-tools", [*sets, *engine, f"environment.instructions={json.dumps(shown)}"])
     run = train(config, out=tmp_path / "run", observer=NullObserver()).run
     metrics = read_metrics(run / "metrics.jsonl")
