@@ -51,7 +51,10 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path: Path
     train(config, out=tmp_path / "run", observer=notes)
     assert "prompts    11 to 71 tokens, median 11, 95 % up to 71 (all 4 problems)" in notes.lines
     assert any(line.startswith("1 of them are longer than 53 tokens") for line in notes.lines)
-    assert any(line.startswith("2 of 4 held-out problems of test do not fit the context") for line in notes.lines)
+    assert (
+        "2 of 4 held-out problems of test do not fit the context with their response: they count as not solved"
+        in notes.lines
+    )
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert {key: rows[0][key] for key in rows[0] if key in ("prompt/min", "prompt/max", "prompt/too_long")} == {
         "prompt/min": 11,

@@ -117,7 +117,8 @@ def _objective(args: Namespace, flag: str) -> Objective:
     if not isinstance(keywords, Mapping) or not isinstance(keywords.get("name"), str):
         raise TrimtabError(f"trimtab_objective = {given!r}: give the name of an objective, or {{name: icepop, ...}}")
     keywords = dict(keywords)
-    return build("slime", keywords.pop("name"), keywords)
+    trainer = "miles" if importlib.util.find_spec("miles") is not None else "slime"
+    return build(trainer, keywords.pop("name"), keywords)
 
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:

@@ -88,6 +88,7 @@ class BuiltEnvironment:
             shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions)
         else:
             form = self._text_format()
+            # The code of a block begins in a new line.
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
             adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions)
         inside = [stop for stop in task.stop if stop in shape]

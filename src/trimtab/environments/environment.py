@@ -206,7 +206,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value), key=json.dumps)  # the order of a set differs from process to process
-    return value.tolist() if hasattr(value, "tolist") else _own_text(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else _own_text(value)
 
 
 def _own_text(value: Any) -> str:
@@ -219,7 +219,7 @@ def _own_text(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible.
+    """Returns the result of a tool as text: a string as it is, None as nothing, containers as JSON, others by `str`.
 
     Raises:
         EnvironmentFailed: a generator, whose items are not known, or an object whose text has an address in memory.
@@ -231,8 +231,5 @@ def text_of(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping | list | tuple | set | frozenset | bool):
-        try:
-            return json.dumps(_plain(value), ensure_ascii=False)
-        except (TypeError, ValueError):
-            pass
+        return json.dumps(_plain(value), ensure_ascii=False)
     return _own_text(value)

@@ -7,10 +7,12 @@ import functools
 from typing import Any
 
 import pytest
+from tests.unit.environments.test_episodes import append, start
 from transformers import AutoTokenizer
 
 from trimtab import environments
 from trimtab.environments.chat_format import Chat
+from trimtab.environments.episodes import EpisodeLimits
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 from trimtab.models import bundled
@@ -160,5 +162,11 @@ def test_a_tool_without_names_for_its_arguments_is_refused() -> None:
         environments.build(spec).adapt(chat_task())
 
 
-def test_a_call_without_its_end_begins_where_an_answer_ends(appending: Any) -> None:
-    assert 'so 5 <tool_call>{"name": "search"'.partition(Chat(appending, SCHEMAS).begin[0])[0] == "so 5 "
+@pytest.mark.parametrize(("before", "void"), [("", True), ("so 5 ", False)])
+def test_a_call_without_its_end_is_no_answer(appending: Any, before: str, void: bool) -> None:
+    limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
+    turn = append(appending, None, before + '<tool_call>{"name": "search", "arguments": {"limit": 5')
+    episodes = start(appending, Search, limits=limits, form=Chat(appending, SCHEMAS))
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert one.outcome.void == void

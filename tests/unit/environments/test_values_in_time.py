@@ -130,6 +130,7 @@ def test_sets_and_other_objects_inside_a_result_have_one_text() -> None:
     assert environment.text_of({"c", "a", "b"}) == '["a", "b", "c"]'
     assert environment.text_of([{"k": frozenset({"c", "a"})}, Decimal("1.5")]) == '[{"k": ["a", "c"]}, "1.5"]'
     assert environment.text_of(Decimal("1.5")) == "1.5"
+    assert environment.text_of([np.array(["2026-11-24"], "datetime64[D]"), 1j]) == '[["2026-11-24"], "1j"]'
     assert environment.text_of({(0, 1): {"b", "a"}}) == '{"(0, 1)": ["a", "b"]}'
     assert environment.text_of({frozenset("ea"), frozenset("db")}) == '[["a", "e"], ["b", "d"]]'
 
