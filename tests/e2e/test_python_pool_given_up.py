@@ -35,22 +35,17 @@ def pool(request: pytest.FixtureRequest, sandbox: SandboxName) -> Iterator[Pytho
         yield pool
 
 
-def once_sent(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+def once_sent(monkeypatch: pytest.MonkeyPatch, sandbox: SandboxName, action: Callable[[], None]) -> None:
     """Calls `action` when the next code has been sent, before its answer is read."""
-    pending = [action]
+    kind, method = (WorkerProcess, "receive") if sandbox == "monty" else (Container, "_receive")
+    original, pending = getattr(kind, method), [action]
 
-    def wrapped(kind: Any, method: str) -> None:
-        original = getattr(kind, method)
+    def receive(self: Any, *arguments: Any) -> Any:
+        if pending:
+            pending.pop()()
+        return original(self, *arguments)
 
-        def receive(self: Any, *arguments: Any) -> Any:
-            if pending:
-                pending.pop()()
-            return original(self, *arguments)
-
-        monkeypatch.setattr(kind, method, receive)
-
-    wrapped(WorkerProcess, "receive")
-    wrapped(Container, "_receive")
+    monkeypatch.setattr(kind, method, receive)
 
 
 class GaveUp(BaseException):
@@ -62,11 +57,11 @@ def give_up() -> None:
 
 
 def test_an_answer_that_nobody_took_is_not_that_of_the_next_run(
-    pool: PythonPool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    pool: PythonPool, sandbox: SandboxName, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     with pool.session() as session, pool.session() as other:
         assert [session.run("x = 1"), other.run("x = 2")] == [CodeResult("")] * 2
-        once_sent(monkeypatch, give_up)
+        once_sent(monkeypatch, sandbox, give_up)
         with pytest.raises(GaveUp):
             session.run("x = 3; 'first'")
         if "with variables" in request.node.name:
@@ -85,7 +80,7 @@ def test_a_session_closed_during_its_run_leaves_nothing_for_others(
     before = set(psutil.Process().children(recursive=True))
     with PythonPool(sandbox, workers=1, timeout=2.0, stateful=True) as pool:
         sent = threading.Event()
-        once_sent(monkeypatch, sent.set)
+        once_sent(monkeypatch, sandbox, sent.set)
         session = pool.session()
         with ThreadPoolExecutor(1) as thread:
             run = thread.submit(session.run, "while True: pass")

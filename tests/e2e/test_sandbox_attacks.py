@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.support.sandbox_attacks import ATTACKS, TIME, Attack
+from tests.support.sandbox_attacks import ATTACKS, TIME, WRITABLE, Attack
 
 from trimtab.sandbox.code_result import MAX_ERROR, CodeResult
 from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
@@ -133,6 +133,51 @@ def test_the_same_attack_succeeds_without_a_sandbox(machine: Machine, attack: At
             last.recv(1)
     expected = 2 if "@PORT@" in attack.code else 1
     assert len(machine.violations(run.stdout, run.stderr)) >= expected
+
+
+@pytest.fixture
+def bubblewrap() -> Iterator[PythonPool]:
+    if missing := sandbox_unavailable("bubblewrap"):
+        pytest.skip(missing)
+    with PythonPool("bubblewrap", timeout=60.0, workers=1, stateful=True) as pool:
+        yield pool
+
+
+def test_no_file_anywhere_can_be_written(bubblewrap: PythonPool) -> None:
+    assert bubblewrap.session().run(WRITABLE.format("'/'")) == CodeResult("held\n")
+
+
+# What of a container code can change without a right, and how its successor could see it.
+MARKS = """import os, resource, threading
+for _ in range(50): open('/tmp/x', 'w').close(); os.unlink('/tmp/x')
+for _ in range(5): threading.Thread(target=print).start()
+for mark in (
+    lambda: os.utime('/tmp', ns=(7, 7)), lambda: os.mkdir('/tmp/note'), lambda: os.chmod('/tmp', 0o1733),
+    lambda: os.setxattr('/tmp', 'user.note', b'7'), lambda: os.nice(7), lambda: os.sched_setaffinity(1, {0}),
+    lambda: os.sched_setaffinity(0, {0}), lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (77, 77))
+):
+    try: mark()
+    except OSError: pass
+"""
+SIGHTS = """import os
+open('/tmp/y', 'w').close()
+print(os.stat('/tmp').st_atime_ns == 7, os.listdir('/tmp'), os.stat('/tmp/y').st_ino, os.getpid(),
+      os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(1), os.sched_getaffinity(0),
+      oct(os.stat('/tmp').st_mode), os.statvfs('/tmp').f_ffree, os.listxattr('/tmp'))
+"""
+
+
+def test_code_leaves_no_note_for_a_later_session(bubblewrap: PythonPool) -> None:
+    def see() -> str:
+        with bubblewrap.session() as session:
+            return session.run(SIGHTS).output
+
+    before = see()
+    with bubblewrap.session() as session:
+        assert session.run(MARKS).error is None
+        assert session.run(SIGHTS).output != before  # within the session the marks are seen
+    assert before
+    assert [see() for _ in range(3)] == [before] * 3
 
 
 def test_the_list_has_at_least_25_kinds() -> None:

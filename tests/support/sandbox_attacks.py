@@ -11,6 +11,14 @@ from dataclasses import dataclass
 TIME = r"took longer than [13] s"
 MEMORY = r"MemoryError|used more than 128 MB"
 NO_PROCESSES = "Operation not permitted"
+NO_FAMILY = "Address family not supported"
+OPENING = "Read-only file system|Operation not permitted"
+# Every file that may be written, apart from the temporary directory and four devices without memory.
+WRITABLE = """import os
+named = {{'/tmp', '/dev/null', '/dev/zero', '/dev/random', '/dev/urandom'}}
+found = [path for top in ({},) for folder, names, files in os.walk(top) for name in names + files
+         for path in [os.path.join(folder, name)] if not os.path.islink(path) and os.access(path, os.W_OK)]
+print('ESCAPED' if set(found) - named else 'held')"""
 ABSENT = r"ModuleNotFoundError|AttributeError|NameError|NotImplementedError|ImportError|SyntaxError"  # not in Monty
 
 
@@ -42,9 +50,7 @@ FILES = [
         "FileNotFound",
     ),
     Attack("path upwards", "print(open('/tmp/' + '../' * 20 + '@SECRET_FILE@').read())", "FileNotFound", "Permission"),
-    Attack(
-        "open directory", "import os\nprint(os.listdir('/proc/1/root'), 'ESCAPED')", "PermissionError", "Permission"
-    ),
+    Attack("open directory", "import os\nprint(os.listdir('/proc/1/root'), 'ESCAPED')", "FileNotFound", "Permission"),
     Attack(
         "device", "import os\nos.mknod('/tmp/disk', 0o60600, os.makedev(8, 0)); print('ESCAPED')", "PermissionError"
     ),
@@ -59,17 +65,57 @@ NETWORK = [
     Attack(
         "download", "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:@PORT@')", "URLError", bare=True
     ),
+    Attack(
+        "host of a virtual machine", "import socket\nsocket.socket(40, socket.SOCK_STREAM)\nprint('ESCAPED')", NO_FAMILY
+    ),
+    Attack("messages of the kernel", "import socket\nsocket.socket(16, socket.SOCK_RAW)\nprint('ESCAPED')", NO_FAMILY),
     Attack("names", "import socket\nprint(socket.gethostbyname('example.com'), 'ESCAPED')", "gaierror"),
 ]
 MACHINE = [
     Attack("environment", "import os\nprint(dict(os.environ))", "HOME", "RuntimeError", True),
     Attack("host's /proc", "print(open('/proc/@PID@/environ').read(), 'ESCAPED')", "NotFound", "PermissionError", True),
+    Attack("settings of the machine", WRITABLE.format("'/proc', '/sys', '/dev', '/hidden'"), "held", "held", True),
+    Attack(
+        "core pattern",
+        "import os\nprint('ESCAPED' if os.access('/proc/sys/kernel/core_pattern', os.W_OK) else 'held')",
+        "held",
+        "NotImplemented|AttributeError|NameError",
+    ),
+    Attack(
+        "paths of the machine", "print(open('/proc/self/mountinfo').read(), 'ESCAPED')", "FileNotFound", "Permission"
+    ),
+    Attack(
+        "hidden /proc",
+        "import os\nos.chdir(os.open('/hidden', os.O_PATH))\nos.open('/hidden/proc', os.O_PATH)\nprint('ESCAPED')",
+        "Permission denied: '/hidden/proc'|Permission denied",
+    ),
+    Attack("opening the hidden /proc", "import os\nos.chmod('/hidden', 0o777)\nprint('ESCAPED')", OPENING),
+    Attack("user of the machine", "import os\nprint(os.getresuid(), os.getgroups())", r"\(65534, 65534, 65534\) \[\]"),
+    Attack("back to root", "import os\nos.setresuid(0, 0, 0)\nprint('ESCAPED')", "PermissionError|OSError"),
+    Attack(
+        "capabilities",
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()\n"
+        "print(libc.capget(header, data), *data)\nfor index in range(6): data[index] = 0xffffffff\n"
+        "print(libc.capset(header, data))",
+        r"^None\n0 0 0 0 0 0 0\n-1\n$",
+    ),
     Attack(
         "first process",
         "import os\nfor name in ('environ', 'mem', 'fd/3', 'maps'):\n"
         "    try: print(open('/proc/1/' + name, 'rb').read(100), 'ESCAPED')\n    except OSError as error: print(error)",
-        "Permission denied",
+        "No such file",
         "PermissionError|Permission denied",
+    ),
+    Attack(
+        "memory of the first process",
+        "import ctypes\ncall = ctypes.CDLL(None).syscall\nprint([call(438, call(434, 1, 0), 0, 0), call(434, 1, 0)])",
+        r"\[-1, \d+\]",  # pidfd_getfd(pidfd_open(1), 0)
+    ),
+    Attack(
+        "kernel's log",
+        "import ctypes\nprint(ctypes.CDLL(None).klogctl(3, ctypes.create_string_buffer(99), 99))",
+        "-1",
     ),
     Attack(
         "signal to the parent",
@@ -263,11 +309,25 @@ LEFT_BEHIND = [
         "print(ctypes.CDLL(None).syscall(number, b'user', b'note', b'x', 1, -4))",
         "-1",
     ),
+    *(
+        Attack(f"{name} of process 1", f"import os, resource, ctypes\n{code}", f"{NO_PROCESSES}|-1")
+        for name, code in {
+            "address space": "resource.prlimit(1, resource.RLIMIT_AS, (100 << 20, 100 << 20))",
+            "open files": "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
+            "processor time": "resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))",
+            "priority": "os.setpriority(os.PRIO_PROCESS, 1, 19)",
+            "priorities": "os.setpriority(os.PRIO_USER, 0, 19)",
+            "processors": "os.sched_setaffinity(1, {0})",
+            "schedule": "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+            "disk priority": "call = 251 if os.uname().machine == 'x86_64' else 30\n"
+            "print(ctypes.CDLL(None).syscall(call, 1, 1, 3 << 13))",  # ioprio_set
+        }.items()
+    ),
     Attack("variable", "leaked = 'ESCAPED'", r"^None", r"^None"),
     Attack(
         "file left behind",
         "open('/tmp/note', 'w').write('x')\nimport os\nos.chmod('/tmp', 0)",
-        r"^None",
+        "^None|Operation not permitted",
         "PermissionError",
     ),
 ]

@@ -17,7 +17,7 @@ import typer
 from trimtab.cli import doctor_bitwise, doctor_vllm
 from trimtab.cli.output import Json, Sets, print_json
 from trimtab.errors import TrimtabError
-from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
+from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
 # Distribution -> what to install where it is missing.
 LIBRARIES = {
@@ -115,8 +115,9 @@ def _bundled_model() -> Check:
 
 
 def _sandbox(name: SandboxName) -> Check:
-    missing = sandbox_unavailable(name)
-    return Check(name, "does not run" if missing else "runs Python tools", missing or "", required=False)
+    if missing := sandbox_unavailable(name):
+        return Check(name, "does not run", missing, required=False)
+    return Check(name, f"runs Python tools: {protection(name)}", required=False)
 
 
 def _threads() -> Check:

@@ -4,8 +4,7 @@
            |                              ^
            `--(start, end)--> container_starter.py
 
-Containers are started ahead. A run without variables forks a process in a warm container; a session with variables
-keeps its container from its first run to its end. Only a container in which nothing was left is used again.
+Containers are started ahead and used once: for one run without variables, or for one session with variables.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import platform
 import queue
 import socket
@@ -23,16 +23,24 @@ from dataclasses import replace
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
 from trimtab.sandbox.code_result import LOST, CodeResult, Limits
-from trimtab.sandbox.container import Container, ContainerError, Request, RunOutcome, Setup, Started
+from trimtab.sandbox.container import Container, ContainerError, Request, Setup, Started
 from trimtab.sandbox.container_command import container_command
 from trimtab.sandbox.seccomp import container_filter, supported
 
 STARTER = "trimtab.sandbox.container_starter"
 START_ATTEMPTS = 3
-NO_NAMESPACES = ("No permissions to create", "Creating new namespace failed", "setting up uid map", "user namespaces")
+# What bubblewrap or process 1 says where the kernel denies namespaces or another user, and what to do then.
+NO_NAMESPACES = (
+    *("No permissions to create", "Creating new namespace failed", "setting up uid map", "user namespaces"),
+    *("Operation not permitted", "Invalid argument"),
+)
 ALLOW_NAMESPACES = (
     "user namespaces are disabled: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), "
     "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), user.max_user_namespaces=15000 (others)"
+)
+ROOT_WITHOUT_RIGHTS = (
+    "this process is root in a container that may not make namespaces or change users, as Docker's are by default: "
+    'use sandbox = "monty", or start the container with these rights'
 )
 
 
@@ -52,41 +60,28 @@ class BubblewrapSandbox:
 
     def run(self, session: int, code: str) -> CodeResult:
         with self._running:
-            container = self._sessions.get(session)
-            if container is None:
-                try:
-                    container = self._starter.take()
-                except ContainerError as error:
-                    return CodeResult("", f"the sandbox could not be started: {error}")
-                if self._stateful:
-                    self._sessions[session] = container
-                    self._starter.fill()
+            container = self._sessions.pop(session, None)
             try:
-                outcome = container.run(code, self._limits)
+                container = container or self._starter.take()
             except ContainerError as error:
-                outcome = RunOutcome(CodeResult("", str(error), error.timed_out), lost=True, clean=False)
-            except BaseException:  # the caller gives up: the next run must not receive the answer of this one
-                self._sessions.pop(session, None)
-                self._free(container, clean=False)
-                raise
-            if not outcome.lost:
-                return outcome.result
-            self._free(container, clean=outcome.clean)
-            if self._sessions.pop(session, None) is None:
-                return outcome.result
-            return replace(outcome.result, error=f"{outcome.result.error}; {LOST}")
+                return CodeResult("", f"the sandbox could not be started: {error}")
+            ended = True
+            try:
+                result, ended = container.run(code, self._limits)
+            except ContainerError as error:
+                result = CodeResult("", str(error), error.timed_out)
+            finally:  # also where the caller gives up: the next run must not receive the answer of this one
+                if ended:
+                    container.kill()
+                else:
+                    self._sessions[session] = container
+            if ended and self._stateful:
+                return replace(result, error=f"{result.error}; {LOST}")
+            return result
 
     def end(self, session: int) -> None:
-        container = self._sessions.pop(session, None)
-        if container is not None:
-            self._free(container, clean=container.end_session())
-
-    def _free(self, container: Container, *, clean: bool) -> None:
-        if clean:
-            self._starter.give_back(container)
-        else:
+        if (container := self._sessions.pop(session, None)) is not None:
             container.kill()
-            self._starter.fill()
 
     def close(self) -> None:
         self._starter.close()
@@ -128,19 +123,15 @@ class _Starter:
         failures = 0
         while True:
             container = self._ready.get()
+            self.fill()
             if isinstance(container, Container):
                 if container.alive():
                     return container
                 container.kill()  # it has died while it had nothing to do
-                self.fill()
             else:
-                self.fill()
                 failures += 1
                 if failures == START_ATTEMPTS:
                     raise container
-
-    def give_back(self, container: Container) -> None:
-        self._ready.put(container)
 
     def close(self) -> None:
         with self._lock:
@@ -185,5 +176,6 @@ class _Starter:
 
 
 def _explain(failure: str) -> str:
-    advice = f" ({ALLOW_NAMESPACES})" if any(sign in failure for sign in NO_NAMESPACES) else ""
-    return f"{failure}{advice}"
+    if not any(sign in failure for sign in NO_NAMESPACES):
+        return failure
+    return f"{failure} ({ROOT_WITHOUT_RIGHTS if os.geteuid() == 0 else ALLOW_NAMESPACES})"

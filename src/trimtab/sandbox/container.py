@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from trimtab.sandbox.code_result import GRACE, CodeResult, Limits, took_too_long
-from trimtab.sandbox.container_init import BYTES_PER_CHARACTER, END_SESSION, HEADER, LENGTH, MAX_REPORT
+from trimtab.sandbox.container_init import BYTES_PER_CHARACTER, HEADER, LENGTH, MAX_REPORT
 
 
 class Setup(NamedTuple):
@@ -32,19 +32,6 @@ class Started(NamedTuple):
 
     number: int
     failure: str | None = None
-
-
-class RunOutcome(NamedTuple):
-    """What a run returned and left behind.
-
-    Attributes:
-        lost: the variables of the session no longer exist.
-        clean: nothing of the run is left, so that the container may serve another session; False while variables exist.
-    """
-
-    result: CodeResult
-    lost: bool
-    clean: bool
 
 
 class ContainerError(Exception):
@@ -71,14 +58,17 @@ class Container:
         """Whether it has not ended; between two runs it sends nothing."""
         return not select.select([self._connection], [], [], 0)[0]
 
-    def run(self, code: str, limits: Limits) -> RunOutcome:
-        """Runs the code. Raises `ContainerError` where the container dies, hangs or breaks the protocol."""
+    def run(self, code: str, limits: Limits) -> tuple[CodeResult, bool]:
+        """Runs the code; also returns whether the container has ended with it.
+
+        Raises `ContainerError` where the container dies, hangs or breaks the protocol.
+        """
         deadline = time.monotonic() + limits.timeout + GRACE
         text = code.encode()
         try:
             self._connection.settimeout(limits.timeout + GRACE)
             self._connection.sendall(LENGTH.pack(len(text)) + text)
-            timed_out, lost, dirty, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
+            timed_out, ended, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
             if output_size > limits.max_output * BYTES_PER_CHARACTER or error_size > MAX_REPORT:
                 raise ContainerError("the sandbox broke its protocol")
             output = self._receive(output_size, deadline).decode(errors="replace")
@@ -87,17 +77,7 @@ class Container:
             raise ContainerError(took_too_long(limits), timed_out=True) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
-        return RunOutcome(CodeResult(output, error or None, bool(timed_out)), bool(lost), clean=not dirty)
-
-    def end_session(self) -> bool:
-        """Removes the variables; returns whether the container is as new."""
-        try:
-            self._connection.settimeout(GRACE)
-            self._connection.sendall(LENGTH.pack(END_SESSION))
-            _, _, dirty, _, _ = HEADER.unpack(self._receive(HEADER.size, time.monotonic() + GRACE))
-        except OSError:
-            return False  # it has died, or hangs
-        return not dirty
+        return CodeResult(output, error or None, bool(timed_out)), bool(ended)
 
     def kill(self) -> None:
         """Ends all processes of the container. `run` in another thread then raises."""

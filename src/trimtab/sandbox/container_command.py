@@ -17,18 +17,23 @@ from packaging.version import Version
 
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.code_result import Limits
+from trimtab.sandbox.container_init import HIDDEN, NOBODY
 from trimtab.sandbox.seccomp import code_filter
 
 INIT = Path(__file__).with_name("container_init.py")
 OLDEST = "0.8"  # the first version with --disable-userns
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-NOBODY = "65534"
 PYTHON, PACKAGES, SCRIPT = "/python", "/packages", "/container_init.py"  # inside
+DIRECTORIES = ("/dev", "/etc", "/usr", PYTHON, f"{PYTHON}/bin", PACKAGES)  # otherwise closed to all but their maker
 ISOLATION = [
-    *("--unshare-all", "--unshare-user", "--disable-userns", "--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "ALL"),
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
     *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"),
 ]
+# Process 1 has these capabilities until it gives them up: to open /proc, and where it is root, to become another user.
+OPEN_PROC = ("--cap-add", "CAP_DAC_READ_SEARCH")
+CHANGE_USER = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+USER_NAMESPACE = ("--unshare-user", "--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY))
 # One thread for each library of linear algebra: containers run beside the trainer.
 ENVIRONMENT = {
     "HOME": "/tmp",
@@ -56,13 +61,16 @@ def container_command(limits: Limits, packages: Sequence[str], *, stateful: bool
     distributions = [_distribution(name) for name in packages]
     modules = [module for distribution in distributions for module in _modules(distribution)]
     return [
-        *(program, *ISOLATION),
+        *(program, *ISOLATION, *OPEN_PROC, *(CHANGE_USER if os.geteuid() == 0 else USER_NAMESPACE)),
         *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
+        *(word for path in DIRECTORIES for word in ("--perms", "0755", "--dir", path)),
         *_system(),
         *_interpreter(),
         *(word for path, name in _files(distributions) for word in ("--ro-bind", str(path), f"{PACKAGES}/{name}")),
         *("--ro-bind", str(INIT), SCRIPT),
-        *("--size", str(limits.memory_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"),
+        *("--perms", "0000", "--dir", HIDDEN, "--proc", f"{HIDDEN}/proc", "--remount-ro", f"{HIDDEN}/proc"),
+        *("--perms", "1777", "--size", str(limits.memory_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--remount-ro", "/"),
         *("--", f"{PYTHON}/bin/python", "-s", "-S", "-B", "-P", "-X", "utf8", SCRIPT),
         *(str(limits.timeout), str(limits.memory_mb), str(limits.max_output)),
         *("stateful" if stateful else "stateless", code_filter(platform.machine()).hex(), *modules),
@@ -75,7 +83,7 @@ def _system() -> Iterator[str]:
             yield from ("--symlink", os.readlink(library), library)
         elif os.path.isdir(library):
             yield from ("--ro-bind", library, library)
-    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc")
+    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     for device in DEVICES:
         yield from ("--dev-bind", device, device)
 

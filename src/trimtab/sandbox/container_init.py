@@ -3,9 +3,11 @@
     host --(length, code)--> process 1 --(code)--> forked child
     host <--(header, output, error)-- process 1 <--(output, report)-- child
 
-Process 1 of a process space cannot be signaled from inside, and as it is not dumpable, its memory and its open files
-cannot be reached either. So the code can lie about its own output and its own exception, which it may choose anyway,
+A process 1 cannot be signaled from inside its process namespace, and as it is not dumpable, its memory and its open
+files cannot be reached either. The code can lie about its own output and its own exception, which it may choose anyway,
 but not about limits, and it can send nothing to the host. A report says that a run has ended, and with which exception.
+
+There is one child, and process 1 ends with it: nothing that the code changes outlasts its container.
 
 Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT STATEFUL FILTER MODULE...
 """
@@ -27,8 +29,7 @@ import time
 import traceback
 
 LENGTH = struct.Struct("!I")
-END_SESSION = 0xFFFFFFFF  # in place of a length: the variables are not needed any more
-HEADER = struct.Struct("!BBBII")  # timed out, variables lost, not clean, bytes of output, bytes of error
+HEADER = struct.Struct("!BBII")  # timed out, container ends, bytes of output, bytes of error
 TICK = 0.02  # seconds between two looks at threads and memory
 MAX_THREADS = 128
 MAX_FILES = 4096  # in the temporary directory
@@ -36,8 +37,12 @@ MAX_OPEN_FILES = 256
 MAX_REPORT = 1 << 16  # bytes
 BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 DUMPABLE, SECCOMP, SECCOMP_FILTER = 4, 22, 2  # PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER of prctl(2)
+CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process, of capset(2)
+NO_CAPABILITIES = bytes(24)  # effective, permitted and inheritable, twice 32 of each
 FILTER_STEP = 8  # bytes
 HOME = "/tmp"
+NOBODY = 65534  # user and group of everything that runs in the container
+HIDDEN = "/hidden"  # a directory without permissions, in which /proc is mounted
 PAGE = resource.getpagesize()
 
 
@@ -45,34 +50,48 @@ def main(
     timeout: float, memory_mb: int, max_output: int, stateful: bool, code_filter: bytes, modules: list[str]
 ) -> None:
     host = socket.socket(fileno=os.dup(0))
+    # The starter holds the other end of this pipe: when it is closed, or the starter has ended, so does the container.
+    # A signal at the death of a parent would not do: bubblewrap may not send one to a process of another user.
+    _, [starter], _, _ = socket.recv_fds(host, 1, 1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    with open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # if the machine runs out of memory, this container goes, not the trainer
-    ctypes.CDLL(None).prctl(DUMPABLE, 0, 0, 0, 0)
+    proc = os.open(f"{HIDDEN}/proc", os.O_PATH | os.O_DIRECTORY)
+    give_up_privileges()
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    supervisor = Supervisor(timeout, memory_mb, max_output, stateful, code_filter)
-    host.sendall(HEADER.pack(0, 0, 0, 0, 0))  # ready
-    while (header := receive(host, LENGTH.size)) is not None:
-        (size,) = LENGTH.unpack(header)
-        if size == END_SESSION:
-            supervisor.end_child()
-            host.sendall(HEADER.pack(0, 1, not is_clean(HOME), 0, 0))
-        elif (code := receive(host, size)) is not None:
+    supervisor = Supervisor(proc, starter, timeout, memory_mb, max_output, stateful, code_filter)
+    host.sendall(HEADER.pack(0, 0, 0, 0))  # ready
+    while not supervisor.ended and (header := receive(host, starter, LENGTH.size)) is not None:
+        if (code := receive(host, starter, *LENGTH.unpack(header))) is not None:
             timed_out, output, error = supervisor.run(code)
-            lost = supervisor.child is None
-            clean = is_clean(HOME) if lost else False
-            host.sendall(HEADER.pack(timed_out, lost, not clean, len(output), len(error)) + output + error)
+            host.sendall(HEADER.pack(timed_out, supervisor.ended, len(output), len(error)) + output + error)
 
 
-def receive(connection: socket.socket, size: int) -> bytes | None:
+def give_up_privileges() -> None:
+    """Makes this process an ordinary user of the machine, without a capability, that no other process may look into.
+
+    Where the trainer is root, bubblewrap starts this process as root, since only root can read all files to be shown.
+    Files such as those of /proc/sys are checked by user, not by capability, so root must not run the code.
+    """
+    if os.getuid() != NOBODY:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(CAPABILITY_HEADER, NO_CAPABILITIES) != 0 or libc.prctl(DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "privileges could not be given up")
+
+
+def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
+    """Returns that many bytes; None if either end of the container is closed."""
     data = b""
     while len(data) < size:
+        if starter in select.select([connection, starter], [], [])[0]:
+            return None
         part = connection.recv(size - len(data))
         if not part:
             return None
@@ -83,20 +102,32 @@ def receive(connection: socket.socket, size: int) -> bytes | None:
 class Supervisor:
     """Runs code in a child, which cannot start processes, and ends it when it exceeds a limit."""
 
-    def __init__(self, timeout: float, memory_mb: int, max_output: int, stateful: bool, code_filter: bytes) -> None:
+    def __init__(
+        self,
+        proc: int,
+        starter: int,
+        timeout: float,
+        memory_mb: int,
+        max_output: int,
+        stateful: bool,
+        code_filter: bytes,
+    ) -> None:
+        self.proc = proc
+        self.starter = starter
         self.timeout = timeout
         self.memory_mb = memory_mb
         self.max_output = max_output
         self.stateful = stateful
         self.code_filter = code_filter
         self.child: Child | None = None
-        with open("/proc/self/statm", "rb") as file:
-            self.resident = int(file.read().split()[1])  # pages that the child begins with
+        self.ended = False
+        size, resident, *_ = self.read_proc("self/statm").split()
+        self.address_space, self.resident = int(size) * PAGE, int(resident) * PAGE  # of the child at its start
 
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
         """Returns whether it timed out, the output and the error. The child lives on if its variables do."""
         if self.child is None:
-            self.child = Child(self.memory_mb, self.code_filter)
+            self.child = Child(self.address_space + (self.memory_mb << 20), self.code_filter)
         else:
             self.child.discard()
             os.kill(self.child.pid, signal.SIGCONT)
@@ -106,25 +137,23 @@ class Supervisor:
         if self.stateful and not ended:
             os.kill(self.child.pid, signal.SIGSTOP)  # threads left behind do not go on between two runs
         else:
-            self.end_child()
+            self.ended = True
         return run.timed_out, output, ended or run.error()
 
-    def end_child(self) -> None:
-        if self.child is not None:
-            self.child.end()
-            self.child = None
+    def read_proc(self, name: str) -> bytes:
+        with open(os.open(name, os.O_RDONLY, dir_fd=self.proc), "rb") as file:
+            return file.read()
 
     def excess(self, child: int) -> bytes:
         """Returns which limit the child exceeds; empty if none."""
-        with open(f"/proc/{child}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        threads, pages = int(fields[17]), int(fields[21])
+        fields = self.read_proc(f"{child}/stat").rpartition(b")")[2].split()
+        threads, resident = int(fields[17]), int(fields[21]) * PAGE
         if threads > MAX_THREADS:
             return b"started more than %d threads" % MAX_THREADS
         disk = os.statvfs(HOME)
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
-        used = (pages - self.resident) * PAGE + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        used = resident - self.resident + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         return b"used more than %d MB of memory" % self.memory_mb if used > self.memory_mb << 20 else b""
 
 
@@ -145,10 +174,12 @@ class Run:
         deadline, check = now + self.supervisor.timeout, now + TICK
         child, poll = self.child, select.poll()
         steps = {child.requests: self.send, child.output: self.read_output, child.reports: self.read_report}
-        for descriptor in (*steps, child.descriptor):
+        for descriptor in (*steps, child.descriptor, self.supervisor.starter):
             poll.register(descriptor, select.POLLOUT if descriptor == child.requests else select.POLLIN)
         while True:
             for descriptor, _ in poll.poll(TICK * 1000):
+                if descriptor == self.supervisor.starter:
+                    os._exit(0)
                 if descriptor == child.descriptor:
                     return self.exit_reason()
                 if not steps[descriptor]():
@@ -220,7 +251,7 @@ class Run:
 class Child:
     """A forked process that runs the code it is sent."""
 
-    def __init__(self, memory_mb: int, code_filter: bytes) -> None:
+    def __init__(self, address_space: int, code_filter: bytes) -> None:
         receive_requests, self.requests = os.pipe()
         self.output, write_output = os.pipe()
         self.reports, write_reports = os.pipe()
@@ -229,7 +260,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                serve(receive_requests, write_output, write_reports, memory_mb, code_filter)
+                serve(receive_requests, write_output, write_reports, address_space, code_filter)
             finally:
                 os._exit(1)
         for descriptor in (receive_requests, write_output, write_reports):
@@ -242,13 +273,6 @@ class Child:
             while read(descriptor):
                 pass
 
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # its exit status was read already
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        for descriptor in (self.requests, self.output, self.reports, self.descriptor):
-            os.close(descriptor)
-
 
 def read(descriptor: int) -> bytes | None:
     """Returns what can be read now: None if nothing, empty at the end."""
@@ -258,21 +282,17 @@ def read(descriptor: int) -> bytes | None:
         return None
 
 
-def is_clean(folder: str) -> bool:
-    """Whether the folder is as it was: empty, with its permissions and without attributes."""
-    notes: list[str] = []
-    with contextlib.suppress(OSError):  # this kernel keeps no attributes here
-        notes = [name for name in os.listxattr(folder) if name.startswith("user.")]
-    return not notes and os.stat(folder).st_mode & 0o7777 == 0o755 and not os.listdir(folder)
-
-
-def serve(requests: int, output: int, reports: int, memory_mb: int, code_filter: bytes) -> None:
-    """Runs in the child: the code of each request in the same variables, until process 1 ends it."""
+def serve(requests: int, output: int, reports: int, address_space: int, code_filter: bytes) -> None:
+    """Runs in the child: the code of each request in the same variables, until process 1 ends."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     # Numbers the code is unlikely to close by accident; it could, and loses its own run.
     requests, reports = os.dup2(requests, 1001, False), os.dup2(reports, 1000, False)
-    limit_resources(memory_mb)
+    for limit, value in (
+        (resource.RLIMIT_AS, address_space),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
+    ):
+        resource.setrlimit(limit, (value, value))
     forbid_processes(code_filter)
     os.closerange(3, 1000)
     sys.stdout, sys.stderr = (
@@ -303,16 +323,6 @@ def read_exactly(descriptor: int, size: int) -> bytes:
             os._exit(0)
         data += part
     return data
-
-
-def limit_resources(memory_mb: int) -> None:
-    with open("/proc/self/statm", "rb") as file:
-        inherited = int(file.read().split()[0]) * PAGE
-    for limit, value in (
-        (resource.RLIMIT_AS, inherited + (memory_mb << 20)),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
-    ):
-        resource.setrlimit(limit, (value, value))
 
 
 class FilterProgram(ctypes.Structure):

@@ -20,33 +20,39 @@ from trimtab.sandbox.container import Request, Setup, Started
 from trimtab.sandbox.container_init import HEADER
 
 START_TIMEOUT = 60.0  # seconds in which a container must be ready, its packages imported
+END_TIMEOUT = 5.0  # seconds in which its process 1 ends by itself
 
 
 def main() -> None:
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     parent = Parent(messages.put)
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # inherited: if the machine runs out of memory, the containers end, not the trainer
     setup: Setup = messages.get().content
-    containers: dict[int, subprocess.Popen[bytes]] = {}
+    containers: dict[int, tuple[subprocess.Popen[bytes], int]] = {}  # with the pipe whose end ends the container
     while True:
         request: Request = messages.get().content
         if not request.start:
             if (container := containers.pop(request.number, None)) is not None:
-                container.kill()
-                container.wait()
+                threading.Thread(target=end, args=container, daemon=True).start()
             continue
         try:
-            containers[request.number], connection, output = start(setup)
+            process, pipe, connection, output = start(setup)
         except OSError as error:  # the machine has no process or file left to give
             parent.send(Started(request.number, str(error)))
             continue
-        pid = containers[request.number].pid
-        threading.Thread(target=hand_over, args=(parent, request.number, pid, connection, output), daemon=True).start()
+        containers[request.number] = process, pipe
+        arguments = (parent, request.number, process.pid, connection, output)
+        threading.Thread(target=hand_over, args=arguments, daemon=True).start()
 
 
-def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Returns the process, its connection, and the file where bubblewrap and process 1 say why they fail."""
+def start(setup: Setup) -> tuple[subprocess.Popen[bytes], int, socket.socket, int]:
+    """Returns the process, the pipe whose end ends it, its connection, and the file where it says why it failed."""
     program, *arguments = setup.command
     connection, inside = socket.socketpair()
+    ended, pipe = os.pipe()
+    socket.send_fds(connection, [b"\0"], [ended])
+    os.close(ended)
     reading, writing = os.pipe()
     os.write(writing, setup.seccomp)
     os.close(writing)
@@ -62,7 +68,17 @@ def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
             )
         finally:
             os.close(reading)
-        return process, connection, os.dup(file.fileno())
+        return process, pipe, connection, os.dup(file.fileno())
+
+
+def end(process: subprocess.Popen[bytes], pipe: int) -> None:
+    """Ends a container. Bubblewrap waits for its child, which would otherwise be left to process 1 of the machine."""
+    os.close(pipe)
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: int) -> None:
@@ -70,7 +86,11 @@ def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, 
     ended = os.pidfd_open(pid)
     with connection:
         ready, _, _ = select.select([connection, ended], [], [], START_TIMEOUT)
-        if connection in ready and connection.recv(HEADER.size, socket.MSG_WAITALL):
+        try:
+            started = connection in ready and connection.recv(HEADER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:  # it ended before it read what was sent to it
+            started = False
+        if started:
             parent.send(Started(number), connection.fileno())
         else:
             lines = os.pread(output, 4096, 0).decode(errors="replace").strip().splitlines()

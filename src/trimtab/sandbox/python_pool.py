@@ -22,6 +22,7 @@ from trimtab.sandbox.code_result import (
     printed_too_much,
     shorten,
 )
+from trimtab.sandbox.container_init import NOBODY
 
 SandboxName = Literal["monty", "bubblewrap"]
 # What a trivial run gives in a sandbox that works.
@@ -146,6 +147,14 @@ def sandbox_unavailable(name: SandboxName) -> str | None:
     except TrimtabError as error:
         return str(error)
     return None
+
+
+def protection(name: SandboxName) -> str:
+    """Returns in a few words what runs the code here, and as whom."""
+    if name == "monty":
+        return "an interpreter that has no access to files, network or processes"
+    user = f"user {NOBODY}" if os.geteuid() == 0 else f"user {os.geteuid()} in a user namespace"
+    return f"CPython in bubblewrap as {user}, without network and /proc"
 
 
 def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> Sandbox:

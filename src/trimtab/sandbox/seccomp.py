@@ -1,8 +1,9 @@
 """The system calls that code in a bubblewrap container cannot make, as filters for the kernel.
 
 Namespaces keep the code from the machine; a filter keeps it from parts of the kernel that no program here needs:
-memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules. A second one,
-for the code alone, allows threads and no processes: the kernel's own limit of processes does not hold for root.
+memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules, the log of the
+kernel, and sockets of families that no namespace separates, such as those between a virtual machine and its host. A
+second filter, for the code alone, allows threads and no processes: bubblewrap has no limit of processes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "open_tree": (428, 428),
     "perf_event_open": (298, 241),
     "personality": (135, 92),
+    "pidfd_getfd": (438, 438),
     "pivot_root": (155, 41),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -51,18 +53,32 @@ DENIED: dict[str, tuple[int, int]] = {
     "setns": (308, 268),
     "shmget": (29, 194),
     "swapon": (167, 224),
+    "syslog": (103, 116),
     "umount2": (166, 39),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
 NONE = 0xFFFFFFFF  # the number of no call
+SOCKET = (41, 198)
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: each network namespace has its own
 STARTS = [(56, 220), (435, 435), (57, NONE), (58, NONE)]  # clone, clone3, fork, vfork
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
 X32 = 0x40000000  # system calls of x86_64's second interface have this bit
 
+# Calls that change how a process runs: process 1 of the container must go on watching.
+SCHEDULING: dict[str, tuple[int, int]] = {
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "setpriority": (141, 140),
+}
+PRLIMIT = (302, 261)  # of the calling process only, whose number here is 0
+
 # linux/bpf_common.h and linux/seccomp.h
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
+KILL, ALLOW, EPERM, ENOSYS, EAFNOSUPPORT = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026, 0x00050061
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 CLONE_THREAD = 0x10000
 
@@ -76,13 +92,18 @@ def container_filter(machine: str) -> bytes:
     """Returns the filter for everything in a container."""
     column, architecture = ARCHITECTURES[machine]
     numbers = sorted(row[column] for row in DENIED.values())
+    denied = len(numbers) + len(FAMILIES) + 4  # steps between the first comparison and the answer EPERM
     steps = [
         (LOAD, 0, 0, ARCHITECTURE),
         (JUMP_EQUAL, 1, 0, architecture),  # a program of another architecture would count its calls otherwise
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
-        (JUMP_AT_LEAST, len(numbers) + 1, 0, X32),
-        *((JUMP_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
+        (JUMP_AT_LEAST, denied, 0, X32),
+        *((JUMP_EQUAL, denied - index, 0, number) for index, number in enumerate(numbers, 1)),
+        (JUMP_EQUAL, 0, len(FAMILIES) + 2, SOCKET[column]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        *((JUMP_EQUAL, len(FAMILIES) - index, 0, family) for index, family in enumerate(FAMILIES)),
+        (RETURN, 0, 0, EAFNOSUPPORT),
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
     ]
@@ -90,19 +111,22 @@ def container_filter(machine: str) -> bytes:
 
 
 def code_filter(machine: str) -> bytes:
-    """Returns the filter for the code: it can start threads, not processes."""
+    """Returns the filter for the code: it can start threads, not processes, and change no other process."""
     column, _ = ARCHITECTURES[machine]
     clone, clone3, fork, vfork = (row[column] for row in STARTS)
+    denied = [fork, vfork, *(row[column] for row in SCHEDULING.values())]
     return _assemble(
         [
             (LOAD, 0, 0, NUMBER),
-            (JUMP_EQUAL, 4, 0, clone),
+            *((JUMP_EQUAL, len(denied) - index + 8, 0, number) for index, number in enumerate(denied)),
+            (JUMP_EQUAL, 3, 0, clone),
+            (JUMP_EQUAL, 4, 0, PRLIMIT[column]),
             (JUMP_EQUAL, 7, 0, clone3),  # its flags are out of reach: the C library then uses `clone`
-            (JUMP_EQUAL, 5, 0, fork),
-            (JUMP_EQUAL, 4, 0, vfork),
             (RETURN, 0, 0, ALLOW),
             (LOAD, 0, 0, FIRST_ARGUMENT),
-            (JUMP_IF_SET, 0, 1, CLONE_THREAD),
+            (JUMP_IF_SET, 2, 3, CLONE_THREAD),
+            (LOAD, 0, 0, FIRST_ARGUMENT),
+            (JUMP_EQUAL, 0, 1, 0),
             (RETURN, 0, 0, ALLOW),
             (RETURN, 0, 0, EPERM),
             (RETURN, 0, 0, ENOSYS),
