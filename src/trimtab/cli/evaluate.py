@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import Json, print_json
+from trimtab.cli.output import AllowCode, Json, echo, print_json
 from trimtab.errors import TrimtabError, require_extra
+from trimtab.plugins import allow_code
 
 if TYPE_CHECKING:
     from trimtab.evaluation import EvalProgress, Results
@@ -98,10 +99,13 @@ def evaluate(
     out: Out = None,
     markdown: Markdown = None,
     scores: Scores = None,
+    trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     require_extra("train", "trimtab eval")
+    if trusted:
+        allow_code()
     from trimtab.cli import eval_sources
     from trimtab.evaluation import Settings, compare
 
@@ -180,17 +184,17 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
     if as_json:
         print_json(results.as_dict())
     elif markdown == STANDARD_OUTPUT:
-        typer.echo(results.markdown(), nl=False)
+        echo(results.markdown(), nl=False)
     else:
-        from rich.console import Console
+        from trimtab.cli.console import PlainTextConsole
 
-        console = Console(highlight=False)
+        console = PlainTextConsole()
         if not console.is_terminal:
-            console = Console(highlight=False, width=10_000)  # no wrapping in a file or a pipe
+            console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
         for table in results.tables():
             console.print(table.table())
         for line in results.remarks():
-            console.print(line, markup=False)
+            console.print(line)
 
 
 @contextmanager
@@ -206,12 +210,12 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 @contextmanager
 def _progress(count: int) -> Iterator[EvalProgress | None]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from trimtab.cli.console import PlainTextConsole
     from trimtab.evaluation import EvalProgress
 
-    console = Console(stderr=True)
+    console = PlainTextConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return
