@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "corrections": set(),
     "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals"},
-    "environments": {"sandbox", "plugins", "seeds"},
+    "environments": {"sandbox", "plugins", "seeds", "chat_template"},
     "engines": {"models", "config", "seeds", "processes"},
     "evaluation": {"rollout", "engines", "environments", "models", "tasks", "rewards", "runs", "intervals", "seeds"},
     "lab": {"training", "diagnosis", "runs", "objectives", "config", "processes"},
@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"engines", "environments", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},
     "runs": {"config"},
     "sandbox": {"processes"},
-    "tasks": set(),
+    "tasks": {"chat_template"},
     "training": {
         *(
             "evaluation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,14 +109,7 @@ def evaluate(
     from trimtab.cli import eval_sources
     from trimtab.evaluation import Settings, compare
 
-    if as_json and markdown == STANDARD_OUTPUT:
-        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
-    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
-        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
-    if scores is not None and (problem := _unwritable(scores)):
-        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
-    if scores is not None and (len(models) > 1 or len(task or []) > 1):
-        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
+    _check_files(models, task or [], markdown, scores, as_json)
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     choices = [eval_sources.source(name, which) for name in models]
@@ -151,6 +144,20 @@ def evaluate(
         _write_scores(results, scores)
 
 
+def _check_files(
+    models: Sequence[str], tasks: Sequence[str], markdown: str | None, scores: Path | None, as_json: bool
+) -> None:
+    """Raises `TrimtabError` where what is to be written cannot be, before a long evaluation."""
+    if as_json and markdown == STANDARD_OUTPUT:
+        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
+    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
+        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
+    if scores is not None and (problem := _unwritable(scores)):
+        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
+    if scores is not None and (len(models) > 1 or len(tasks) > 1):
+        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
+
+
 def _write_scores(results: Results, path: Path) -> None:
     """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
     from trimtab.runs.atomic import write_text
@@ -163,7 +170,7 @@ def _write_scores(results: Results, path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Returns why the file cannot be written, checked before a long evaluation; empty if it can."""
+    """Returns why the file cannot be written; empty if it can."""
     if path.exists() and not path.is_file():
         return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
     if not path.parent.is_dir():
