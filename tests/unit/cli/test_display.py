@@ -148,4 +148,5 @@ def test_text_of_others_is_neither_markup_nor_control(terminal: bool) -> None:
     console.print(table)
     text = file.getvalue()
     assert not [mark for mark in ("\x1b]", "\x07", "\x9b", "\u202e") if mark in text]
-    assert text.count("\\x1b]0;owned\\x9b31m\\u202e[red]x[/red][link=http:/") == (5 if terminal else 6)
+    # The run directory, equation, message, result, header and cell. Rich drops the bell.
+    assert text.count("\\x1b]0;owned\\x9b31m\\u202e[red]x[/red][link=http:/") >= 6
