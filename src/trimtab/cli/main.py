@@ -83,8 +83,7 @@ def _root(
 ) -> None:
     """Stable reinforcement learning of language models when the data is off-policy."""
     if context.invoked_subcommand not in PROGRAM_COMMANDS:
-        words = {word for argument in context.obj for word in re.split(r"[\s=,'\"]+", argument)}
-        context.with_resource(only_named(words))
+        context.with_resource(only_named(named_functions(context.obj)))
     if (
         context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
     ):  # checked first to avoid importing torch
@@ -118,6 +117,11 @@ def run(arguments: Sequence[str]) -> int:
         echo(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", err=True)
         return stop.code
     return result if isinstance(result, int) else 0
+
+
+def named_functions(arguments: Sequence[str]) -> set[str]:
+    """Returns each `module:function` of a command line, also with keywords after it, as in `module:function:tau=0.1`."""
+    return {name for argument in arguments for name in re.findall(r"[\w.]+:\w+", argument)}
 
 
 def _usage_message(error: Any) -> str:

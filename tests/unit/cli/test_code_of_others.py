@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trimtab import plugins
-from trimtab.cli.main import run
+from trimtab.cli.main import named_functions, run
 from trimtab.errors import TrimtabError
 
 MODULE = """
@@ -91,3 +91,8 @@ def test_the_source_of_a_module_in_a_package_is_found_without_running_the_packag
     Path("kit/__init__.py").write_text("raise SystemExit")
     with plugins.only_named(set()), pytest.raises(TrimtabError, match=r"kit/__init__\.py"):
         plugins.load_function("kit.rewards:score", "reward")
+
+
+def test_the_functions_of_a_command_line() -> None:
+    words = ["compare", "--methods", "my.kit:gap:tau=0.1", "--set", "environment.name='rooms:Room'", "--seeds", "1"]
+    assert named_functions(words) == {"my.kit:gap", "rooms:Room"}
