@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def named_functions(arguments: Sequence[str]) -> set[str]:
-    """Returns each `module:function` of a command line, also with keywords after it, as in `module:function:tau=0.1`."""
+    """Returns each `module:function` of a command line, with or without keywords, as `module:function:tau=0.1`."""
     return {name for argument in arguments for name in re.findall(r"[\w.]+:\w+", argument)}
 
 
