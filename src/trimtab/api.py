@@ -101,11 +101,10 @@ def _resolve(
 
 
 def _progress_lines() -> Observer:
-    from rich.console import Console
-
+    from trimtab.cli.console import PlainTextConsole
     from trimtab.cli.display import PlainDisplay
 
-    return PlainDisplay(Console(stderr=True, highlight=False))
+    return PlainDisplay(PlainTextConsole(stderr=True))
 
 
 def _accuracy_summary(run: Path) -> dict[str, float | str]:

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
+
+_allowed: Set[str] | None = None
+"""The functions that may be loaded; None: all."""
+
+
+@contextmanager
+def only_named(functions: Set[str]) -> Iterator[None]:
+    """Makes `load_function` refuse all but these functions, each as `module:function`, unless `allow_code` is called.
+
+    For commands that read what others may have written: a configuration must not decide which code runs.
+    """
+    global _allowed
+    before, _allowed = _allowed, functions
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+def allow_code() -> None:
+    """Lets `load_function` load every function, until `only_named` ends."""
+    global _allowed
+    _allowed = None
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
     """Returns the function named `module:function`. The module may also lie in the current directory.
 
     `what` is the subject of error messages, such as "reward". Raises `TrimtabError` when the module cannot be imported
-    or has no such function.
+    or has no such function, or when `only_named` refuses it.
     """
     module_name, _, function_name = path.partition(":")
     folder = str(Path.cwd())
+    if _allowed is not None and path not in _allowed:
+        raise TrimtabError(
+            f"{what} {path!r} is code that a recipe or run names and this command line does not: it would import "
+            f"{_source(module_name, folder)}; read that first, then add --allow-code"
+        )
     sys.path.insert(0, folder)  # the path of an installed command does not include the current directory
     try:
         module = importlib.import_module(module_name)
@@ -37,6 +67,13 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
             f"{what} {path!r}: no {function_name!r} in {module_name!r}{did_you_mean(function_name, public)}"
         )
     return function
+
+
+def _source(module: str, folder: str) -> str:
+    """Returns the file that importing the module would run first, or the name where there is none. Runs nothing."""
+    first = module.partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(first, [folder, *sys.path])
+    return str(spec.origin) if spec is not None and spec.origin else f"the module {first!r}"
 
 
 def check_arguments(function: Any, what: str, arguments: dict[str, str]) -> None:

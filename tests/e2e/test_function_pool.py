@@ -1,17 +1,22 @@
 """Functions that hang, raise, eat memory or leave fail their own call, and the next call works again."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.sandbox.function_pool import Call, FunctionPool, Outcome
+from trimtab.sandbox import function_pool
+from trimtab.sandbox.function_pool import Call, FunctionPool
+from trimtab.sandbox.function_worker import HEADER, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -158,3 +163,159 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
     assert pool.run([Call(0, {}, 3.0)])[0].error == "took longer than 3 s"
     pool.close()
     assert gone(int(note.read_text()))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The ids of a supervisor that is stopped, its worker, and a process that the function started; and their pool."""
+
+    def starts_a_child():
+        child = subprocess.Popen(["sleep", "3600"])
+        (tmp_path / "child").write_text(str(child.pid))
+        return os.getpid()
+
+    pool = FunctionPool([starts_a_child, os.getppid], workers=1)
+    worker, supervisor = (int(o.value or 0) for o in pool.run([Call(0, {}, 60.0), Call(1, {}, 60.0)]))
+    os.kill(supervisor, signal.SIGSTOP)
+    yield [supervisor, worker, int((tmp_path / "child").read_text())], pool
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(supervisor, signal.SIGKILL)  # a failure must not leave it, nor `close` waiting for it
+
+
+def test_a_stopped_supervisor_ends_with_all_that_it_started(stopped):
+    pids, pool = stopped
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_batch_of_a_stopped_supervisor_is_lost_and_the_next_one_is_not(stopped, monkeypatch):
+    pids, pool = stopped
+    monkeypatch.setattr(function_pool, "SUPERVISOR_TIMEOUT", 0.1)
+    answers = []
+    asking = threading.Thread(target=lambda: answers.extend(pool.run([Call(1, {}, 0.1)])), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert "was lost" in answers[0].error
+    assert all(gone(pid) for pid in pids)
+    monkeypatch.undo()
+    assert pool.run([Call(1, {}, 60.0)])[0].value not in (None, pids[0])
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker outlives its killed supervisor")
+def test_a_supervisor_that_is_stopped_again_and_again_is_killed(monkeypatch):
+    def stops_it():
+        while True:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(1e-4)
+
+    pool = FunctionPool([os.getpid, os.getppid, stops_it], workers=1)
+    pids = [int(o.value or 0) for o in pool.run([Call(0, {}, 60.0), Call(1, {}, 60.0)])]
+    monkeypatch.setattr(function_pool, "SUPERVISOR_TIMEOUT", 0.1)
+    asking = threading.Thread(target=lambda: pool.run([Call(2, {}, 0.1)]), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert all(gone(pid) for pid in pids)
+
+
+def pipe_and_number():
+    """The socket that the worker answers through, and the number of the request."""
+    frame = sys._getframe()
+    while "pipe" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals["pipe"], frame.f_locals["request"].get("number")
+
+
+def framed(value, number):
+    data = json.dumps({"value": value, "error": None, "number": number}).encode()
+    return HEADER.pack(len(data)) + data
+
+
+def writes(what):
+    pipe, number = pipe_and_number()
+    pipe.sendall(
+        {
+            "another number": framed(99.0, 1),
+            "its own number": framed(99.0, number),
+            "its own number twice": framed(99.0, number) * 2,
+            "text": b"debug: 12\n",
+            "no object": HEADER.pack(2) + b"[]",
+            "no number": HEADER.pack(17) + b'{"value": "text"}',
+            "a long header": HEADER.pack(1 << 60),
+            "much": b"x" * (1 << 17),
+        }[what]
+    )
+    return 1.0
+
+
+WROTE = "wrote to the file descriptor that its worker answers through (the worker is replaced)"
+
+
+@pytest.mark.parametrize(
+    "what", ["another number", "its own number twice", "text", "no object", "no number", "a long header", "much"]
+)
+def test_what_a_function_writes_to_its_pipe_fails_its_call_only(what):
+    pool = FunctionPool([writes, lambda x: x], workers=1)
+    calls = [Call(0, {"what": what}, 60.0), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    first, *others = pool.run(calls)
+    pool.close()
+    assert first == Outcome(error=WROTE)
+    assert others == [Outcome(float(x)) for x in range(5)]
+
+
+def test_a_function_that_forges_its_own_answer_changes_no_other_value():
+    pool = FunctionPool([writes, lambda x: x], workers=1)
+    calls = [Call(0, {"what": "its own number"}, 60.0), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    _, second, *others = pool.run(calls)
+    pool.close()
+    assert second in (Outcome(0.0), Outcome(error=WROTE))  # the real answer may arrive before or after its request
+    assert others == [Outcome(float(x)) for x in range(1, 5)]
+
+
+def test_half_a_message_costs_its_own_timeout_only():
+    def writes_half():
+        pipe_and_number()[0].sendall(b"\0\0\0")
+        time.sleep(3600)
+
+    pool = FunctionPool([writes_half, lambda x: x], workers=2)
+    calls = [Call(0, {}, 0.5), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    first, *others = pool.run(calls)
+    pool.close()
+    assert first == Outcome(error="took longer than 0.5 s")
+    assert others == [Outcome(float(x)) for x in range(5)]
+
+
+def test_a_thread_that_writes_after_the_answer_is_found_before_the_next_call(tmp_path):
+    def leaves_a_thread():
+        pipe, number = pipe_and_number()
+
+        def write():
+            while not (tmp_path / "go").exists():
+                time.sleep(0.001)
+            pipe.sendall(framed(99.0, number))
+            (tmp_path / "done").touch()
+
+        threading.Thread(target=write, daemon=True).start()
+        return 1.0
+
+    pool = FunctionPool([leaves_a_thread, lambda x: x], workers=1)
+    assert pool.run([Call(0, {}, 60.0)]) == [Outcome(1.0)]
+    (tmp_path / "go").touch()
+    while not (tmp_path / "done").exists():
+        time.sleep(0.001)
+    assert pool.run([Call(1, {"x": float(x)}, 60.0) for x in range(3)]) == [Outcome(float(x)) for x in range(3)]
+    pool.close()
+
+
+def test_a_stopped_worker_costs_its_timeout_even_if_it_reads_nothing():
+    pool = FunctionPool([os.getpid], workers=1)
+    worker = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
+    os.kill(worker, signal.SIGSTOP)
+    slow, next_one = pool.run([Call(0, {"x": "y" * (1 << 22)}, 0.5), Call(0, {}, 60.0)])
+    pool.close()
+    assert slow == Outcome(error="took longer than 0.5 s")
+    assert next_one.value not in (None, worker)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from trimtab.cli.output import Json, Sets, print_json
+from trimtab.cli.output import Json, Sets, echo, print_json
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _advice(run: Path, as_json: bool) -> Advice:
     run_lines = advise.describe_run(run, measured)
 
     def print_line(line: str) -> None:
-        typer.echo(line, err=as_json)
+        echo(line, err=as_json)
 
     for line in (*run_lines, advise.SEARCH_MESSAGE):
         print_line(line)
@@ -186,14 +186,14 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         recommendation = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
         print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | recommendation)
     else:
-        typer.echo(text)
+        echo(text)
         for item in plan.skipped:
-            typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
-        typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
+            echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
+        echo(f"report: {report}\nresults: {out / 'results.parquet'}")
         if verdict is not None:
-            typer.echo(f"\n{verdict.text}")
+            echo(f"\n{verdict.text}")
     for line in failed:
-        typer.echo(f"failed: {line}", err=True)
+        echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(EXIT_RUNS_FAILED)
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.cli.console import PlainTextConsole
 from trimtab.cli.display import duration
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ MIN_SHARE = 0.02  # of the work that must be done before an estimate is shown
 @contextmanager
 def show_progress(workers: int, *, to_stderr: bool = False) -> Iterator[PlainProgress]:
     """Yields a live display on a terminal and a plain one otherwise; restores the terminal at the end."""
-    console = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
+    console = PlainTextConsole(stderr=to_stderr)
     display = LiveProgress(console, workers) if console.is_terminal else PlainProgress(console, workers)
     try:
         yield display
@@ -74,7 +75,7 @@ class RemainingTime:
 class PlainProgress:
     """One line per event, for logs and pipes."""
 
-    def __init__(self, console: Console, workers: int) -> None:
+    def __init__(self, console: PlainTextConsole, workers: int) -> None:
         self.console, self.workers = console, workers
         self.total = self.done = self.failed = 0
         self.steps: dict[str, int] = {}
@@ -126,13 +127,13 @@ class PlainProgress:
         """Restore the terminal."""
 
     def write_line(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
 
 class LiveProgress(PlainProgress):
     """A panel with finished runs, remaining time, current steps, and the last results."""
 
-    def __init__(self, console: Console, workers: int) -> None:
+    def __init__(self, console: PlainTextConsole, workers: int) -> None:
         super().__init__(console, workers)
         self.started = time.monotonic()
         self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True)

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, Sets, print_json, print_pairs
+from trimtab.cli.output import AllowCode, Json, Sets, echo, print_json, print_pairs
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.plugins import allow_code
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +34,7 @@ def recipes(
         print_json(Config.model_json_schema())
         return
     if keys:
-        typer.echo(recipe_reference.markdown(), nl=False)
+        echo(recipe_reference.markdown(), nl=False)
         return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:
@@ -57,7 +58,7 @@ def show(
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:
-        typer.echo(config.dump(), nl=False)
+        echo(config.dump(), nl=False)
 
 
 def explain(
@@ -68,6 +69,7 @@ def explain(
         ),
     ],
     sets: Sets = None,
+    trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
     """Print the equation that is minimized, with every number in place.
@@ -75,6 +77,8 @@ def explain(
     For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, its keys (`objective.weight_max=1.5`).
     Where both have the name, keywords without a section change both. What training refuses is refused here too.
     """
+    if trusted:
+        allow_code()
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.composition import COMPOSED
@@ -100,7 +104,7 @@ def explain(
     if as_json:
         print_json(entries[-1] if len(entries) == 1 else {"objective": entries[0], "recipe": entries[1]})
         return
-    typer.echo("\n\n".join(_format_entry(entry) for entry in entries))
+    echo("\n\n".join(_format_entry(entry) for entry in entries))
 
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import Json, print_json
+from trimtab.cli.output import Json, echo, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def diagnose(
     if as_json:
         print_json({**as_dict(diagnosis), "report": page})
     else:
-        typer.echo(verdict(diagnosis, page, _width()))
+        echo(verdict(diagnosis, page, _width()))
 
 
 def _watch(
@@ -151,14 +151,14 @@ def _watch(
             print_json(event.as_dict(), indent=None)
         else:
             for line in event_lines(event):
-                typer.echo(line, err=as_json)
+                echo(line, err=as_json)
         sys.stdout.flush()
 
     try:
-        typer.echo(opening_line(watched, every), err=as_json)
+        echo(opening_line(watched, every), err=as_json)
         sys.stdout.flush()
         run(watched, show, stop.wait, every)
-        typer.echo(last_line(watched), err=as_json)
+        echo(last_line(watched), err=as_json)
     finally:
         for number, handler in saved.items():
             signal.signal(number, handler)
@@ -194,18 +194,20 @@ def page_path(out: Path | None) -> Path:
 
 def _width() -> int | None:
     """Returns the width of the terminal; None for a file or a pipe, where lines are not wrapped."""
-    from rich.console import Console
+    from trimtab.cli.console import PlainTextConsole
 
-    console = Console()
+    console = PlainTextConsole()
     return console.width if console.is_terminal else None
 
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
     """Shows the current activity in a transient line on standard error, if that is a terminal."""
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
+    from trimtab.cli.console import PlainTextConsole
+
+    console = PlainTextConsole(stderr=True)
     if not console.is_terminal:
         yield _ignore
         return
@@ -213,7 +215,7 @@ def _progress() -> Iterator[OnProgress]:
     with console.status("starting") as status:
 
         def show(what: str, tokens: int) -> None:
-            status.update(f"{what}: {tokens:,} tokens, {time.monotonic() - start:.0f} s")
+            status.update(Text(f"{what}: {tokens:,} tokens, {time.monotonic() - start:.0f} s"))
 
         yield show
 

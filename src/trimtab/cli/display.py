@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.cli.console import PlainTextConsole
 from trimtab.config import Config
 from trimtab.intervals import wilson
 from trimtab.training.observer import Moment, Observer
@@ -26,7 +26,7 @@ SPARK_WIDTH = 48
 @contextmanager
 def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
     """Yields a live display on a terminal and a plain one otherwise; restores the terminal at the end."""
-    console = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
+    console = PlainTextConsole(stderr=to_stderr)
     display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
     try:
         yield display
@@ -37,7 +37,7 @@ def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
 class PlainDisplay:
     """One line per event, for logs and pipes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: PlainTextConsole) -> None:
         self.console = console
         self.total_steps = 0
         self.rewards: list[float] = []
@@ -78,8 +78,7 @@ class PlainDisplay:
         """Restore the terminal."""
 
     def write_line(self, text: str) -> None:
-        # Not wrapped, cropped or parsed as markup: paths must stay intact, and text may come from a model.
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)  # not wrapped or cropped: paths must stay intact
 
     def _add_values(self, metrics: Mapping[str, float | str]) -> None:
         for key, history in (("reward/mean", self.rewards), ("time/step", self.seconds)):
@@ -96,7 +95,7 @@ class PlainDisplay:
 class LiveDisplay(PlainDisplay):
     """A panel that is redrawn at every step; only messages scroll."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: PlainTextConsole) -> None:
         super().__init__(console)
         self._metrics: Mapping[str, float | str] = {}
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
@@ -106,7 +105,7 @@ class LiveDisplay(PlainDisplay):
         self.total_steps = total_steps
         title = f"{objective_of(config)} · {config.task.name} · {config.model.path}"
         body = Group(Text(equation), Text(f"\nrun directory: {run}", style="dim", overflow="fold"))
-        self.console.print(Panel(body, title=escape(title), title_align="left", border_style="cyan"))
+        self.console.print(Panel(body, title=Text(title), title_align="left", border_style="cyan"))
         self._live.start()
 
     def phase(self, name: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli import doctor_bitwise, doctor_vllm
-from trimtab.cli.output import Json, Sets, print_json
+from trimtab.cli.output import Json, Sets, echo, print_json
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
@@ -80,7 +80,7 @@ def doctor(
     else:
         for check in checks:
             mark = "ok  " if not check.advice else ("FAIL" if check.required else "note")
-            typer.echo(f"{mark}  {check.name:<14} {check.value}{f' - {check.advice}' if check.advice else ''}")
+            echo(f"{mark}  {check.name:<14} {check.value}{f' - {check.advice}' if check.advice else ''}")
     if failures:
         raise typer.Exit(1)
 

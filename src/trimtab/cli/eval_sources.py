@@ -109,7 +109,8 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
                 f"them on {', '.join(bare)}"
             )
             if len(bare) == len(choices) and not environment.name.startswith("__main__:"):
-                notes[-1] += f"; --task {recipe_of(item.run)} measures with them"
+                trusted = " --allow-code" if ":" in environment.name else ""
+                notes[-1] += f"; --task {recipe_of(item.run)}{trusted} measures with them"
     return notes
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import Json, print_json
+from trimtab.cli.output import AllowCode, Json, echo, print_json
 from trimtab.errors import TrimtabError, require_extra
+from trimtab.plugins import allow_code
 
 if TYPE_CHECKING:
     from trimtab.evaluation import EvalProgress, Results
@@ -98,21 +99,17 @@ def evaluate(
     out: Out = None,
     markdown: Markdown = None,
     scores: Scores = None,
+    trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     require_extra("train", "trimtab eval")
+    if trusted:
+        allow_code()
     from trimtab.cli import eval_sources
     from trimtab.evaluation import Settings, compare
 
-    if as_json and markdown == STANDARD_OUTPUT:
-        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
-    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
-        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
-    if scores is not None and (problem := _unwritable(scores)):
-        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
-    if scores is not None and (len(models) > 1 or len(task or []) > 1):
-        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
+    _check_files(models, task or [], markdown, scores, as_json)
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     choices = [eval_sources.source(name, which) for name in models]
@@ -147,6 +144,20 @@ def evaluate(
         _write_scores(results, scores)
 
 
+def _check_files(
+    models: Sequence[str], tasks: Sequence[str], markdown: str | None, scores: Path | None, as_json: bool
+) -> None:
+    """Raises `TrimtabError` where what is to be written cannot be, before a long evaluation."""
+    if as_json and markdown == STANDARD_OUTPUT:
+        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
+    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
+        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
+    if scores is not None and (problem := _unwritable(scores)):
+        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
+    if scores is not None and (len(models) > 1 or len(tasks) > 1):
+        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
+
+
 def _write_scores(results: Results, path: Path) -> None:
     """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
     from trimtab.runs.atomic import write_text
@@ -159,7 +170,7 @@ def _write_scores(results: Results, path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Returns why the file cannot be written, checked before a long evaluation; empty if it can."""
+    """Returns why the file cannot be written; empty if it can."""
     if path.exists() and not path.is_file():
         return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
     if not path.parent.is_dir():
@@ -180,17 +191,17 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
     if as_json:
         print_json(results.as_dict())
     elif markdown == STANDARD_OUTPUT:
-        typer.echo(results.markdown(), nl=False)
+        echo(results.markdown(), nl=False)
     else:
-        from rich.console import Console
+        from trimtab.cli.console import PlainTextConsole
 
-        console = Console(highlight=False)
+        console = PlainTextConsole()
         if not console.is_terminal:
-            console = Console(highlight=False, width=10_000)  # no wrapping in a file or a pipe
+            console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
         for table in results.tables():
             console.print(table.table())
         for line in results.remarks():
-            console.print(line, markup=False)
+            console.print(line)
 
 
 @contextmanager
@@ -206,12 +217,12 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 @contextmanager
 def _progress(count: int) -> Iterator[EvalProgress | None]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from trimtab.cli.console import PlainTextConsole
     from trimtab.evaluation import EvalProgress
 
-    console = Console(stderr=True)
+    console = PlainTextConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import signal
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, report, starting, train
-from trimtab.errors import Stopped, TrimtabError
+from trimtab.cli.output import echo
+from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
+from trimtab.plugins import only_named
+from trimtab.sandbox.code_result import clean
 
 EXIT_USER_ERROR = 2
 # Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
 SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
+# Commands whose recipe is a program that the user runs. All others read what others may have written.
+PROGRAM_COMMANDS = frozenset({"train", "sft"})
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -61,7 +70,7 @@ app = typer.Typer(
 
 def _version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"trimtab {importlib.metadata.version('trimtab')}")
+        echo(f"trimtab {importlib.metadata.version('trimtab')}")
         raise typer.Exit
 
 
@@ -73,6 +82,8 @@ def _root(
     ] = False,
 ) -> None:
     """Stable reinforcement learning of language models when the data is off-policy."""
+    if context.invoked_subcommand not in PROGRAM_COMMANDS:
+        context.with_resource(only_named(named_functions(context.obj)))
     if (
         context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
     ):  # checked first to avoid importing torch
@@ -95,15 +106,22 @@ def run(arguments: Sequence[str]) -> int:
     and is raised with its traceback.
     """
     try:
-        result = typer.main.get_command(app).main(list(arguments), prog_name="trimtab", standalone_mode=False)
+        result = typer.main.get_command(app).main(
+            list(arguments), prog_name="trimtab", standalone_mode=False, obj=arguments
+        )
     except USAGE_ERROR as error:
         return _print_error(_usage_message(error))
     except TrimtabError as error:
         return _print_error(str(error))
     except Interrupted as stop:
-        print(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
+        echo(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", err=True)
         return stop.code
     return result if isinstance(result, int) else 0
+
+
+def named_functions(arguments: Sequence[str]) -> set[str]:
+    """Returns each `module:function` of a command line, with or without keywords, as `module:function:tau=0.1`."""
+    return {name for argument in arguments for name in re.findall(r"[\w.]+:\w+", argument)}
 
 
 def _usage_message(error: Any) -> str:
@@ -117,12 +135,29 @@ def _usage_message(error: Any) -> str:
 
 def _print_error(line: str) -> int:
     if line:
-        print(f"trimtab: {' '.join(line.split())}", file=sys.stderr)
+        echo(_one_line(line), err=True)
     return EXIT_USER_ERROR
+
+
+def _one_line(text: str) -> str:
+    return f"trimtab: {' '.join(text.split())}"
+
+
+def _format_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> str:
+    """Returns one line for a warning of Trimtab, and the line of code with it for others."""
+    if issubclass(category, TrimtabWarning):
+        return f"{clean(_one_line(f'warning: {message}'))}\n"
+    return clean(f"{file}:{line}: {category.__name__}: {message}\n")
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    echo("".join(traceback.format_exception(kind, error, trace)), err=True, nl=False)
 
 
 def main() -> NoReturn:
     """Run the command line; entry point of the console script."""
+    warnings.formatwarning = _format_warning
+    sys.excepthook = _show_bug
     # Otherwise the hub client prints its retries around the one-line error for a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))

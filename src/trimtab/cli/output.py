@@ -1,4 +1,4 @@
-"""Output helpers of all commands: JSON, aligned pairs, and the default run directory of a recipe."""
+"""Output helpers of all commands: text, JSON, aligned pairs, and the default run directory of a recipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ from typing import Annotated, Any
 
 import typer
 
+from trimtab.sandbox.code_result import UNPRINTABLE, clean
+
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the recipe; may be repeated."),
 ]
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code", help="Import the modules that a recipe or run names, not only those of this command line."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text, which may contain that of others: control characters are escaped.
+
+    All text of the command line goes through here, `print_json` and the consoles of `trimtab.cli.console`.
+    """
+    typer.echo(clean(text), err=err, nl=nl)
 
 
 @contextmanager
@@ -40,14 +56,15 @@ def only_json(as_json: bool) -> Iterator[None]:
 
 def print_json(value: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
-    typer.echo(json.dumps(_json_value(value), indent=indent, ensure_ascii=False))
+    text = json.dumps(_json_value(value), indent=indent, ensure_ascii=False)
+    typer.echo(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # only strings hold any: an equal value
 
 
 def print_pairs(pairs: Mapping[str, Any]) -> None:
     """Print `name  value` lines with aligned values."""
     width = max((len(name) for name in pairs), default=0)
     for name, value in pairs.items():
-        typer.echo(f"{name:<{width}}  {value}")
+        echo(f"{name:<{width}}  {value}")
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, print_json
+from trimtab.cli.output import Json, echo, print_json
 from trimtab.errors import TrimtabError
 
 EXAMPLE = "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384"
@@ -104,7 +104,7 @@ def plan(
     if as_json:
         print_json(plan_dict(plan))
     else:
-        typer.echo(plan_text(plan))
+        echo(plan_text(plan))
 
 
 def _plan_from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
@@ -118,4 +118,4 @@ def _plan_from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bo
     if as_json:
         print_json(data)
     else:
-        typer.echo(measured_text(measured, data))
+        echo(measured_text(measured, data))

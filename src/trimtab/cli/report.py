@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, print_json
+from trimtab.cli.output import Json, echo, print_json
 from trimtab.errors import TrimtabError
 
 
@@ -56,10 +56,10 @@ def report(
         print_json(data)
         return
     if "verdict" in data:
-        typer.echo(data["verdict"]["text"])
-    typer.echo(f"report: {data['report']}")
+        echo(data["verdict"]["text"])
+    echo(f"report: {data['report']}")
     for line in data.get("warnings", ()):
-        typer.echo(f"note: {line}", err=True)
+        echo(f"note: {line}", err=True)
 
 
 def _report_run(run: Path, out: Path | None) -> dict[str, Any]:

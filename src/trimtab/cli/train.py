@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Sets, only_json, print_json, run_directory
+from trimtab.cli.output import Json, Sets, echo, only_json, print_json, run_directory
 from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
     if as_json:
         print_json({"model": run, "metrics": result.metrics})
     else:
-        typer.echo(f"model: {run}")
+        echo(f"model: {run}")
 
 
 @contextmanager
@@ -137,4 +137,4 @@ def export(
     if as_json:
         print_json({"model": folder})
     else:
-        typer.echo(f"model: {folder}")
+        echo(f"model: {folder}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab import chat_template
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
@@ -88,4 +89,4 @@ class Chat:
         return after[before.rindex(end) :]
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **{"tools": self._schemas, **options})
+        return chat_template.render(self._tokenizer, messages, **{"tools": self._schemas, **options})

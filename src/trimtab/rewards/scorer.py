@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from trimtab.rewards.reward import Built, Response
-from trimtab.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
+from trimtab.sandbox.function_pool import Call, FunctionPool
+from trimtab.sandbox.function_worker import Outcome, checked, describe
 from trimtab.types import Completion, EpisodeOutcome, Problem
 
 Item = tuple[Problem, Response | Completion]

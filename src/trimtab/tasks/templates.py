@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trimtab import chat_template
 from trimtab.errors import TrimtabError
 from trimtab.types import Problem
 
@@ -111,7 +112,7 @@ class Chat:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": fill(self.text, question=problem.question)})
         tools = {"tools": list(schemas)} if schemas else {}
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
+        return chat_template.render(tokenizer, messages, add_generation_prompt=True, **tools)
 
     def target(self, answer: str) -> str:
         return fill(self.answer, answer=answer)

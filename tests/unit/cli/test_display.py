@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.table import Table
 
+from trimtab.cli.console import PlainTextConsole
 from trimtab.cli.display import LiveDisplay, PlainDisplay, closing_lines, duration, figures, sparkline
 from trimtab.config import load_config
 
@@ -27,9 +28,9 @@ STEP: dict[str, float | str] = {
 }
 
 
-def _console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+def _console(*, terminal: bool) -> tuple[PlainTextConsole, io.StringIO]:
     file = io.StringIO()
-    return Console(file=file, force_terminal=terminal, width=100, highlight=False, color_system=None), file
+    return PlainTextConsole(file=file, force_terminal=terminal, width=100, color_system=None), file
 
 
 def _play(display: PlainDisplay, config: Any) -> None:
@@ -126,3 +127,26 @@ def test_episodes_have_columns_of_their_own() -> None:
 def test_closing_lines_include_unknown_keys() -> None:
     summary = {"eval/a/after": 0.5, "seconds": 12.34567, "note": "text"}
     assert closing_lines(summary) == ["held-out greedy accuracy (a): 0.500", "seconds: 12.35", "note: text"]
+
+
+HARMFUL = "\x1b]0;owned\x07\x9b31m\u202e[red]x[/red][link=http://e]y[/link]:boom:"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_text_of_others_is_neither_markup_nor_control(terminal: bool) -> None:
+    file = io.StringIO()
+    console = PlainTextConsole(file=file, force_terminal=terminal, width=400, color_system="truecolor")
+    config = load_config("quickstart")
+    display = (LiveDisplay if terminal else PlainDisplay)(console)
+    display.started(config, HARMFUL, 10, Path(f"runs/{HARMFUL}"))
+    display.phase(HARMFUL, 1, 4)
+    display.step(STEP)
+    display.message(HARMFUL)
+    display.finished({HARMFUL: 1.0}, None)
+    table = Table(HARMFUL, title=HARMFUL)
+    table.add_row(HARMFUL)
+    console.print(table)
+    text = file.getvalue()
+    assert not [mark for mark in ("\x1b]", "\x07", "\x9b", "\u202e") if mark in text]
+    # The run directory, equation, message, result, header and cell. Rich drops the bell.
+    assert text.count("\\x1b]0;owned\\x9b31m\\u202e[red]x[/red][link=http:/") >= 6

@@ -201,11 +201,11 @@ def test_the_page_and_the_terminal_show_the_same_line(
 
     folder = rewritten(make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD]), change)
     text = health(read_run(folder)).text
-    done = CliRunner().invoke(app, ["report", str(folder)])
+    done = CliRunner().invoke(app, ["report", str(folder)], obj=[])
     assert done.stdout.splitlines() == [text, f"report: {folder / 'report.html'}"]
     page = (folder / "report.html").read_text()
     assert f'class="card verdict {tone}"' in page
     assert f"<strong>{text}</strong>" in page
     if tone == "mixed":
-        machine = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)
+        machine = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"], obj=[]).stdout)
         assert machine["verdict"]["text"] == text

@@ -22,6 +22,7 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
         ("a\r\nb\rc", "a\nb\nc"),
         ("\x9b1m\x7f", "\\x9b1m\\x7f"),
         ("a\ud800b", "a\\ud800b"),
+        ("\u202ea\u2069", "\\u202ea\\u2069"),
     ],
 )
 def test_control_characters_are_escaped(text: str, expected: str) -> None:
