@@ -7,18 +7,22 @@ JSON line for every request that samples, when it arrives and when its answer is
 `PORT PID`, when the server listens, at last the end of the file, when it is dead.
 
 `POST /configure` with a JSON object sets the options from then on. {"after": N, "tokens": T}: from the N-th request
-on, each is held after T tokens until it is aborted, with an event `held`. {"raw": true}: log-probs from before
-the temperature. {"silent": N}: the N-th answer lacks a log-prob. {"reject": true}: weights are refused.
-{"release": true}: all held requests are aborted, as by another client.
+on, each is held after T tokens until it is aborted, with an event `held`. {"logp": V, "every": N}: every N-th answer,
+or every one, has the log-prob V for all tokens. {"factor": F}: F times the tokens asked for. {"reject": true}: weights
+are refused. {"release": true}: all held requests are aborted, as by another client. {"replies": {PATH: {"body": B}}}:
+what PATH is answered with, as text in latin-1; with "encoding": "gzip" compressed, and with "endless": true repeated
+until the client closes the connection.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,20 +98,18 @@ class Service:
             if tokens == 0:
                 return replace(Completion.empty(), finish_reason="abort")
             sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
+        sampling = replace(sampling, max_tokens=self.options.get("factor", 1) * sampling.max_tokens)
         prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
         with self._lock:
             [[result]] = self.engine.generate([prompt], 1, sampling, seed=seed)
         if number >= self.options.get("after", sys.maxsize) and result.finish_reason == "length":
             result = replace(result, finish_reason="abort")
-        if "raw" in self.options:
-            result = replace(result, logp_behavior=np.full_like(result.logp_behavior, -0.1))
         return result
 
     def logprobs(self, result: Completion) -> list[float | None]:
-        values: list[float | None] = [float(value) for value in result.logp_behavior]
-        if self._requests == self.options.get("silent", -1):
-            values[-1] = None
-        return values
+        if "logp" in self.options and self._requests % self.options.get("every", 1) == 0:
+            return [self.options["logp"]] * len(result.response_ids)
+        return result.logp_behavior.tolist()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,6 +136,9 @@ class Handler(BaseHTTPRequestHandler):
             self.service.configure(body)
             self._reply(None)
             return
+        if reply := self.service.options.get("replies", {}).get(parts.path):
+            self._send(**reply)
+            return
         name = f"{self.service.kind}_{parts.path.strip('/').replace('/', '_')}"
         method = getattr(self, name, None)
         if method is None:
@@ -145,6 +150,21 @@ class Handler(BaseHTTPRequestHandler):
             self._reply({"error": {"message": repr(error), "code": 500}}, 500)
             return
         self._reply(reply)
+
+    def _send(self, body: str, encoding: str = "identity", *, endless: bool = False) -> None:
+        """Answers with any bytes; those of an endless answer are sent in chunks."""
+        data = body.encode("latin-1")
+        data = gzip.compress(data) if encoding == "gzip" else data
+        self.send_response(200)
+        self.send_header("Content-Encoding", encoding)
+        self.send_header(*(("Transfer-Encoding", "chunked") if endless else ("Content-Length", str(len(data)))))
+        self.end_headers()
+        if not endless:
+            self.wfile.write(data)
+        with suppress(ConnectionError):
+            while endless:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.close_connection = endless
 
     def _reply(self, body: Any, status: int = 200) -> None:
         data = b"" if body is None else json.dumps(body).encode()

@@ -187,7 +187,7 @@ async def _read(response: httpx2.Response, url: str, max_bytes: int) -> bytes:
     if encoding.lower() not in ("identity", ""):
         raise WrongAnswer(f"{url} answered with Content-Encoding {excerpt(encoding)!r}, which was not asked for")
     content = bytearray()
-    async for part in response.aiter_raw():
+    async for part in response.aiter_bytes():
         content += part
         if len(content) > max_bytes:
             raise WrongAnswer(f"{url} answered with more than {max_bytes} bytes, too many for what was asked")

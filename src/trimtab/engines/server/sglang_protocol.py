@@ -51,7 +51,7 @@ _COMMON = {
 
 class _ModelInfo(Answer):
     tokenizer_path: Name
-    weight_version: Name
+    weight_version: Name | None
 
 
 class _FinishReason(Answer):
@@ -92,7 +92,7 @@ class SglangProtocol:
         return Model(info.tokenizer_path, None)
 
     async def label(self, connection: Connection) -> str:
-        return (await connection.ask(_ModelInfo, "/model_info")).weight_version
+        return str((await connection.ask(_ModelInfo, "/model_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:  # noqa: ARG002
         sampling = request.sampling

@@ -54,7 +54,7 @@ class _Models(Answer):
 
 
 class _WeightInfo(Answer):
-    weight_version: Name
+    weight_version: Name | None
 
 
 class _Outcome(Answer):
@@ -94,7 +94,7 @@ class VllmProtocol:
 
     async def label(self, connection: Connection) -> str:
         with _advised():
-            return (await connection.ask(_WeightInfo, "/weight_info")).weight_version
+            return str((await connection.ask(_WeightInfo, "/weight_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
         sampling = request.sampling
@@ -122,11 +122,11 @@ class VllmProtocol:
             await connection.call("/abort_requests", {})
 
     async def load(self, connection: Connection, folder: Path, label: str) -> None:
-        path, table = entries(folder)
         with _advised():
             # No request may run while weights change, and no call waits for a request that still runs at an update.
             await connection.call("/pause?mode=abort", {})
             try:
+                path, table = entries(folder)
                 with _advised(f"{folder} must be seen by the server (engine.server.folder); {START}"):
                     body = {"method": "load_published", "args": [str(path), table]}
                     await connection.call("/collective_rpc", body)

@@ -37,7 +37,7 @@ class FakeServer:
     """
 
     def __init__(self, network: FakeNetwork, url: str) -> None:
-        self.server = InferenceServer(url, SglangProtocol(), 5.0, 91)
+        self.server = InferenceServer(url, SglangProtocol(), 5.0, 10 * TURN)
         self.server.model, self.server.label = MODEL, LABEL
         self.network = network
         self.loads_weights = True
@@ -298,7 +298,9 @@ def test_a_request_that_always_fails_ends_the_call(network: Callable[[int], Fake
         return httpx2.Response(500, json={"error": "boom"})
 
     made.generate = generate
-    with pytest.raises(TrimtabError, match=r"8 times without an answer; http://server\d/generate answered 500: boom"):
+    with pytest.raises(
+        TrimtabError, match=r"8 times without a usable answer; http://server\d/generate answered 500: boom"
+    ):
         made.call(1)
     assert sum(len(fake.asked) for fake in made.servers) == MAX_ATTEMPTS
 
@@ -418,7 +420,7 @@ def test_a_connection_tells_processes_apart_over_real_sockets(monkeypatch: pytes
         connection = Connection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 5.0)
         streams = []
         for _ in range(2):
-            assert await connection.call("/x") == {}
+            assert await connection.call("/x") == b"{}"
             streams.append(connection.stream)
         await closed.wait()
         await connection.call("/x")
