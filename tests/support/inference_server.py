@@ -159,12 +159,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Encoding", encoding)
         self.send_header(*(("Transfer-Encoding", "chunked") if endless else ("Content-Length", str(len(data)))))
         self.end_headers()
-        if not endless:
-            self.wfile.write(data)
         with suppress(ConnectionError):
             while endless:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.close_connection = endless
+            self.wfile.write(data)
 
     def _reply(self, body: Any, status: int = 200) -> None:
         data = b"" if body is None else json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""HTTP connections to inference servers: JSON in, checked JSON out, errors classified."""
+"""HTTP connections to inference servers: JSON in, JSON out, errors classified."""
 
 from __future__ import annotations
 

@@ -18,15 +18,14 @@ PLACEHOLDER = -9999.0
 # A log-prob computed as a logit minus the log of the summed exponentials is above 0 by the rounding of float32:
 # 5e-4 for logits up to 8192.
 MAX_LOGP = 1e-3
-# Log-probs that are exactly 0 in float32 belong to logits 17 nats above all others together. That a server says so of
-# all tokens of a response is not believed from this many on; at a lower temperature, where the distance of the model's
-# own logits is smaller, from correspondingly more.
+# A log-prob is exactly 0 in float32 where a logit is 17 nats above all others together. This does not happen at each of
+# so many tokens of a response. At a lower temperature more are needed: 17 nats are fewer of the model's own logits.
 MIN_CERTAIN_TOKENS = 8
-# JSON of a token: id, log-prob and, three times, its text or name; of a prompt token, which is sent back: id.
+# JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
 
-# One line, because messages quote it.
-Name = Annotated[str, Field(max_length=1000, pattern=r"^\P{Cc}*$")]
+# Messages quote it: without control characters and line separators.
+Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
 TokenId = Annotated[int, Field(ge=0)]
 LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
 

@@ -44,15 +44,7 @@ MODEL = Model("m", 64)
 
 @pytest.mark.parametrize(
     ("tokens", "temperature", "possible"),
-    [
-        (7, 1.0, True),
-        (8, 1.0, False),
-        (13, 0.6, True),
-        (14, 0.6, False),
-        (7, 2.0, True),
-        (8, 2.0, False),
-        (50, 0.0, True),
-    ],
+    [(7, 1, True), (8, 1, False), (13, 0.6, True), (14, 0.6, False), (7, 2, True), (8, 2, False), (50, 0, True)],
 )
 def test_how_many_log_probs_of_0_are_possible(tokens: int, temperature: float, possible: bool) -> None:
     """Eight tokens at temperature 1 or above, and as many more as the temperature is lower: 8 / 0.6 = 13.3."""
