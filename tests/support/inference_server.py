@@ -83,8 +83,8 @@ class Service:
             self._aborts += 1
             self._aborted.notify_all()
 
-    def sample(self, ids: list[int], sampling: SamplingParams, seed: int) -> Completion:
-        """One response, held after some tokens until it is aborted if the options say so."""
+    def sample(self, ids: list[int], sampling: SamplingParams, seed: int) -> tuple[Completion, list[float | None]]:
+        """One response, held after some tokens until it is aborted if the options say so, and its log-probs."""
         with self._lock:
             self._requests += 1
             number = self._requests
@@ -96,7 +96,7 @@ class Service:
                 self._aborted.wait_for(lambda: self._aborts > aborts)
             tokens = self.options.get("tokens", 0)
             if tokens == 0:
-                return replace(Completion.empty(), finish_reason="abort")
+                return replace(Completion.empty(), finish_reason="abort"), []
             sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
         sampling = replace(sampling, max_tokens=self.options.get("factor", 1) * sampling.max_tokens)
         prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
@@ -104,12 +104,9 @@ class Service:
             [[result]] = self.engine.generate([prompt], 1, sampling, seed=seed)
         if number >= self.options.get("after", sys.maxsize) and result.finish_reason == "length":
             result = replace(result, finish_reason="abort")
-        return result
-
-    def logprobs(self, result: Completion) -> list[float | None]:
-        if "logp" in self.options and self._requests % self.options.get("every", 1) == 0:
-            return [self.options["logp"]] * len(result.response_ids)
-        return result.logp_behavior.tolist()
+        if "logp" in self.options and number % self.options.get("every", 1) == 0:
+            return result, [self.options["logp"]] * len(result.response_ids)
+        return result, result.logp_behavior.tolist()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -193,10 +190,10 @@ class Handler(BaseHTTPRequestHandler):
             stop_ids=tuple(body.get("stop_token_ids", ())),
             ignore_stop=body["ignore_eos"],
         )
-        result = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
+        result, logp = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
         self.service.log(answered=body.get("seed"))
         logprobs = {
-            "token_logprobs": self.service.logprobs(result),
+            "token_logprobs": logp,
             "tokens": [],
             "top_logprobs": [],
             "text_offset": [],
@@ -261,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             stop_ids=tuple(params.get("stop_token_ids", ())),
             ignore_stop=params["ignore_eos"],
         )
-        result = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
+        result, logp = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
         self.service.log(answered=params.get("sampling_seed"))
         ids = result.response_ids.tolist()
         info = {
@@ -270,9 +267,7 @@ class Handler(BaseHTTPRequestHandler):
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
             "weight_version": self.service.label,
-            "output_token_logprobs": [
-                [logp, i, None] for logp, i in zip(self.service.logprobs(result), ids, strict=True)
-            ],
+            "output_token_logprobs": [[one, i, None] for one, i in zip(logp, ids, strict=True)],
         }
         if result.finish_reason == "abort" and not ids:  # before prefill
             del info["output_token_logprobs"]
