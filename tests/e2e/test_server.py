@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.server_process import ServerProcess, starter
+from tests.support.server_process import ServerProcess, engine_over, starter
 from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab import tasks
-from trimtab.config import EngineConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.server import call_responses, request_dispatch, server_pool
 from trimtab.engines.server.server_engine import ServerEngine
@@ -63,18 +62,6 @@ def servers(both: dict[str, list[ServerProcess]]) -> Iterator[list[ServerProcess
     for one in both["vllm"]:
         if not one.alive:
             one.start()
-
-
-def engine_over(
-    laboratory: LoadedModel, served: Sequence[ServerProcess], folder: Path | None = None, **options: Any
-) -> ServerEngine:
-    """With the laboratory's own weights, published as version 0."""
-    settings = {"urls": [one.url for one in served], "kind": served[0].kind, "reconnect_timeout": 30.0, "timeout": 60.0}
-    settings |= {"folder": None if folder is None else str(folder)}
-    config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
-    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
-    engine.update_weights(laboratory.model.named_parameters(), 0)
-    return engine
 
 
 def expected(
@@ -291,14 +278,6 @@ class TestWire:
         completions = engine_over(laboratory, served[:1]).generate(prompts, 2, SAMPLING, seed=SEED, abort=interrupt)
         assert {(one.finish_reason, len(one.response_ids)) for row in completions for one in row} == {("abort", 0)}
 
-    def test_a_token_without_a_log_prob_is_an_error(
-        self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        served[0].configure(silent=2)
-        engine = engine_over(laboratory, served[:1], concurrency=1)
-        with pytest.raises(TrimtabError, match=r"no log-prob for token \d+ of"):
-            engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
-
     def test_log_probs_from_before_the_temperature_are_refused(
         self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
     ) -> None:
@@ -306,7 +285,7 @@ class TestWire:
         engine = engine_over(laboratory, served)
         assert len(engine.generate(prompts, 2, warm, seed=SEED)) == len(prompts)
         for one in served:
-            one.configure(raw=True)
+            one.configure(logp=-0.1)
         with pytest.raises(TrimtabError, match="from before the temperature"):
             engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
 
@@ -490,7 +469,7 @@ def test_greedy_log_probs_are_zero(
     laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
 ) -> None:
     for one in servers:
-        one.configure(raw=True)
+        one.configure(logp=-0.1)
     [row] = engine_over(laboratory, servers).generate(prompts[:1], 1, replace(SAMPLING, temperature=0.0), seed=SEED)
     assert not row[0].logp_behavior.any()
     assert row[0].logp_behavior.size

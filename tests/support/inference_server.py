@@ -7,18 +7,22 @@ JSON line for every request that samples, when it arrives and when its answer is
 `PORT PID`, when the server listens, at last the end of the file, when it is dead.
 
 `POST /configure` with a JSON object sets the options from then on. {"after": N, "tokens": T}: from the N-th request
-on, each is held after T tokens until it is aborted, with an event `held`. {"raw": true}: log-probs from before
-the temperature. {"silent": N}: the N-th answer lacks a log-prob. {"reject": true}: weights are refused.
-{"release": true}: all held requests are aborted, as by another client.
+on, each is held after T tokens until it is aborted, with an event `held`. {"logp": V, "every": N}: every N-th answer,
+or every one, has the log-prob V for all tokens. {"factor": F}: F times the tokens asked for. {"reject": true}: weights
+are refused. {"release": true}: all held requests are aborted, as by another client. {"replies": {PATH: {"body": B}}}:
+what PATH is answered with, as text in latin-1; with "encoding": "gzip" compressed, and with "endless": true repeated
+until the client closes the connection.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,8 +83,8 @@ class Service:
             self._aborts += 1
             self._aborted.notify_all()
 
-    def sample(self, ids: list[int], sampling: SamplingParams, seed: int) -> Completion:
-        """One response, held after some tokens until it is aborted if the options say so."""
+    def sample(self, ids: list[int], sampling: SamplingParams, seed: int) -> tuple[Completion, list[float | None]]:
+        """One response, held after some tokens until it is aborted if the options say so, and its log-probs."""
         with self._lock:
             self._requests += 1
             number = self._requests
@@ -92,22 +96,17 @@ class Service:
                 self._aborted.wait_for(lambda: self._aborts > aborts)
             tokens = self.options.get("tokens", 0)
             if tokens == 0:
-                return replace(Completion.empty(), finish_reason="abort")
+                return replace(Completion.empty(), finish_reason="abort"), []
             sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
+        sampling = replace(sampling, max_tokens=self.options.get("factor", 1) * sampling.max_tokens)
         prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
         with self._lock:
             [[result]] = self.engine.generate([prompt], 1, sampling, seed=seed)
         if number >= self.options.get("after", sys.maxsize) and result.finish_reason == "length":
             result = replace(result, finish_reason="abort")
-        if "raw" in self.options:
-            result = replace(result, logp_behavior=np.full_like(result.logp_behavior, -0.1))
-        return result
-
-    def logprobs(self, result: Completion) -> list[float | None]:
-        values: list[float | None] = [float(value) for value in result.logp_behavior]
-        if self._requests == self.options.get("silent", -1):
-            values[-1] = None
-        return values
+        if "logp" in self.options and number % self.options.get("every", 1) == 0:
+            return result, [self.options["logp"]] * len(result.response_ids)
+        return result, result.logp_behavior.tolist()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,6 +133,9 @@ class Handler(BaseHTTPRequestHandler):
             self.service.configure(body)
             self._reply(None)
             return
+        if reply := self.service.options.get("replies", {}).get(parts.path):
+            self._send(**reply)
+            return
         name = f"{self.service.kind}_{parts.path.strip('/').replace('/', '_')}"
         method = getattr(self, name, None)
         if method is None:
@@ -145,6 +147,19 @@ class Handler(BaseHTTPRequestHandler):
             self._reply({"error": {"message": repr(error), "code": 500}}, 500)
             return
         self._reply(reply)
+
+    def _send(self, body: str, encoding: str = "identity", *, endless: bool = False) -> None:
+        """Answers with any bytes; those of an endless answer are sent in chunks."""
+        data = body.encode("latin-1")
+        data = gzip.compress(data) if encoding == "gzip" else data
+        self.send_response(200)
+        self.send_header("Content-Encoding", encoding)
+        self.send_header(*(("Transfer-Encoding", "chunked") if endless else ("Content-Length", str(len(data)))))
+        self.end_headers()
+        with suppress(ConnectionError):
+            while endless:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.write(data)
 
     def _reply(self, body: Any, status: int = 200) -> None:
         data = b"" if body is None else json.dumps(body).encode()
@@ -175,10 +190,10 @@ class Handler(BaseHTTPRequestHandler):
             stop_ids=tuple(body.get("stop_token_ids", ())),
             ignore_stop=body["ignore_eos"],
         )
-        result = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
+        result, logp = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
         self.service.log(answered=body.get("seed"))
         logprobs = {
-            "token_logprobs": self.service.logprobs(result),
+            "token_logprobs": logp,
             "tokens": [],
             "top_logprobs": [],
             "text_offset": [],
@@ -243,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             stop_ids=tuple(params.get("stop_token_ids", ())),
             ignore_stop=params["ignore_eos"],
         )
-        result = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
+        result, logp = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
         self.service.log(answered=params.get("sampling_seed"))
         ids = result.response_ids.tolist()
         info = {
@@ -252,9 +267,7 @@ class Handler(BaseHTTPRequestHandler):
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
             "weight_version": self.service.label,
-            "output_token_logprobs": [
-                [logp, i, None] for logp, i in zip(self.service.logprobs(result), ids, strict=True)
-            ],
+            "output_token_logprobs": [[one, i, None] for one, i in zip(logp, ids, strict=True)],
         }
         if result.finish_reason == "abort" and not ids:  # before prefill
             del info["output_token_logprobs"]

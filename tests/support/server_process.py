@@ -7,11 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import Request, urlopen
+
+from trimtab.config import EngineConfig
+from trimtab.engines.server.server_engine import ServerEngine
+from trimtab.models.load import LoadedModel
+from trimtab.training.sft import laboratory_folder
 
 SCRIPT = str(Path(__file__).with_name("inference_server.py"))
 
@@ -84,3 +89,15 @@ def starter() -> Iterator[IO[str]]:
         assert process.stdin is not None
         yield process.stdin
         process.stdin.close()
+
+
+def engine_over(
+    laboratory: LoadedModel, served: Sequence[ServerProcess], folder: Path | None = None, **options: Any
+) -> ServerEngine:
+    """With the laboratory's own weights, published as version 0."""
+    settings = {"urls": [one.url for one in served], "kind": served[0].kind, "reconnect_timeout": 30.0, "timeout": 60.0}
+    settings |= {"folder": None if folder is None else str(folder)}
+    config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
+    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
+    engine.update_weights(laboratory.model.named_parameters(), 0)
+    return engine

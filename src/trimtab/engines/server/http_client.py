@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import socket
 import ssl
 from collections.abc import Coroutine, Mapping
@@ -11,10 +12,13 @@ from typing import Any, TypeVar
 
 import httpx2
 from anyio.from_thread import start_blocking_portal
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from trimtab.errors import TrimtabError
 
 Result = TypeVar("Result")
+AnswerType = TypeVar("AnswerType", bound="Answer")
 
 # Status codes of temporary failures: too many requests, a gateway without its server, a server that starts or stops.
 TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
@@ -23,11 +27,18 @@ CONNECT_TIMEOUT = 4.0
 # Seconds without data before the kernel's first probe, seconds between probes, and number of probes: a machine that has
 # crashed is noticed in a minute, rather than when the request times out.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+# Characters of a server's text in a message.
 EXCERPT_LENGTH = 300
+# Bytes of an answer without sampled tokens.
+MAX_ANSWER_BYTES = 1 << 20
 
 
 class ServerUnavailable(Exception):
     """The server did not answer or reported a temporary failure; a retry later or on another server may succeed."""
+
+
+class WrongAnswer(ServerUnavailable):
+    """The server gave an answer that cannot be right."""
 
 
 class RequestRejected(TrimtabError):
@@ -36,6 +47,12 @@ class RequestRejected(TrimtabError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Answer(BaseModel):
+    """The part of a JSON answer that is used. Values are not converted between types; other keys are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Connection:
@@ -58,26 +75,51 @@ class Connection:
             trust_env=False,
         )
 
-    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the answer to a POST of `body`, or to a GET without one; {} if it is empty or plain text."""
+    async def ask(
+        self,
+        answer: type[AnswerType],
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> AnswerType:
+        """Returns the answer to `call`, read as an `answer`.
+
+        Raises:
+            WrongAnswer: it is not JSON, or a key is missing or has a value of another type or range.
+        """
+        content = await self.call(path, body, max_bytes)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in first["loc"]) or "body"
+            raise WrongAnswer(
+                f"{self.url}{path} gave a wrong answer: {place}: {first['msg']}, got {reprlib.repr(first['input'])}"
+            ) from error
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+        """Returns the answer to a POST of `body`, or to a GET without one.
+
+        Raises:
+            WrongAnswer: it has more than `max_bytes`, or is compressed, which was not asked for.
+        """
         url, self.stream = f"{self.url}{path}", None
         try:
-            async with asyncio.timeout(self._timeout):
-                response = await self._client.request("GET" if body is None else "POST", path, json=body)
+            async with (
+                asyncio.timeout(self._timeout),
+                self._client.stream("GET" if body is None else "POST", path, json=body) as response,
+            ):
+                content = await _read(response, url, max_bytes)
         except TimeoutError as error:
             raise ServerUnavailable(f"{url}: no answer within {self._timeout:g} s") from error
         except httpx2.RequestError as error:
             cause = _first_cause(error)
-            raise ServerUnavailable(f"{url}: {type(cause).__name__}: {cause}") from error
+            raise ServerUnavailable(f"{url}: {type(cause).__name__}: {excerpt(cause)}") from error
         if response.status_code >= 300:
-            message = f"{url} answered {response.status_code}: {_message(response)}"
+            message = f"{url} answered {response.status_code}: {_message(content)}"
             if response.status_code in TRANSIENT:
                 raise ServerUnavailable(message)
             raise RequestRejected(message, response.status_code)
-        try:
-            content = response.json() if response.content[:1] == b"{" else {}
-        except ValueError as error:
-            raise ServerUnavailable(f"{url}: not a JSON object: {response.text[:EXCERPT_LENGTH]!r}") from error
         self.stream = response.extensions.get("network_stream")
         return content
 
@@ -122,6 +164,11 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def excerpt(text: object) -> str:
+    """Returns the beginning of a server's text as one line."""
+    return " ".join(str(text).split())[:EXCERPT_LENGTH]
+
+
 @cache
 def _ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()  # takes tens of milliseconds, so it is shared
@@ -134,13 +181,26 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _message(response: httpx2.Response) -> str:
-    """Returns the error message in a response, JSON or text, as one line."""
+async def _read(response: httpx2.Response, url: str, max_bytes: int) -> bytes:
+    """Returns the body of a response, of which no more than `max_bytes` and one network read are ever held."""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() not in ("identity", ""):
+        raise WrongAnswer(f"{url} answered with Content-Encoding {excerpt(encoding)!r}, which was not asked for")
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > max_bytes:
+            raise WrongAnswer(f"{url} answered with more than {max_bytes} bytes, too many for what was asked")
+    return bytes(content)
+
+
+def _message(content: bytes) -> str:
+    """Returns the error message in the body of a response, JSON or text, as one line."""
     try:
-        content: Any = response.json()
+        message: Any = from_json(content)
     except ValueError:
-        content = response.text
+        message = content.decode(errors="replace")
     for key in ("error", "detail", "message"):
-        if isinstance(content, dict) and key in content:
-            content = content[key]
-    return " ".join(str(content).split())[:EXCERPT_LENGTH]
+        if isinstance(message, dict) and key in message:
+            message = message[key]
+    return excerpt(message)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trimtab.config import ServerConfig
-from trimtab.engines.server.http_client import ServerUnavailable
+from trimtab.engines.server.http_client import ServerUnavailable, WrongAnswer
 from trimtab.engines.server.server_pool import (
     INITIAL_BACKOFF,
     MAX_BACKOFF,
@@ -175,11 +175,13 @@ class RequestDispatch:
         A request that was not sent has not failed: all connections of a lost server may take it one after the other.
         """
         request.failures += not isinstance(reason, WrongWeights)
+        if isinstance(reason, WrongAnswer):
+            self._notify(f"{reason}; the request is sent again")
         if self._aborted:
             self._end(1)
         elif request.failures == MAX_ATTEMPTS:
             raise TrimtabError(
-                f"a response was asked for {MAX_ATTEMPTS} times without an answer; {reason}; raise "
+                f"a response was asked for {MAX_ATTEMPTS} times without a usable answer; {reason}; raise "
                 "engine.server.timeout if responses take longer"
             )
         else:

@@ -7,10 +7,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
-from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
-from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer
+from trimtab.engines.server.server_protocol import (
+    CompletionRequest,
+    CompletionResult,
+    Model,
+    ServerProtocol,
+    check_result,
+)
 from trimtab.errors import EngineDeadError, TrimtabError
 
 # Seconds for answers to health and weight queries and to aborts: a busy server answers late, one that hangs never.
@@ -23,6 +30,10 @@ NOTIFY_INTERVAL = 5.0
 ABORT_RETRY_INTERVAL = 1.0
 # How often in a row a server is given weights that it then does not report as its own.
 MAX_WEIGHT_UPLOADS = 5
+# How many wrong answers to requests a server may give in a row.
+MAX_WRONG_ANSWERS = 5
+# Tokens that show whether log-probs are those of the sampled distribution.
+PROBE_TOKENS = 8
 # Status of a completion request to a server whose model process is dying. For a control route: the command failed.
 INTERNAL_SERVER_ERROR = 500
 
@@ -46,6 +57,7 @@ class InferenceServer:
         self._timeout = timeout
         self._vocabulary = vocabulary
         self._failed_uploads = 0  # consecutive uploads after which the server did not report the uploaded weights
+        self._wrong_answers = 0  # consecutive
         self._processed = False
 
     def connect(self) -> aclosing[Connection]:
@@ -56,27 +68,47 @@ class InferenceServer:
 
         The label of the weights is read over every new TCP connection before it carries a request, and a result counts
         only if it came over that same TCP connection: a restarted server would answer with the weights it started from.
+
+        Raises:
+            ServerUnavailable: the request may be sent again; `WrongAnswer` if the answer was wrong.
+            TrimtabError: the server refuses the request, or has given too many wrong answers in a row.
         """
-        assert self.model is not None
         try:
             if connection.stream is None:
                 await self._check_weights(connection)
             checked = connection.stream
             if request.sampling.temperature not in (0.0, 1.0):
-                await self._check_processed(connection, request.ids, self.model)
-            result = await self.protocol.request(connection, request, self.model)
+                await self._check_processed(connection, request)
+            result = await self._sample(connection, request)
         except RequestRejected as error:
             if error.status == INTERNAL_SERVER_ERROR:
                 raise ServerUnavailable(str(error)) from error
             raise
+        except WrongAnswer as error:
+            self._wrong_answers += 1
+            if self._wrong_answers >= MAX_WRONG_ANSWERS:
+                raise TrimtabError(
+                    f"{error}; {MAX_WRONG_ANSWERS} wrong answers in a row: check the server's version and options "
+                    "(docs/servers.md), and that its weights are finite"
+                ) from error
+            raise
         if connection.stream is None or connection.stream is not checked:
             connection.stream = None
             raise ServerUnavailable(f"{self.url} closed a connection after its weights were checked")
+        self._wrong_answers = 0
+        return result
+
+    async def _sample(self, connection: Connection, request: CompletionRequest) -> CompletionResult:
+        assert self.model is not None
+        result = await self.protocol.request(connection, request, self.model)
+        check_result(self.url, result, request, self._vocabulary)
         return result
 
     async def _check_weights(self, connection: Connection) -> None:
         try:
             label = await self.protocol.label(connection)
+        except WrongAnswer:
+            raise
         except ServerUnavailable as error:
             raise WrongWeights(str(error)) from error
         if label != self.label:
@@ -84,14 +116,21 @@ class InferenceServer:
             raise WrongWeights(f"{self.url} was restarted: its weights are {label!r}, not {self.label!r}")
         self._failed_uploads = 0
 
-    async def _check_processed(self, connection: Connection, ids: Sequence[int], model: Model) -> None:
+    async def _check_processed(self, connection: Connection, request: CompletionRequest) -> None:
         """Checks, once after each health check, that log-probs are those of the distribution that is sampled.
 
         Raises:
             TrimtabError: they are not.
         """
         async with self.lock:
-            self._processed = self._processed or await self.protocol.processed(connection, ids, model, self._vocabulary)
+            if self._processed:
+                return
+            name, sampling = f"{request.name}-probe", self.protocol.probe
+            probe = replace(request, name=name, max_tokens=PROBE_TOKENS, sampling=sampling, stop_ids=())
+            result = await self._sample(connection, probe)
+            if result.finish == "abort":
+                raise ServerUnavailable(f"{self.url} aborted the check of its log-probs")
+            self._processed = self.protocol.is_processed(result.logp, self._vocabulary)
         if not self._processed:
             raise TrimtabError(
                 f"{self.url} returns log-probs from before the temperature: start vLLM with --logprobs-mode "

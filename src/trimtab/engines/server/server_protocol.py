@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from trimtab.engines.server.http_client import Connection
-from trimtab.errors import TrimtabError
+from pydantic import Field
+
+from trimtab.engines.server.http_client import MAX_ANSWER_BYTES, Connection, WrongAnswer
 from trimtab.types import FinishReason, SamplingParams
 
 # vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
 PLACEHOLDER = -9999.0
+# A log-prob computed as a logit minus the log of the summed exponentials is above 0 by the rounding of float32:
+# 5e-4 for logits up to 8192.
+MAX_LOGP = 1e-3
+# A log-prob is exactly 0 in float32 where a logit is 17 nats above all others together. This does not happen at each of
+# so many tokens of a response. At a lower temperature more are needed: 17 nats are fewer of the model's own logits.
+MIN_CERTAIN_TOKENS = 8
+# JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
+RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
+
+# Messages quote it: without control characters and line separators.
+Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+TokenId = Annotated[int, Field(ge=0)]
+LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,11 @@ class CompletionRequest:
     seed: int  # 63 bits
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest answer that is read."""
+        return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * self.max_tokens + PROMPT_TOKEN_BYTES * len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +67,11 @@ class Model:
 class ServerProtocol(Protocol):
     """The HTTP routes of one kind of server.
 
-    A label names weights: each update sets one, and a restarted server reports a different one.
+    A label names weights: each update sets one, and a restarted server reports a different one. A request with the
+    sampling `probe` shows whether log-probs are those of the sampled distribution.
     """
+
+    probe: SamplingParams
 
     async def model(self, connection: Connection) -> Model: ...
 
@@ -61,8 +83,8 @@ class ServerProtocol(Protocol):
         """Returns one sampled response."""
         ...
 
-    async def processed(self, connection: Connection, ids: Sequence[int], model: Model, vocabulary: int) -> bool:
-        """Returns whether log-probs are those of the sampled distribution, by sampling a few tokens after `ids`."""
+    def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
+        """Returns whether log-probs of a `probe` are those of the sampled distribution."""
         ...
 
     async def abort(self, connection: Connection) -> None:
@@ -74,22 +96,27 @@ class ServerProtocol(Protocol):
         ...
 
 
-def validate_result(
-    where: str, ids: Sequence[int], logp: Sequence[float | None], finish: FinishReason
-) -> CompletionResult:
-    """Returns a result whose tokens all have a finite log-prob.
+def check_result(where: str, result: CompletionResult, request: CompletionRequest, vocabulary: int) -> None:
+    """Checks that a server can have sampled a result.
 
     Raises:
-        TrimtabError: a token has no log-prob; a substitute would corrupt the ratios.
+        WrongAnswer: it cannot.
     """
-    if len(ids) != len(logp):
-        raise TrimtabError(
-            f"{where} returned {len(ids)} tokens with {len(logp)} log-probs; it must return one for each"
-        )
-    for index, value in enumerate(logp):
-        if value is None or not math.isfinite(value) or value <= PLACEHOLDER:
-            raise TrimtabError(
-                f"{where} returned no log-prob for token {index} of {len(ids)} (it says {value}): its weights are not "
-                "finite, or it hides log-probs"
-            )
-    return CompletionResult(list(ids), [float(value) for value in logp if value is not None], finish)
+    tokens, sampling = len(result.ids), request.sampling
+    if tokens != len(result.logp):
+        wrong = f"{tokens} tokens with {len(result.logp)} log-probs; it must return one for each"
+    elif tokens > request.max_tokens:
+        wrong = f"{tokens} tokens, asked for {request.max_tokens}"
+    elif not tokens and result.finish != "abort":
+        wrong = "a response without tokens"
+    elif max(result.ids, default=0) >= vocabulary:
+        wrong = f"token {reprlib.repr(max(result.ids))}, beyond the vocabulary of {vocabulary}"
+    elif (
+        tokens * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
+        and not sampling.truncated  # which may have left one token to sample
+        and not any(result.logp)
+    ):
+        wrong = f"log-prob 0 for all {tokens} tokens, sampled at temperature {sampling.temperature:g}"
+    else:
+        return
+    raise WrongAnswer(f"{where} returned {wrong}")

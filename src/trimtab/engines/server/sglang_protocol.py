@@ -9,16 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
-from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, validate_result
+from pydantic import FailFast, Field
+
+from trimtab.engines.server.http_client import (
+    Answer,
+    Connection,
+    RequestRejected,
+    ServerUnavailable,
+    WrongAnswer,
+    excerpt,
+)
+from trimtab.engines.server.server_protocol import (
+    CompletionRequest,
+    CompletionResult,
+    LogProb,
+    Model,
+    Name,
+    TokenId,
+)
 from trimtab.errors import TrimtabError
+from trimtab.types import SamplingParams
 
 # Older releases store seeds as int32.
 MAX_SEED = 1 << 31
-# At this temperature all tokens are equally likely, so that a processed log-prob is close to -log(vocabulary).
-PROBE_TEMPERATURE, PROBE_TOKENS, PROBE_TOLERANCE = 1e4, 8, 0.5
+PROBE_TOLERANCE = 0.5
 _COMMON = {
     # Set explicitly, because the server would otherwise take them from its preferred sampling parameters.
     "top_p": 1.0,
@@ -33,6 +49,33 @@ _COMMON = {
 }
 
 
+class _ModelInfo(Answer):
+    tokenizer_path: Name
+    weight_version: Name | None
+
+
+class _FinishReason(Answer):
+    type: Literal["stop", "length", "abort"]
+    status_code: int | None = None
+    message: str | None = None
+
+
+class _MetaInfo(Answer):
+    finish_reason: _FinishReason
+    # A request that was aborted before it started has neither tokens nor log-probs.
+    completion_tokens: int = 0
+    output_token_logprobs: Annotated[list[tuple[LogProb, TokenId, Any]], FailFast()] = Field(default_factory=list)
+
+
+class _Generation(Answer):
+    meta_info: _MetaInfo
+
+
+class _Update(Answer):
+    success: bool
+    message: str | None = None
+
+
 class SglangProtocol:
     """The protocol of SGLang.
 
@@ -40,17 +83,21 @@ class SglangProtocol:
     Seeds are used only by servers started with `--enable-deterministic-inference`.
     """
 
+    # At this temperature all tokens are equally likely, so that a processed log-prob is close to -log(vocabulary).
+    probe = SamplingParams(temperature=1e4, ignore_stop=True)
+
     async def model(self, connection: Connection) -> Model:
-        info = await connection.call("/model_info")
+        info = await connection.ask(_ModelInfo, "/model_info")
         # `model_path` changes to the folder of the weights loaded last; the tokenizer path does not.
-        return Model(str(info.get("tokenizer_path")), None)
+        return Model(info.tokenizer_path, None)
 
     async def label(self, connection: Connection) -> str:
-        return str((await connection.call("/model_info")).get("weight_version"))
+        return str((await connection.ask(_ModelInfo, "/model_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:  # noqa: ARG002
         sampling = request.sampling
         params = {
+            **_COMMON,
             "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "stop": [] if sampling.ignore_stop else list(sampling.stop),
@@ -59,12 +106,18 @@ class SglangProtocol:
             "sampling_seed": request.seed % MAX_SEED,
         }
         # Without a request id: a retry with the same id is refused until the server notices the broken connection.
-        return await _generate(connection, {"input_ids": request.ids}, params)
+        body = {"input_ids": request.ids, "return_logprob": True, "sampling_params": params}
+        info = (await connection.ask(_Generation, "/generate", body, request.max_bytes)).meta_info
+        reason, where = info.finish_reason, f"{connection.url}/generate"
+        if reason.type == "abort" and reason.status_code:
+            raise ServerUnavailable(f"{where} gave up: {excerpt(reason.message)}")
+        logp, ids = [one[0] for one in info.output_token_logprobs], [one[1] for one in info.output_token_logprobs]
+        if len(ids) != info.completion_tokens:
+            raise WrongAnswer(f"{where} wrote {info.completion_tokens} tokens and returned log-probs for {len(ids)}")
+        return CompletionResult(ids, logp, reason.type)
 
-    async def processed(self, connection: Connection, ids: Sequence[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
-        params = {"max_new_tokens": PROBE_TOKENS, "temperature": PROBE_TEMPERATURE, "ignore_eos": True}
-        result = await _generate(connection, {"input_ids": ids}, params)
-        return all(abs(logp + math.log(vocabulary)) < PROBE_TOLERANCE for logp in result.logp)
+    def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
+        return all(abs(one + math.log(vocabulary)) < PROBE_TOLERANCE for one in logp)
 
     async def abort(self, connection: Connection) -> None:
         await connection.call("/abort_request", {"rid": "", "abort_all": True})
@@ -77,8 +130,8 @@ class SglangProtocol:
             "abort_all_requests": True,
         }
         try:
-            reply = await connection.call("/update_weights_from_disk", body)
-            failure = None if reply.get("success") is True else str(reply.get("message"))
+            update = await connection.ask(_Update, "/update_weights_from_disk", body)
+            failure = None if update.success else excerpt(update.message)
         except RequestRejected as error:
             failure = str(error)
         if failure is not None:
@@ -86,24 +139,3 @@ class SglangProtocol:
                 f"{connection.url} did not take the weights in {folder} ({failure}): engine.server.folder must be seen "
                 "by the trainer and by every server"
             )
-
-
-async def _generate(connection: Connection, body: dict[str, Any], params: dict[str, Any]) -> CompletionResult:
-    url = connection.url
-    body = {**body, "return_logprob": True, "sampling_params": {**_COMMON, **params}}
-    reply = await connection.call("/generate", body)
-    info = reply.get("meta_info") or {}
-    reason = info.get("finish_reason") or {}
-    kind = reason.get("type")
-    if kind not in ("stop", "length", "abort"):
-        raise TrimtabError(f"{url}/generate finished for an unknown reason: {reason}")
-    if kind == "abort" and reason.get("status_code"):
-        raise ServerUnavailable(f"{url}/generate gave up: {reason.get('message')}")
-    # A request that was aborted before it started has neither tokens nor log-probs.
-    triples = info.get("output_token_logprobs") or []
-    ids = [int(triple[1]) for triple in triples]
-    if len(ids) != info.get("completion_tokens", 0):
-        raise TrimtabError(
-            f"{url}/generate wrote {info.get('completion_tokens')} tokens and returned log-probs for {len(ids)} of them"
-        )
-    return validate_result(f"{url}/generate", ids, [triple[0] for triple in triples], kind)

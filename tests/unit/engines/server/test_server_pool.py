@@ -18,9 +18,9 @@ import pytest
 
 from trimtab.config import ServerConfig
 from trimtab.engines.server import http_client, request_dispatch, server_pool
-from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, run
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
 from trimtab.engines.server.request_dispatch import MAX_ATTEMPTS, QueuedRequest, RequestDispatch
-from trimtab.engines.server.server_pool import MAX_WEIGHT_UPLOADS, InferenceServer, load_weights
+from trimtab.engines.server.server_pool import MAX_WEIGHT_UPLOADS, MAX_WRONG_ANSWERS, InferenceServer, load_weights
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.errors import EngineDeadError, TrimtabError
@@ -37,7 +37,7 @@ class FakeServer:
     """
 
     def __init__(self, network: FakeNetwork, url: str) -> None:
-        self.server = InferenceServer(url, SglangProtocol(), 5.0, 91)
+        self.server = InferenceServer(url, SglangProtocol(), 5.0, 10 * TURN)
         self.server.model, self.server.label = MODEL, LABEL
         self.network = network
         self.loads_weights = True
@@ -298,9 +298,29 @@ def test_a_request_that_always_fails_ends_the_call(network: Callable[[int], Fake
         return httpx2.Response(500, json={"error": "boom"})
 
     made.generate = generate
-    with pytest.raises(TrimtabError, match=r"8 times without an answer; http://server\d/generate answered 500: boom"):
+    with pytest.raises(TrimtabError, match=r"8 times without a usable answer; .*/generate answered 500: boom"):
         made.call(1)
     assert sum(len(fake.asked) for fake in made.servers) == MAX_ATTEMPTS
+
+
+def test_wrong_answers_end_the_call_if_they_follow_each_other(network: Callable[[int], FakeNetwork]) -> None:
+    made = network(1)
+    [fake] = made.servers
+
+    async def generate(fake: FakeServer, index: int) -> Any:
+        return None if fake.asked.count(index) == MAX_WRONG_ANSWERS else httpx2.Response(200, content=b"[]")
+
+    made.generate = generate
+    assert made.call(3) == {i: CompletionResult([i], [RIGHT], "stop") for i in range(3)}
+    assert fake.asked == [i for i in range(3) for _ in range(MAX_WRONG_ANSWERS)]
+
+    def disturb(fake: FakeServer, path: str) -> None:
+        if path == "/model_info" and "/health" not in fake.paths[-2:]:
+            raise WrongAnswer("odd")
+
+    made.disturb = disturb  # the label is right in every check of the server and wrong before every request
+    with pytest.raises(TrimtabError, match="odd; 5 wrong answers in a row"):
+        made.call(1)
 
 
 def test_a_refusal_ends_the_call_with_what_the_server_says(network: Callable[[int], FakeNetwork]) -> None:
@@ -418,7 +438,7 @@ def test_a_connection_tells_processes_apart_over_real_sockets(monkeypatch: pytes
         connection = Connection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 5.0)
         streams = []
         for _ in range(2):
-            assert await connection.call("/x") == {}
+            assert await connection.call("/x") == b"{}"
             streams.append(connection.stream)
         await closed.wait()
         await connection.call("/x")
