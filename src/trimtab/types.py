@@ -22,8 +22,8 @@ ExpertArray = NDArray[np.int16]
 
 FinishReason = Literal["stop", "length", "abort"]
 
-EXTERNAL_VERSION = -1
-"""`policy_version` of tokens that were not sampled from a policy of the run."""
+EXTERNAL_VERSION = -1  # `policy_version` of tokens that were not sampled from a policy of the run
+MAX_REWARD = 1e18  # largest size of a reward: the square of an advantage must be finite in float32
 
 
 @dataclass(frozen=True, slots=True)

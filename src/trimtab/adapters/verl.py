@@ -39,7 +39,7 @@ def own_objectives() -> dict[str, PolicyLoss]:
         raise TrimtabError(f"{FILE} is read with Python 3.11 or newer") from None
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TrimtabError(f"{FILE}={path} cannot be read: {error}") from error
     for key, table in tables.items():
         if not isinstance(table, dict) or "name" not in table:

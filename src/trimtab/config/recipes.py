@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-import tomllib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
 from trimtab.config.validation import validate
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.files import parse_toml, regular_file
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
@@ -36,18 +37,26 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
     the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
+    where = "config" if isinstance(recipe, Mapping) else str(recipe)
+    try:
+        return parse_config(_read_with_overrides(recipe, overrides), where)
+    except RecursionError:
+        raise TrimtabError(f"{where}: its values, or the recipes it is based on, are nested too deeply") from None
+
+
+def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     base, unset, changes = _split_overrides(overrides)
     if isinstance(recipe, Mapping):
         data = resolve_paths(_mutable_copy(recipe), Path())
-        data, where = _apply_base(data, base, Path(), ()), "config"
+        data = _apply_base(data, base, Path(), ())
     else:
-        data, where = _read_with_base(recipe, base), str(recipe)
+        data = _read_with_base(recipe, base)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
     _unset(data, unset, "the recipe")
     # Names first: a part of another name starts without the keywords of its predecessor.
     for override in sorted(changes, key=lambda change: parse_override(change)[0] not in DEPENDENT_SECTIONS):
         _override(data, override)
-    return parse_config(data, where)
+    return data
 
 
 def parse_config(data: Mapping[str, Any], where: str) -> Config:
@@ -84,7 +93,7 @@ def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, 
         chain: names of the recipes that are built on this one.
     """
     is_shipped = Path(recipe).suffix != ".toml"
-    name = str(recipe) if is_shipped else str(Path(recipe).resolve())
+    name = str(recipe) if is_shipped else os.path.realpath(recipe)
     if name in chain:
         raise TrimtabError(f"base: {' -> '.join((*chain, name))} is a circle: leave one of them out")
     data, folder = _read(recipe), Path(recipe).parent
@@ -178,13 +187,13 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
     else:
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = regular_file(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise TrimtabError(f"cannot read recipe {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise TrimtabError(f"cannot read recipe {path}: it is not UTF-8 text") from None
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
@@ -198,7 +207,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        value = parse_toml(f"value = {raw}")["value"]
     except ValueError:
         value = raw
     if value == raw and raw[:1] in ("'", '"'):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
@@ -33,7 +35,8 @@ def advantages(
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
     A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
-    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite, and `value_beta` of another kind.
+    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite or above 1e18, and `value_beta` of
+    another kind.
     """
     if kind not in KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, KINDS)}")
@@ -44,8 +47,7 @@ def advantages(
     members = torch.as_tensor(groups, device=values.device)
     if values.ndim != 1 or members.shape != values.shape:
         raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
-    if not bool(torch.isfinite(values).all()):
-        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    _check(values)
     if kind == "optimal":
         result = _optimal(values, members, 1.0 if value_beta is None else value_beta)
     elif kind == "batch-mean":
@@ -71,8 +73,7 @@ def optimal_token_advantages(
     the longest response gets its full return, as its own return for a baseline would leave nothing to train. Optimal
     token baseline, arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
     """
-    if not bool(torch.isfinite(rewards).all()):
-        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    _check(rewards)
     values = rewards.detach().double()[:, None]
     energy = torch.where(mask, 1 - 2 * logp.double().exp() + squares.double(), 0.0)
     # Trained tokens to the left, so that a column is a position.
@@ -87,6 +88,17 @@ def optimal_token_advantages(
     products, weights, members = sums[:, group]
     baseline = torch.where(members > 1, products / (weights + WEIGHT_EPS), 0.0)
     return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
+
+
+def _check(rewards: Tensor) -> None:
+    """Raises `TrimtabError` for a reward that is not finite or larger than `MAX_REWARD`."""
+    usable = rewards.abs() <= MAX_REWARD
+    if not bool(usable.all()):
+        index = int((~usable).nonzero()[0])
+        raise TrimtabError(
+            f"reward {float(rewards[index]):g} at index {index}: rewards must be finite, and at most {MAX_REWARD:g} in "
+            "size: drop failed samples before computing advantages"
+        )
 
 
 def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
@@ -104,8 +116,8 @@ def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
 
 
 def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
-    if not beta > 0:
-        raise TrimtabError(f"value_beta = {beta:g} must be more than 0")
+    if not 0 < beta < math.inf:
+        raise TrimtabError(f"value_beta = {beta:g} must be finite and more than 0")
     group = torch.unique(members, return_inverse=True)[1]
     size = _per_group(torch.ones_like(values), group, "sum")
     shifted = values - _per_group(values, group, "amax")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.files import parse_json, regular_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def find_shape(model: str) -> Shape:
 
 def _read(path: Path) -> Shape:
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(regular_file(path).read_text())
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}; give a model's folder or its config.json") from None
     except ValueError:

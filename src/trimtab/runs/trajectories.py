@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet
 from trimtab.runs import atomic, expert_column, sampling_mask_column
 from trimtab.types import (
     EXTERNAL_VERSION,
@@ -79,10 +80,13 @@ def read(path: Path) -> list[Row]:
     Raises `TrimtabError` if the file was not written by the trainer.
     """
     try:
-        data = path.read_bytes()
+        with open_parquet(path) as file:
+            table = file.read()
     except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror}") from None
-    return _decode(data, str(path))
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
+    except pa.ArrowException as error:
+        raise _foreign(str(path), error) from None
+    return _decode(table, str(path))
 
 
 def to_bytes(pending: Sequence[Trajectory]) -> bytes:
@@ -92,7 +96,7 @@ def to_bytes(pending: Sequence[Trajectory]) -> bytes:
 
 def from_bytes(data: bytes) -> list[Trajectory]:
     """Returns the trajectories of `to_bytes`."""
-    return [row.trajectory for row in _decode(data, "pending trajectories")]
+    return [row.trajectory for row in _decode(pq.read_table(pa.BufferReader(data)), "pending trajectories")]
 
 
 def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
@@ -150,13 +154,16 @@ def _row_group_size(completions: Sequence[Completion]) -> int:
     return max(1, ROW_GROUP_BYTES // max(routes, kept, top, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
 
 
-def _decode(data: bytes, name: str) -> list[Row]:
+def _decode(table: pa.Table, name: str) -> list[Row]:
     try:
-        table = pq.read_table(pa.BufferReader(data))
         columns = {column: _values(table[column]) for column in table.column_names}
         return [_row(columns, index) for index in range(table.num_rows)]
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
+        raise _foreign(name, error) from None
+
+
+def _foreign(name: str, error: Exception) -> TrimtabError:
+    return TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})")
 
 
 def _row(columns: dict[str, Any], index: int) -> Row:

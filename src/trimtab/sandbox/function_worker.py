@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.types import MAX_REWARD
 
 Function = Callable[..., Any]
 LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
@@ -39,11 +40,13 @@ class Outcome:
 
 
 def checked(value: Any) -> Outcome:
-    """Returns the outcome of a returned value: a finite number, or the error that says what it is instead."""
+    """Returns the outcome of a returned value: a usable reward, or the error that says what it is instead."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
     number = float(value)
-    return Outcome(number) if math.isfinite(number) else Outcome(error=f"returned {number}, not a finite number")
+    if not math.isfinite(number):
+        return Outcome(error=f"returned {number}, not a finite number")
+    return Outcome(number) if abs(number) <= MAX_REWARD else Outcome(error=f"returned {number}, above {MAX_REWARD:g}")
 
 
 def describe(error: BaseException) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet, regular_file
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
 from trimtab.tasks.task import BuiltTask
 
@@ -47,7 +47,7 @@ def _json(path: Path) -> Iterator[Row]:
     """Yields the rows of JSONL; a .json file may also be one array of objects over any number of lines."""
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as lines:
+        with regular_file(path).open(encoding="utf-8-sig") as lines:
             if path.suffix == ".json" and lines.read(1024).lstrip().startswith("["):
                 lines.seek(0)
                 yield from _array(lines.read(), path)
@@ -91,7 +91,7 @@ def _object(value: Any, location: str) -> dict[str, Any]:
 def _parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_json, regular_file
 from trimtab.tasks.style import StyleOptions
 from trimtab.types import Problem
 
@@ -129,13 +129,13 @@ def _is_score(value: Any) -> bool:
 def _read(path: Path) -> Mapping[str, float]:
     """Reads lines of `{"id": ..., "score": ...}`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular_file(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TrimtabError(f"cannot read {path}: {error}; check scores") from None
     scores: dict[str, float] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             name, score = str(row["id"]), row["score"]
         except (ValueError, KeyError, TypeError):
             raise TrimtabError(

@@ -90,9 +90,9 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
             part = -score(model, micro.tokens).logp.sum() / tokens
             part.backward()
             loss += float(part.detach())
-        if not np.isfinite(loss):
-            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}; lower sft.lr")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip))
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower sft.lr")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         observer.step({"step": step + 1, "sft/loss": loss})

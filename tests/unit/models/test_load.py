@@ -44,6 +44,23 @@ def only_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def index_of(shard: str) -> Callable[[Path], object]:
+    """Moves the weights beside the folder, and names them by an index inside of it."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        names = load_file(folder.parent / "outside.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+
+    return damage
+
+
+def give_a_huge_id(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["?"] = 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
@@ -63,6 +80,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer but its settings": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     "cut tokenizer": (lambda f: os.truncate(f / "tokenizer.json", 200), "its tokenizer cannot be loaded"),
+    "an index that leaves the folder": (
+        index_of("../outside.safetensors"),
+        r"names '\.\./outside\.safetensors', which is not a file in this folder",
+    ),
+    "an index of another kind": (index_of(None), "names None, which is not a file in this folder"),  # type: ignore[arg-type]
+    "a huge id": (give_a_huge_id, "tokenizer.json has the id 1000000000, above 16777216"),
     "no token to pad with": (
         lambda f: edit(f / "tokenizer_config.json", pad_token=None, eos_token=None, unk_token=None),
         "no padding, end-of-text or unknown token",

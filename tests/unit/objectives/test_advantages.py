@@ -15,6 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import advantages
 from trimtab.objectives.advantages import KINDS as OFFERED
 from trimtab.objectives.advantages import optimal_token_advantages
+from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
@@ -129,3 +130,34 @@ def test_equal_rewards_and_equal_norms() -> None:
         torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), torch.zeros(2, 1), torch.ones(2, 1), torch.ones(2, 1).bool()
     )
     assert alone.tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reward", [1e308, -1e308, math.inf, -math.inf, math.nan, 1.1e18])
+def test_a_reward_that_would_overflow_is_named_with_its_index(kind: str, reward: float):
+    with pytest.raises(ValueError, match=rf"reward {reward:g} at index 2: ".replace("+", r"\+")):
+        of(kind, [1.0, 0.0, reward, -reward], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_rewards_give_finite_advantages_and_squares_in_float32(kind: str):
+    rewards = torch.tensor([MAX_REWARD, -MAX_REWARD, MAX_REWARD, 0.0], dtype=torch.float32)
+    result = advantages(kind, rewards, [0, 0, 0, 0])
+    assert bool(result.isfinite().all())
+    assert bool(result.square().isfinite().all())
+    assert result[0].item() > result[1].item()
+
+
+@pytest.mark.parametrize("reward", [1e308, math.nan])
+def test_a_token_baseline_names_the_reward_too(reward: float):
+    logp = torch.full((2, 3), -1.0)
+    with pytest.raises(ValueError, match=r"at index 1: "):
+        optimal_token_advantages(
+            torch.tensor([0.0, reward], dtype=torch.float64), torch.tensor([0, 0]), logp, logp.exp(), logp < 0
+        )
+
+
+def test_a_temperature_of_infinity_is_refused():
+    """The mean of the group is its limit, but inf * 0 is not a number."""
+    with pytest.raises(TrimtabError, match="value_beta = inf must be finite and more than 0"):
+        of("optimal", [1.0, 0.0], [0, 0], value_beta=math.inf)
