@@ -58,7 +58,7 @@ class TrimtabWarning(UserWarning):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close."""
-    names = sorted(known)
+    names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if close:
         return f" (did you mean {' or '.join(repr(name) for name in close)}?)"

@@ -14,6 +14,7 @@ from trimtab.models import routing
 from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.invariant import apply as invariant
 from trimtab.objectives import objective, objectives
+from trimtab.training.features.feature import Feature
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -87,3 +88,12 @@ def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> N
     assert objective(config.objective.name, **config.objective.keywords).equation()
     for other in config.compare.objectives if config.compare else ():
         objective(other)
+
+
+def test_contributing_lists_every_hook_of_a_feature() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| hook | called | for |")[2].partition("\n\n")[0]
+    listed = [
+        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] if line else "")
+    ]
+    hooks = {name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")}
+    assert sorted(listed) == sorted(hooks)

@@ -73,7 +73,8 @@ def explain(
     """Print the equation that is minimized, with every number in place.
 
     For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, its keys (`objective.weight_max=1.5`).
-    Where both have the name, keywords without a section change both. What training refuses is refused here too.
+    Where both have the name, keywords without a section change both. Settings that contradict each other are refused,
+    as by `trimtab train`, which also checks what depends on the model and the task.
     """
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
