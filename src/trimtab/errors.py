@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,13 +57,23 @@ class TrimtabWarning(UserWarning):
     """A problem that the user should know about and that does not stop the program."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close."""
+def did_you_mean(word: str, known: Iterable[str], listing: str = "") -> str:
+    """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close.
+
+    listing: replaces the whole list, as "`trimtab recipes` lists them".
+    """
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if close:
         return f" (did you mean {' or '.join(repr(name) for name in close)}?)"
-    return f" (known: {', '.join(names)})"
+    return f" ({listing or 'known: ' + ', '.join(names)})"
+
+
+def neighbors(path: Path) -> str:
+    """Returns ` (did you mean ...?)` with files and folders beside a missing path that have a similar name, or ``."""
+    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:

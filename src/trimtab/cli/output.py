@@ -51,9 +51,11 @@ def print_pairs(pairs: Mapping[str, Any]) -> None:
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
-    """Returns the run directory: `--out`, or the recipe's `out`, or `runs/<recipe>`."""
+    """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
+    if (Path(recipe) / "config.toml").is_file():
+        return Path(recipe)
     if configured is not None:
         return Path(configured)
     path = Path(recipe)

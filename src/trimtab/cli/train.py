@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trimtab.config import Config
     from trimtab.training.observer import Observer
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, a .toml file, or a run directory.")
+]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
 ]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.config import Config, load_config
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.models.lora import add_lora, named_weights
 from trimtab.models.quiet import silence_transformers
 from trimtab.runs import atomic
@@ -37,7 +37,7 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     """
     files = run / MODEL
     if not (run / CONFIG).is_file():
-        raise TrimtabError(f"{run} holds no run: {CONFIG} is missing")
+        raise TrimtabError(f"{run} holds no run ({CONFIG} is missing): check the path{neighbors(run)}")
     if not (files / "config.json").is_file():
         raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
     config, checkpoint = load_config(run / CONFIG), _checkpoint(run, which)

@@ -163,7 +163,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"absent holds no run: config.toml is missing"):
+    with pytest.raises(TrimtabError, match=r"absent holds no run \(config.toml is missing\)"):
         export(tmp_path / "absent", tmp_path / "out")
     RunDirectory.create(tmp_path / "run", load_config({}).dump()).close()
     with pytest.raises(TrimtabError, match=r"has no model/config.json"):

@@ -13,7 +13,7 @@ from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.row_blocks import RowTable
 from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
 from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
 """Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
@@ -119,6 +119,6 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(4096)
     except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path") from None
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
