@@ -139,7 +139,7 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     changes = [*_split(rest, text), *sets]
     if name in tasks.names():
         return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
-    if name.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
+    if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not is_recipe(name):
         raise TrimtabError(f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.names(), *recipe_names()])}")

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.models import bundled, laboratory, packed_attention
+from trimtab.models.architecture import check_architecture
 from trimtab.models.matmul import use_fast_linear
 from trimtab.models.quiet import silence_transformers
 
@@ -75,7 +76,9 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
     with _readable_errors(name), silence_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _switch_off_dropout(config)
+    check_architecture(config.model_type)
+    _switch_off_dropout(config)
+    with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
         model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])

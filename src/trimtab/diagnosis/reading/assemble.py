@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping
 import numpy as np
 
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, FlatRows, ListColumn, RowBlock, numbers
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, ReadCounts
+from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, SINGLE, WRONG, FlatRows, ListColumn, RowBlock, numbers
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, ONE_NUMBER, OUT_OF_LOSS, ReadCounts
 from trimtab.diagnosis.tokens import TokenTable
 
 
@@ -184,6 +184,7 @@ def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts) -> None:
     for role, column in block.lists.items():
         keep.drop(column.fault == ABSENT, f"no {role}")
         keep.drop(column.fault == WRONG, f"{role} is not a list of numbers")
+        keep.drop(column.fault == SINGLE, f"{role} is {ONE_NUMBER}")
     for role in ("policy_version", "response_length", *_ROW_NUMBERS):
         if role in block.scalars:
             keep.drop(~np.isfinite(numbers(block.scalars[role])), f"no {role}")

@@ -13,7 +13,7 @@ from trimtab.diagnosis.reading.assemble import assemble
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
 from trimtab.diagnosis.reading.ragged import RowBlock, Table
-from trimtab.diagnosis.reading.read_counts import ReadCounts
+from trimtab.diagnosis.reading.read_counts import ONE_NUMBER, ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
 from trimtab.diagnosis.records import DataSummary
@@ -54,10 +54,13 @@ class LogSource:
             why = counts.reasons(5)
             odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
-            raise TrimtabError(
-                f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} (a column that is not needed "
-                f"is left out with --columns NAME=)"
-            )
+            advice = "(a column that is not needed is left out with --columns NAME=)"
+            if counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
+                advice = (
+                    "and a row is read as a response, not as a token: join the tokens of each response to one row of "
+                    'lists, as "[-0.1, -0.2]"'
+                )
+            raise TrimtabError(f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} {advice}")
         if wrong := counts.no_logps():
             raise TrimtabError(
                 f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
+ONE_NUMBER = "not a list of numbers but one number"
 """Reasons to drop a response."""
 
 
