@@ -30,7 +30,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "wandb": ("wandb",),
 }
-"""What `pip install 'trimtab[extra]'` brings beyond torch, numpy and jaxtyping, by the names that are imported."""
+"""What an extra brings beyond torch, numpy and jaxtyping, by the names that are imported."""
 
 
 class TrimtabError(ValueError):
@@ -77,7 +77,7 @@ def neighbors(path: Path) -> str:
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:
-    """Raises `TrimtabError` with the pip command if a package of an extra is not installed or Python is too old.
+    """Raises `TrimtabError` with what installs it if a package of an extra is not installed or Python is too old.
 
     what: what needs the extra, the beginning of the message. otherwise: what the user can do instead.
     """
@@ -86,8 +86,15 @@ def require_extra(extra: str, what: str, otherwise: str = "") -> None:
     missing = [name for name in EXTRAS[extra] if not _installed(name)]
     if missing:
         some = ", ".join([*missing[:3], "..."] if len(missing) > 4 else missing)
-        command = f"pip install 'trimtab[{extra}]'"
-        raise TrimtabError(f"{what} needs what is not installed ({some}): {command}{otherwise and f', {otherwise}'}")
+        raise TrimtabError(
+            f"{what} needs what is not installed ({some}): {install_hint(extra)}{otherwise and f', {otherwise}'}"
+        )
+
+
+def install_hint(extra: str = "") -> str:
+    """Returns the command that installs an extra, or the core: from a checkout, since no registry has the package."""
+    target = f"'.[{extra}]'" if extra else "."
+    return f"pip install {target} in a checkout of Trimtab"
 
 
 def _installed(name: str) -> bool:

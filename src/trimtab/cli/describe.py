@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, Sets, print_json, print_pairs
+from trimtab.cli.output import Json, Recipe, Sets, print_json, print_pairs
 from trimtab.errors import TrimtabError, did_you_mean
 
 FIRST_OBJECTIVES = ("token-tis", "icepop", "token-bypass")
@@ -46,7 +46,7 @@ def recipes(
 
 
 def show(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")],
+    recipe: Recipe,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:

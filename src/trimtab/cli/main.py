@@ -50,7 +50,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="trimtab",
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -13,6 +13,22 @@ from typing import Annotated, Any
 
 import typer
 
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of shipped recipes for the shell's completion; where none fits, shells complete files."""
+    from trimtab.config import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A name from `trimtab recipes`, a .toml file, or a run directory.",
+        autocompletion=complete_recipe,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the recipe; may be repeated."),

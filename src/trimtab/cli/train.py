@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Sets, only_json, print_json, run_directory
+from trimtab.cli.output import Json, Recipe, Sets, only_json, print_json, run_directory
 from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
     from trimtab.config import Config
     from trimtab.training.observer import Observer
 
-Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, a .toml file, or a run directory.")
-]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
 ]

@@ -275,9 +275,9 @@ class LogConfig(Section):
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = Field(
-        default=False, description="event files in the run directory; needs `pip install 'trimtab[tensorboard]'`"
+        default=False, description="event files in the run directory; needs the extra `tensorboard`"
     )
-    wandb: str | None = Field(default=None, description="W&B project; needs `pip install 'trimtab[wandb]'`")
+    wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
 
 
 class SftConfig(Section):

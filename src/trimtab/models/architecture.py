@@ -35,12 +35,12 @@ class ModelParts:
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
 
 
-def check_architecture(kind: str) -> None:
-    """Raises `TrimtabError` for a `model_type` that is not in `KNOWN_ARCHITECTURES`."""
+def check_architecture(kind: str, where: str = "") -> None:
+    """Raises `TrimtabError` for a `model_type` that is not in `KNOWN_ARCHITECTURES`; `where` begins its message."""
     if kind not in KNOWN_ARCHITECTURES:
         raise TrimtabError(
-            f"cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}: use a text model of a "
-            "family in docs/models.md"
+            f"{where}cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}: use a text model of "
+            "a family in docs/models.md"
         )
 
 

@@ -76,7 +76,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
     with _readable_errors(name), silence_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    check_architecture(config.model_type)
+    check_architecture(config.model_type, f"model {name!r}: ")
     _switch_off_dropout(config)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)

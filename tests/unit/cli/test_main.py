@@ -227,7 +227,7 @@ def test_the_directory_of_a_run(recipe: str, out: str | None, configured: str | 
 
 
 def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "trimtab", "no-such-library": "trimtab[train]"})
+    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
     assert main.run(["doctor", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["ok"] is False
@@ -237,7 +237,12 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, caps
         assert (sandbox["value"] == "runs Python tools") == (sandbox["advice"] == "")
     missing = [check for check in values["checks"] if check["name"] == "no-such-library"]
     assert missing == [
-        {"name": "no-such-library", "value": "missing", "advice": "pip install 'trimtab[train]'", "required": True}
+        {
+            "name": "no-such-library",
+            "value": "missing",
+            "advice": "pip install '.[train]' in a checkout of Trimtab",
+            "required": True,
+        }
     ]
 
 
@@ -291,3 +296,24 @@ def test_a_suggestion_is_made_once() -> None:
     assert did_you_mean("soop", ["soup", "soup", "luffy"]) == " (did you mean 'soup'?)"
     assert did_you_mean("x", ["soup", "soup"]) == " (known: soup)"
     assert did_you_mean("x", ["soup"], "`list` lists them") == " (`list` lists them)"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trimtab expl", ["explain"]),
+        ("trimtab train quickstart-t", ["quickstart-tools", "quickstart-tools-vllm"]),
+        ("trimtab show true", ["true-on-policy"]),
+        ("trimtab report --o", ["--out"]),
+        ("trimtab train mine.to", []),
+    ],
+)
+def test_the_shell_completes_commands_options_and_recipes(
+    words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TRIMTAB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        main.run([])
+    assert capsys.readouterr().out.split() == expected
