@@ -16,7 +16,7 @@ from trimtab.diagnosis.reading.ragged import RowBlock, Table
 from trimtab.diagnosis.reading.read_counts import ONE_NUMBER, ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
-from trimtab.diagnosis.records import DataSummary
+from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -28,6 +28,7 @@ class LogSource:
         self._tables = tables
         self._resolved = resolved
         self.counts = counts
+        self._masked = ReadCounts()  # of the responses that the trainer masks out of its loss
 
     @property
     def files(self) -> list[Path]:
@@ -87,7 +88,16 @@ class LogSource:
             missing=resolved.missing,
             findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *unread),
             settings=settings,
+            masked=self._masked_responses(),
         )
+
+    def _masked_responses(self) -> MaskedResponses | None:
+        masked, trained = self._masked, self.counts
+        if not masked.trained or not trained.trained:
+            return None
+        both = (masked.k3_sum + trained.k3_sum) / (masked.trained + trained.trained)
+        share = masked.responses / (masked.responses + trained.responses)
+        return MaskedResponses(masked.responses, share, masked.k3_sum / masked.trained, both)
 
     def _pieces(self, tokens: int) -> Iterator[TokenTable]:
         for number, table in enumerate(self._tables):
@@ -99,6 +109,8 @@ class LogSource:
             for block in table.blocks(columns, tokens, self.counts):
                 rows = self._with_step(block, table.path)
                 responses = assemble(rows, self._resolved.roles, self._resolved.layout, self.counts, number)
+                if "sample_mask" in rows.scalars:
+                    assemble(rows, self._resolved.roles, self._resolved.layout, self._masked, number, in_loss=False)
                 if responses is not None:
                     yield from responses.split(tokens)
 
