@@ -142,7 +142,7 @@ def _section_blocks() -> Iterator[str]:
         about = [" ".join(inspect.cleandoc(model.__doc__ or "").split())]
         methods = [f"`{method}`" for method, section in REQUIRED_SECTIONS.items() if section == name]
         if methods:
-            about.append(f"Present with the objectives {', '.join(methods)} only.")
+            about.append(f"Present by default with {', '.join(methods)}.")
         title = "Top level" if not name else f"`[[{name}]]`" if name in ("reward", "eval.task") else f"`[{name}]`"
         rows = _keys_of(model.model_fields)
         if rows:

@@ -16,7 +16,7 @@ from trimtab.config.rule import Facts
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
 from trimtab.config.validation import validate
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.files import parse_toml, regular_file
 
 _DEFAULT_NAMES = {
@@ -31,8 +31,21 @@ def recipe_names() -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
+def recipe_file(name: str) -> Path | None:
+    """Returns the file of a recipe that is not shipped: a .toml file, or what a run saved as its config.toml."""
+    saved = Path(name) / "config.toml"
+    if name.endswith(".toml"):
+        return Path(name)
+    return saved if name not in recipe_names() and saved.is_file() else None
+
+
+def is_recipe(name: str) -> bool:
+    """Whether the name is that of a shipped recipe, a .toml file or the directory of a run."""
+    return name in recipe_names() or recipe_file(name) is not None
+
+
 def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Loads a recipe by name, from a TOML file or from a mapping, applies overrides and validates it.
+    """Loads a recipe by name, from a TOML file, a run or a mapping, applies overrides and validates it.
 
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
     the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
@@ -92,13 +105,14 @@ def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, 
         override: a base that replaces the recipe's own.
         chain: names of the recipes that are built on this one.
     """
-    is_shipped = Path(recipe).suffix != ".toml"
-    name = str(recipe) if is_shipped else os.path.realpath(recipe)
+    file = recipe_file(str(recipe))
+    name = str(recipe) if file is None else os.path.realpath(file)
     if name in chain:
         raise TrimtabError(f"base: {' -> '.join((*chain, name))} is a circle: leave one of them out")
-    data, folder = _read(recipe), Path(recipe).parent
     # Shipped recipes contain no paths.
-    return _apply_base(data if is_shipped else resolve_paths(data, folder), override, folder, (*chain, name))
+    folder = Path() if file is None else file.parent
+    data = _read(str(recipe)) if file is None else resolve_paths(_read(file), folder)
+    return _apply_base(data, override, folder, (*chain, name))
 
 
 def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
@@ -179,19 +193,20 @@ def _name_of(key: str, section: Mapping[str, Any]) -> Any:
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
-    path = Path(recipe)
-    if path.suffix != ".toml":
-        name = str(recipe)
-        if name not in recipe_names():
-            raise TrimtabError(f"unknown recipe {name!r}{did_you_mean(name, recipe_names())}")
-        text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
+    """Returns the keys of a shipped recipe (a name) or of a file (a path)."""
+    if isinstance(recipe, str):
+        if recipe not in recipe_names():
+            listing = "`trimtab recipes` lists them; a file ends in .toml, and a run's folder holds its config.toml"
+            hint = ("/" in recipe and neighbors(Path(recipe))) or did_you_mean(recipe, recipe_names(), listing)
+            raise TrimtabError(f"unknown recipe {recipe!r}{hint}")
+        text = (importlib.resources.files("trimtab") / "recipes" / f"{recipe}.toml").read_text()
     else:
         try:
-            text = regular_file(path).read_text(encoding="utf-8-sig")
+            text = regular_file(recipe).read_text(encoding="utf-8-sig")
         except OSError as error:
-            raise TrimtabError(f"cannot read recipe {path}: {error.strerror}") from None
+            raise TrimtabError(f"cannot read recipe {recipe}: {error.strerror}{neighbors(recipe)}") from None
         except UnicodeDecodeError:
-            raise TrimtabError(f"cannot read recipe {path}: it is not UTF-8 text") from None
+            raise TrimtabError(f"cannot read recipe {recipe}: it is not UTF-8 text") from None
     try:
         return parse_toml(text)
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits

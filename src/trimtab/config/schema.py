@@ -178,7 +178,7 @@ class TrainerConfig(Section):
 
 
 class PerturbationConfig(Section):
-    """Learnable noise on the hidden states of the trained policy (ALP)."""
+    """Learnable noise on the hidden states of the trained policy (ALP); needs an objective whose ratio is π/μ."""
 
     layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
     std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
@@ -191,7 +191,10 @@ class PerturbationConfig(Section):
 
 
 class PrefixConfig(Section):
-    """Responses whose prefix is from an older policy and the rest from the current one (SOUP)."""
+    """Responses whose prefix is from an older policy and the rest from the current one (SOUP).
+
+    Needs an objective whose ratio is π/μ and that allows several samplers in a response.
+    """
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
@@ -206,7 +209,7 @@ GOLD = "gold"
 
 
 class DemonstrationConfig(Section):
-    """External traces in every group (LUFFY)."""
+    """External traces in every group (LUFFY); needs an objective that trains tokens of no sampler."""
 
     path: str = Field(default=GOLD, description="JSONL file of prompt and response, or `gold`: the task's own answers")
     per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
@@ -272,9 +275,9 @@ class LogConfig(Section):
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = Field(
-        default=False, description="event files in the run directory; needs `pip install 'trimtab[tensorboard]'`"
+        default=False, description="event files in the run directory; needs the extra `tensorboard`"
     )
-    wandb: str | None = Field(default=None, description="W&B project; needs `pip install 'trimtab[wandb]'`")
+    wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
 
 
 class SftConfig(Section):

@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import parse_json
 from trimtab.models import bundled, laboratory, packed_attention
+from trimtab.models.architecture import check_architecture
 from trimtab.models.matmul import use_fast_linear
 from trimtab.models.quiet import silence_transformers
 
@@ -70,7 +71,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
     if local.is_file():
         raise TrimtabError(f"model {path!r} is a file; give the folder that holds config.json and *.safetensors")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise TrimtabError(f"model folder {path!r} does not exist")
+        raise TrimtabError(f"model folder {path!r} does not exist{neighbors(local)}")
     return _from_folder(path, path, dtype, weights)
 
 
@@ -80,7 +81,9 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     with _readable_errors(name), silence_transformers():
         _check_index(Path(source))
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _switch_off_dropout(config)
+    check_architecture(config.model_type, f"model {name!r}: ")
+    _switch_off_dropout(config)
+    with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
         model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
@@ -169,7 +172,7 @@ def _readable_errors(name: str) -> Iterator[None]:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "offline" in str(error)
         hint = "the hub is switched off (HF_HUB_OFFLINE)" if offline else f"from the hub: {lines[0]}"
         raise TrimtabError(
-            f"model {name!r} cannot be loaded: no such folder, and {hint}; "
+            f"model {name!r} cannot be loaded: no such folder{neighbors(Path(name))}, and {hint}; "
             f"give a local folder, a reachable HF id, or the bundled {BUNDLED!r}"
         ) from error
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
@@ -111,7 +111,7 @@ _EMPTY = (np.empty(0), np.empty(0))
 def read_run(path: Path) -> Run:
     """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
-        raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
+        raise TrimtabError(f"no run directory {path}: check the path{neighbors(path)}; `trimtab train` prints it")
     return Run(path, read_config(path), read_steps(path), read_origins(path))
 
 
@@ -189,7 +189,9 @@ def _read_bytes(file: Path) -> bytes:
     try:
         data = regular_file(file).read_bytes()
     except FileNotFoundError:
-        raise TrimtabError(f"{file.parent} holds no run ({file.name} is missing): give a run directory") from None
+        raise TrimtabError(
+            f"{file.parent} holds no run ({file.name} is missing): check the path{neighbors(file.parent)}"
+        ) from None
     except OSError as error:
         raise TrimtabError(f"cannot read {file}: {error.strerror}") from None
     if not data.strip():

@@ -116,10 +116,18 @@ def mean_score(value: Any, column: str, location: str) -> float | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    values: list[Any] = value if isinstance(value, list) and value else [value]
+    values: list[Any] = value if isinstance(value, list) and value else [_from_text(value)]
     if not all(_is_score(item) for item in values):
         raise TrimtabError(f"{location}: column {column!r} holds {str(value)[:40]!r}, not a score from 0 to 1")
     return sum(values) / len(values)
+
+
+def _from_text(value: Any) -> Any:
+    """Returns a number that a CSV file holds as text; any other value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _is_score(value: Any) -> bool:

@@ -229,6 +229,8 @@ ACCEPTED = [
     f"{SOUP} prefix.refresh=1 engine.workers=1",
     f"{SOUP} trainer.sync_every=1",
     f"{LUFFY} engine.workers=0 demonstrations.per_group=7",
+    "objective.name=dppo perturbation.std=0.1",
+    "objective.name=dppo prefix.ratio=0.25",
     "engine.hang_timeout=60.0 engine.workers=1",
     "engine.hang_timeout=60.0 trainer.max_lag=2",
     f"engine.hang_timeout=60.0 {RAY}",

@@ -70,6 +70,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing parameter": (drop_parameter, r"1 parameters are missing or misshapen .* 'model\.norm\.weight'"),
     "wrong shape": (lambda f: edit(f / "config.json", intermediate_size=100), r"misshapen .* 'model\.layers"),
     "unknown architecture": (lambda f: edit(f / "config.json", model_type="marvin"), "marvin"),
+    # The weights, which would be read for minutes, are not looked at.
+    "architecture that cannot be scored": (
+        lambda f: [edit(f / "config.json", model_type="gemma3"), (f / "model.safetensors").unlink()],
+        r"cannot score architecture 'gemma3' .*'gemma3_text'.*docs/models.md",
+    ),
     "code of its own": (
         lambda f: edit(f / "config.json", model_type="own", auto_map={"AutoConfig": "code.Config"}),
         "custom code",

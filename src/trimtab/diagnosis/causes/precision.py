@@ -45,9 +45,9 @@ FIX_QUANTIZED = (
 class Noise:
     """The zero-mean residual between trainer and sampler.
 
-    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from. bound: whether
-    rms is only a lower bound. persistent: share of the variance explained by token ids; None if unknown, 0 if not
-    significant.
+    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from.
+    is_lower_bound: whether rms is only a lower bound. persistent: share of the variance explained by token ids; None if
+    unknown, 0 if not significant.
     """
 
     rms: float

@@ -37,7 +37,10 @@ FIX = (
 
 @dataclass(frozen=True)
 class DriftResult:
-    """cause: `stale`, if detected. fresh: tokens whose difference is not drift, those of age 0 if known, or None."""
+    """The result of `find_drift`.
+
+    cause: `stale`, if detected. undrifted: tokens whose difference is not drift, those of age 0 if known, or None.
+    """
 
     cause: Cause | None
     undrifted: LogprobPairs | None

@@ -55,7 +55,7 @@ def page(diagnosis: Diagnosis, command: str = "") -> str:
             "floor": size.floor_note,
             "contract": words.contract(size),
             "figures": _figures(size),
-            "outside": words.outside_text(size),
+            "outside": "; ".join(filter(None, (words.outside_text(size), words.masked_text(origin)))),
             "large": panels.size_panels(measured),
             "where": words.where_text(measured, diagnosis.texts),
             "split": words.split_text(measured),

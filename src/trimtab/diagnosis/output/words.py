@@ -108,6 +108,17 @@ def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
+def masked_text(origin: DataSummary) -> str:
+    """Describes the responses that the trainer masks out of its loss; empty without any."""
+    if origin.masked is None:
+        return ""
+    masked = origin.masked
+    return (
+        f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
+        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
+    )
+
+
 def dropped_text(origin: DataSummary) -> str:
     count = sum(origin.dropped.values())
     if not count:
@@ -184,9 +195,11 @@ def effect_text(outcome: PresetOutcome) -> str:
 
 
 def tone(diagnosis: Diagnosis) -> str:
-    """Returns good if k3 is healthy and the only cause, if any, is `precision`, else warn."""
+    """Returns good if k3 is healthy, also with masked responses, and the only cause, if any, is `precision`."""
     harmless = all(cause.name == "precision" for cause in diagnosis.causes)
-    return "good" if harmless and judge(K3, diagnosis.measured.size.mismatch["k3"]) == "healthy" else "warn"
+    measured = diagnosis.measured
+    k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
+    return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
 
 
 def headline(diagnosis: Diagnosis) -> list[str]:
@@ -194,6 +207,8 @@ def headline(diagnosis: Diagnosis) -> list[str]:
     size = diagnosis.measured.size
     k3 = format_with_interval(size, "k3")
     lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]
+    if masked := masked_text(diagnosis.measured.origin):
+        lines.append(f"That is {masked}.")
     wrong = faults(diagnosis)
     if not diagnosis.causes:
         lines.append("No cause stands out above the noise floor.")

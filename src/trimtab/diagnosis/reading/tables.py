@@ -14,7 +14,7 @@ from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.row_blocks import RowTable
 from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
 from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import regular_file
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
@@ -121,6 +121,6 @@ def _head(path: Path) -> bytes:
         with regular_file(path).open("rb") as file:
             return file.read(4096)
     except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path") from None
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
