@@ -265,7 +265,7 @@ class Task(Protocol):
         """Returns the correct response including the stop string, as the supervised warm start trains on it."""
         ...
 
-    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> Task:
+    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str) -> Task:
         """Returns the task for multi-turn episodes: with the stops of calls, and tools or instructions in prompts."""
         ...
 

@@ -182,13 +182,24 @@ def test_oapl_runs_no_proximal_forward(tmp_path: Path, monkeypatch: pytest.Monke
     assert forwards("oapl", other, tmp_path / "tis", monkeypatch) == 2 * 2 * 2
 
 
+def versions_of_steps(out: Path) -> list[set[int]]:
+    """The policy versions that wrote the tokens of each step."""
+    steps = [trajectories.read(path) for path in sorted((out / "trajectories").glob("step-*.parquet"))]
+    return [{int(v) for row in rows for v in row.trajectory.completion.policy_version} for rows in steps]
+
+
 def test_oapl_never_trains_on_samples_of_two_samplers(tmp_path: Path) -> None:
     rows = run(tmp_path / "run", "oapl", *METHODS["oapl"])
     assert sum(row["trajectories/stale"] for row in rows) > 0  # groups were waiting when the sampler was refreshed
-    for step, row in enumerate(rows, start=1):
-        written = trajectories.read(tmp_path / "run" / "trajectories" / f"step-{step:06d}.parquet")
-        versions = {int(v) for one in written for v in one.trajectory.completion.policy_version}
-        assert versions == {(step - 1) // 2 * 2}, row["step"]
+    assert versions_of_steps(tmp_path / "run") == [{0}, {0}, {2}, {2}, {4}, {4}]
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "discard"])
+def test_oapl_empties_its_buffer_at_the_refresh_of_an_asynchronous_sampler(in_flight: str, tmp_path: Path) -> None:
+    """`max_lag` alone would let responses of version 0 into the third batch."""
+    lagged = ("trainer.sync_every=2", "trainer.max_lag=2", f"trainer.in_flight={in_flight}", "engine.workers=1")
+    run(tmp_path / "run", "oapl", *lagged)
+    assert versions_of_steps(tmp_path / "run") == [{0}, {0}, {2}, {2}, {4}, {4}]
 
 
 def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:

@@ -47,7 +47,11 @@ class MultiValueCommand(TyperCommand):
 MULTI_VALUE_OPTIONS = ("--methods", "--regimes")
 Methods = Annotated[
     list[str] | None,
-    typer.Option("--methods", metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3."),
+    typer.Option(
+        "--methods",
+        metavar="METHOD...",
+        help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function.",
+    ),
 ]
 Regimes = Annotated[
     list[str] | None,

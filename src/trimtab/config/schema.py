@@ -86,7 +86,11 @@ class EnvironmentConfig(PluginSection):
     format: str = Field(
         default="tag", description="how a call is written: `tag`, `fence`, `chat`, or your own class as `module:Format`"
     )
-    instructions: str = Field(default="", description="text before every prompt: worked examples of calls")
+    instructions: str = Field(
+        default="",
+        description="text before every prompt: worked examples of calls; default, with `tag` and `fence`: "
+        "what the tools do",
+    )
     max_turns: Count = Field(default=5, description="turns of the model; a call in the last one is not made")
     max_turn_tokens: Count | None = Field(default=None, description="tokens of a turn; default: sampling.max_tokens")
     max_observation_tokens: Count = Field(

@@ -90,7 +90,7 @@ class MeanByTenth(Mergeable):
     def of(cls, values: Tensor, sequences: Sequences) -> MeanByTenth:
         """Means of values (bool or float, already 0 where untrained)."""
         lengths = sequences.spread(sequences.lengths)
-        tenth = ((sequences.positions - 1).clamp(min=0) * 10 / lengths.clamp(min=1)).floor().long()
+        tenth = ((sequences.positions - 1).clamp(min=0) * 10 // lengths.clamp(min=1)).long()
         weights = torch.stack([values.detach().double(), sequences.mask.double()]).view(2, -1)
         sums = weights.new_zeros(2, 10).scatter_add(1, tenth.clamp(max=9).view(1, -1).expand(2, -1), weights)
         return cls(*sums)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
@@ -15,18 +19,21 @@ from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
+FAILED = "drop failed samples before computing advantages"
 STD_EPS = 1e-6
 WEIGHT_EPS = 1e-8
 
 
 def advantages(
     kind: str,
-    rewards: Tensor | Sequence[Number],
-    groups: Tensor | Sequence[int],
+    rewards: Tensor | NDArray[Any] | Sequence[Number],
+    groups: Tensor | NDArray[Any] | Sequence[Hashable],
     *,
     value_beta: Number | None = None,
 ) -> Float[Tensor, "batch 1"]:
     """Returns advantages (batch, 1) of `rewards` (batch,), relative to the rewards of the same group id (batch,).
+
+    A group id is a number or any hashable value, such as the text ids of verl.
 
         grpo     (r - mean) / (std + 1e-6), std with n - 1               arXiv 2402.03300
         dr-grpo  r - mean                                                arXiv 2503.20783
@@ -35,18 +42,18 @@ def advantages(
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
     A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
-    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite or above 1e18, and `value_beta` of
-    another kind.
+    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers of at most 1e18, ids that
+    are missing, and `value_beta` of another kind.
     """
     if kind not in KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
-    rewards = torch.as_tensor(rewards)
+    if len(_shape(rewards)) != 1 or _shape(groups) != _shape(rewards):
+        raise TrimtabError(f"rewards {_shape(rewards)} and groups {_shape(groups)} must both be (batch,)")
+    rewards = _numbers(rewards)
     values = rewards.detach().to(torch.float64)
-    members = torch.as_tensor(groups, device=values.device)
-    if values.ndim != 1 or members.shape != values.shape:
-        raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
+    members = _group_numbers(groups).to(values.device)
     _check(values)
     if kind == "optimal":
         result = _optimal(values, members, 1.0 if value_beta is None else value_beta)
@@ -90,15 +97,39 @@ def optimal_token_advantages(
     return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
 
 
+def _shape(values: Tensor | NDArray[Any] | Sequence[Any]) -> tuple[int, ...]:
+    return (len(values),) if isinstance(values, Sequence) else tuple(np.shape(values))
+
+
+def _numbers(rewards: Tensor | NDArray[Any] | Sequence[Number]) -> Tensor:
+    if isinstance(rewards, Tensor):
+        return rewards
+    for index, reward in enumerate(rewards):
+        if not isinstance(reward, Real | np.bool_ | Tensor):
+            raise TrimtabError(f"reward {index} is {reward!r}, not a number: {FAILED}")
+    # An array of Python objects, such as verl's non-tensor batch, has no dtype that torch knows.
+    return torch.as_tensor(rewards.tolist() if isinstance(rewards, np.ndarray) and rewards.dtype.hasobject else rewards)
+
+
+def _group_numbers(groups: Tensor | NDArray[Any] | Sequence[Hashable]) -> Tensor:
+    """Integers that are equal where the group ids are."""
+    if isinstance(groups, Tensor):
+        return groups
+    ids = [group.item() if isinstance(group, Tensor) else group for group in groups]
+    for index, group in enumerate(ids):
+        if not isinstance(group, Hashable) or group is None or group != group:
+            raise TrimtabError(f"group id {index} is {group!r}: name the group of each response by a number or text")
+    numbers = {group: number for number, group in enumerate(ids)}
+    return torch.tensor([numbers[group] for group in ids], dtype=torch.int64)
+
+
 def _check(rewards: Tensor) -> None:
     """Raises `TrimtabError` for a reward that is not finite or larger than `MAX_REWARD`."""
-    usable = rewards.abs() <= MAX_REWARD
-    if not bool(usable.all()):
-        index = int((~usable).nonzero()[0])
-        raise TrimtabError(
-            f"reward {float(rewards[index]):g} at index {index}: rewards must be finite, and at most {MAX_REWARD:g} in "
-            "size: drop failed samples before computing advantages"
-        )
+    failed = (~(rewards.abs() <= MAX_REWARD)).nonzero()
+    if len(failed):
+        index = int(failed[0])
+        reward = float(rewards[index])
+        raise TrimtabError(f"reward {index} is {reward:g}, rewards must be finite and at most {MAX_REWARD:g}: {FAILED}")
 
 
 def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:

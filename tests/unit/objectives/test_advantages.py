@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from uuid import UUID
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,28 @@ def test_float32_rewards_are_centred_in_float64():
     assert result[:3, 0].tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ["a", "b", "a", "b"],
+        np.array(["a", "b", "a", "b"]),
+        np.array(["a", "b", "a", "b"], dtype=object),
+        np.array([7, 2, 7, 2], dtype=object),
+        np.array([7, 2, 7, 2], dtype=np.uint16),
+        [torch.tensor(7), torch.tensor(2), 7, 2],
+        [UUID(int=1), UUID(int=2), UUID(int=1), UUID(int=2)],
+    ],
+)
+@pytest.mark.parametrize("kind", ["dr-grpo", "optimal"])
+def test_group_ids_are_numbers_or_text(kind, groups):
+    """With groups (0, 2) and (1, 3), means 2 and 5; V = 1 + ln((1 + e^2) / 2) and 3 + ln((1 + e^4) / 2)."""
+    rewards = [1.0, 3.0, 3.0, 7.0]
+    values = [2.0, 5.0] if kind == "dr-grpo" else [1 + math.log((1 + math.e**d) / 2) + s for d, s in ((2, 0), (4, 2))]
+    expected = [1 - values[0], 3 - values[1], 3 - values[0], 7 - values[1]]
+    for taken in (rewards, np.array(rewards), np.array(rewards, dtype=object)):
+        assert advantages(kind, taken, groups)[:, 0].tolist() == pytest.approx(expected)
+
+
 def test_integers_and_lists_are_taken():
     assert advantages("dr-grpo", [1, 0], [0, 0]).tolist() == [[0.5], [-0.5]]
     assert advantages("grpo", torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
@@ -85,13 +109,30 @@ def test_integers_and_lists_are_taken():
     ("call", "message"),
     [
         (lambda: advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64)), "did you mean 'grpo'"),
-        (lambda: of("grpo", [float("nan"), 1.0], [0, 0]), "finite"),
+        (lambda: of("grpo", [1.0, float("nan")], [0, 0]), "reward 1 is nan, rewards must be finite"),
         (lambda: of("grpo", [1.0], [0], value_beta=1.0), "value_beta has no effect"),
         (lambda: of("optimal", [1.0], [0], value_beta=0.0), "more than 0"),
         (lambda: of("grpo", [1.0, 2.0], [0]), "both be"),
     ],
 )
 def test_mistakes_are_named(call, message):
+    with pytest.raises(TrimtabError, match=message):
+        call()
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantages("grpo", [1.0, None], [0, 0]), "reward 1 is None, not a number: drop failed samples"),
+        (lambda: advantages("grpo", np.array([1, None], dtype=object), [0, 0]), "reward 1 is None, not a number"),
+        (lambda: advantages("grpo", ["1.0", 2.0], [0, 0]), "reward 0 is '1.0', not a number"),
+        (lambda: advantages("grpo", [1.0, 2.0], ["a", None]), "group id 1 is None: name the group"),
+        (lambda: advantages("grpo", [1.0, 2.0], [math.nan, 1]), "group id 0 is nan: name the group"),
+        (lambda: advantages("grpo", [1.0, 2.0], [["a"], "b"]), r"group id 0 is \['a'\]: name the group"),
+    ],
+)
+def test_the_reward_or_group_id_that_is_missing_is_named(call, message):
     with pytest.raises(TrimtabError, match=message):
         call()
 
@@ -135,7 +176,7 @@ def test_equal_rewards_and_equal_norms() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reward", [1e308, -1e308, math.inf, -math.inf, math.nan, 1.1e18])
 def test_a_reward_that_would_overflow_is_named_with_its_index(kind: str, reward: float):
-    with pytest.raises(ValueError, match=rf"reward {reward:g} at index 2: ".replace("+", r"\+")):
+    with pytest.raises(ValueError, match=rf"reward 2 is {reward:g}, ".replace("+", r"\+")):
         of(kind, [1.0, 0.0, reward, -reward], [0, 0, 0, 0])
 
 
@@ -151,7 +192,7 @@ def test_the_largest_rewards_give_finite_advantages_and_squares_in_float32(kind:
 @pytest.mark.parametrize("reward", [1e308, math.nan])
 def test_a_token_baseline_names_the_reward_too(reward: float):
     logp = torch.full((2, 3), -1.0)
-    with pytest.raises(ValueError, match=r"at index 1: "):
+    with pytest.raises(ValueError, match=r"reward 1 is "):
         optimal_token_advantages(
             torch.tensor([0.0, reward], dtype=torch.float64), torch.tensor([0, 0]), logp, logp.exp(), logp < 0
         )
