@@ -75,6 +75,7 @@ RUN_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             ),
             _quantiles("Raw ratio trainer / sampler", "mismatch/ratio_", "mismatch/ratio_q99"),
             Chart("Perplexity ratio", "mismatch/ppl_ratio", (("trainer / sampler", "mismatch/ppl_ratio"),)),
+            Chart("Training perplexity", "mismatch/ppl_train", (("of the responses", "mismatch/ppl_train"),)),
             Chart("Pearson correlation", "mismatch/pearson", (("of token probabilities", "mismatch/pearson"),)),
         ),
     ),
