@@ -14,6 +14,7 @@ RUN_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         "Learning",
         (
             Chart("Reward", "reward/mean", (("mean", "reward/mean"), ("", "reward/<name>"))),
+            Chart("Reward by task", "mixture/<task>/reward", (("", "mixture/<task>/reward"),)),
             Chart("Held-out accuracy", "eval/<task>/greedy", (("", "eval/<task>/greedy"),), kind="accuracy"),
             Chart("Response length", "length/mean", (("mean", "length/mean"), ("longest", "length/max"))),
             Chart(

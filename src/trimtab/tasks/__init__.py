@@ -19,6 +19,7 @@ _KINDS = {
     "reasoning-gym": "trimtab.tasks.reasoning_gym",
     "file": "trimtab.tasks.file",
     "hf": "trimtab.tasks.hub",
+    "mixture": "trimtab.tasks.mixture",
 }
 
 
