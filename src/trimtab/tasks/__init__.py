@@ -16,6 +16,7 @@ _KINDS = {
     "arithmetic": "trimtab.tasks.arithmetic",
     "sort": "trimtab.tasks.sort",
     "swap-sort": "trimtab.tasks.swap_sort",
+    "program": "trimtab.tasks.program",
     "reasoning-gym": "trimtab.tasks.reasoning_gym",
     "file": "trimtab.tasks.file",
     "hf": "trimtab.tasks.hub",
