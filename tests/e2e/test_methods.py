@@ -114,6 +114,22 @@ def test_perturbed_runs_measure_the_clean_policy_on_probe_steps_only(tmp_path: P
     assert all(row.logp_current is None and row.logp_perturbed is None for row in read)
 
 
+def test_the_drift_of_each_response_is_split_into_mismatch_and_staleness(tmp_path: Path) -> None:
+    """The first of two updates starts from the proximal policy, the second from what the first made of it."""
+    *_, last = run(tmp_path / "run", "laboratory", "trainer.minibatches=2", "trainer.steps=2")
+    assert undocumented(last) == []
+    read = trajectories.read(tmp_path / "run" / "trajectories" / "step-000002.parquet")
+    stale = []
+    for row in read:
+        assert row.logp_proximal is not None
+        assert row.drift is not None
+        ratio = (row.logp_proximal - row.trajectory.completion.logp_behavior)[row.trajectory.loss_mask]
+        assert row.drift[0] == pytest.approx(ratio.mean(), abs=1e-6)
+        stale.append(bool(row.drift[1]))
+    assert stale == [False] * 8 + [True] * 8
+    assert last["drift/staleness_q05"] <= last["drift/staleness_q50"] <= last["drift/staleness_q95"]
+
+
 @pytest.mark.parametrize("override", ["prefix.refresh=1", "prefix.ratio=0.0"])
 def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path) -> None:
     mixed = run(tmp_path / "soup", "soup", override)

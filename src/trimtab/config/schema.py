@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +26,8 @@ from trimtab.config.section import (
     Section,
     Whole,
 )
+
+NoiseStd = Annotated[float, Field(ge=0, le=100)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
 REQUIRED_SECTIONS = {
@@ -184,8 +186,11 @@ class TrainerConfig(Section):
 class PerturbationConfig(Section):
     """Learnable noise on the hidden states of the trained policy (ALP); needs an objective whose ratio is π/μ."""
 
-    layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
-    std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
+    layers: int | str = Field(default="all", description="`all`, ranges such as `0-4,12-16`, or `logits`")
+    std: NoiseStd | list[NoiseStd] = Field(
+        default=1e-4,
+        description="initial standard deviation, or a list with one for each perturbed layer; 0: no noise",
+    )
     lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
     per_response: bool = Field(
         default=False,

@@ -36,6 +36,7 @@ from trimtab.types import (
 
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
+_DRIFT_COLUMNS = ("drift_mismatch", "drift_staleness")
 _DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "logprobs")
 _LIMIT_FIELDS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
 _SAMPLING_TYPE = pa.struct(
@@ -55,6 +56,7 @@ _LIMITS_TYPE = pa.struct(
 class Row:
     """A trajectory with the values that training added. Per-token arrays have the length of `response_ids`.
 
+    `drift` holds mismatch and staleness, the means of log π_old/μ and log π/π_old (`StepStatistics.drifts`).
     `logp_current` is of the clean policy at the first update of the batch, `logp_perturbed` of the perturbed policy at
     the same update (ALP). A value must be present in all rows of a file or in none; the entropy of external traces is
     written as NaN.
@@ -66,6 +68,7 @@ class Row:
     advantage: float | None = None
     proximal_version: int | None = None
     logp_perturbed: FloatArray | None = None
+    drift: FloatArray | None = None
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
@@ -124,6 +127,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
         "sampling": pa.array([_fields(s, _DISTRIBUTION_FIELDS) for s in samplings], _SAMPLING_TYPE),
         "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        **_drift_columns([row.drift for row in rows]),
         "turn": _turns(completions),
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
@@ -208,6 +212,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         optional("advantage"),
         optional("proximal_version"),
         optional("logp_perturbed"),
+        np.array([value(name) for name in _DRIFT_COLUMNS], np.float32) if _DRIFT_COLUMNS[0] in columns else None,
     )
 
 
@@ -238,6 +243,13 @@ def _top(ids: IntArray | None, logps: FloatArray | None, tokens: int) -> TopToke
         return None
     shape = (tokens, len(ids) // max(1, tokens))
     return TopTokens(ids.reshape(shape), logps.reshape(shape))
+
+
+def _drift_columns(drifts: Sequence[FloatArray | None]) -> dict[str, pa.Array | None]:
+    return {
+        name: _scalar_column(name, [drift if drift is None else drift[part] for drift in drifts], pa.float32())
+        for part, name in enumerate(_DRIFT_COLUMNS)
+    }
 
 
 def _turns(completions: Sequence[Completion]) -> pa.ListArray | None:

@@ -182,6 +182,8 @@ class Learner:
                 scored_by = self.updates if micro.proximal is None else version
                 perturbed = None if clean is None else scores.logp.detach()
                 stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
+            if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
+                stats.add_drifts(micro, scores.logp.detach())
             stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
         self._guarded_step(float(loss_sum), stats)
 

@@ -25,6 +25,7 @@ FIGURES = (
     ("ess_seq", "ESS, sequence", "share of the responses that count under importance weights"),
     ("ratio_mean", "mean ratio", "1 for correct log-probs of untruncated sampling"),
     ("ppl_ratio", "perplexity ratio", "trainer over sampler, mean over responses"),
+    ("ppl_train", "perplexity", "of the trainer, mean over responses"),
     ("pearson", "Pearson r", "of the two probabilities of each token"),
     ("abs_diff_mean", "mean |log-ratio|", "nats per token"),
     ("abs_diff_max", "largest |log-ratio|", "nats"),
