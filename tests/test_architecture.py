@@ -149,8 +149,8 @@ def test_no_file_and_no_function_outgrows_its_limit() -> None:
 def test_text_is_printed_in_one_place() -> None:
     """Where control characters are escaped; rich would also interpret markup in what others wrote."""
     printing = {"print", "typer.echo", "click.echo", "Console", "sys.stdout.write", "sys.stderr.write"}
-    # The first prints before typer is known to be installed, the second inside verl: neither has text of others.
-    exempt = {"__main__.py", "adapters/verl.py", "cli/output.py"}
+    # Before typer is known to be installed, and inside verl: without text of others.
+    exempt = {"__main__.py", "adapters/verl.py", "adapters/verl_driver.py", "cli/output.py"}
     for path in sorted(ROOT.rglob("*.py")):
         if str(path.relative_to(ROOT)) not in exempt:
             calls = {ast.unparse(node.func) for node in parsed(path) if isinstance(node, ast.Call)}
