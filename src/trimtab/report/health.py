@@ -13,17 +13,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.pages.render import number, short
+from trimtab.pages.render import beside, number, short
 from trimtab.report import perturbation_verdict
+from trimtab.report.clipping import objective_of
 from trimtab.runs.metric_catalog import metric
-from trimtab.runs.metric_ranges import K3, band_text, judge, k3_range
+from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_range
 from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside", ""]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
-# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; others follow
-# from it.
-CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size", "mismatch/pearson": "the correlation"}
+# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
+# from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
+# same small differences of log-probs weigh more.
+CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size"}
 # The run trains correctly, but uses less of its data than it could.
 MILD = {
     "length/truncated": "the share of responses cut by the length limit",
@@ -40,6 +42,8 @@ LOSSES = {
     "metrics/nonfinite": "figure{s} logged as not finite",
 }
 COLLAPSED_SHARE, MIN_STANDARD_ERRORS = 0.5, 3.0
+MANY_CLIPPED = 0.5
+"""Share of clipped updates above which a verdict notes them."""
 MAX_CLAUSES = 4
 
 
@@ -94,8 +98,13 @@ class HealthVerdict:
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
-    critical = [*_failure(run), *_mismatch(findings), *_ineffective_noise(run), *_collapse(run)]
-    mild = [*_losses(run), *_signal(findings, run), *_clipped(run), *_mild_findings(findings)]
+    mismatch, idle, fallen = (list(found) for found in (_mismatch(findings), _idle(run), _collapse(run)))
+    corrected = list(_corrected_lag(run, findings)) if mismatch and not (idle or fallen) else []
+    critical = [*_failure(run), *idle, *([] if corrected else mismatch), *_ineffective_noise(run), *fallen]
+    waste = [] if idle else list(_mild_findings(findings))
+    signal, learned = ([] if idle else list(_signal(findings, run))), _reward_rose(run)
+    mild = [*corrected, *_losses(run), *([] if learned else signal), *waste]
+    notes = [*(signal if learned else []), *_clipped(run)]
     length = _length_text(run)
     measured = any(key in findings for key in CRITICAL)
     if critical:
@@ -107,7 +116,8 @@ def health(run: Run) -> HealthVerdict:
         state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
     else:
         state, text = "healthy", f"Healthy over {length}"
-    return HealthVerdict(state, f"{text}.{_ending(run)}", _rule_text(run), findings)
+    noted = f" To note: {'; '.join(notes)}." if notes else ""
+    return HealthVerdict(state, f"{text}.{noted}{_ending(run)}", _rule_text(run), findings)
 
 
 def judge_metric(run: Run, key: str) -> Finding | None:
@@ -200,11 +210,36 @@ def _ending(run: Run) -> str:
     return ""
 
 
+def _outside_mismatch(findings: Mapping[str, Finding]) -> Finding | None:
+    """Returns the first of the critical mismatch metrics that is outside its range."""
+    return next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+
+
 def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:
-    finding = next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+    finding = _outside_mismatch(findings)
     if finding is not None:
         meaning = k3_range(finding.worst.median).text if finding.key == K3 else f"healthy: {band_text(finding.key)}"
         yield f"{CRITICAL[finding.key]} is {_value_text(finding)}: {meaning}"
+
+
+def _corrected_lag(run: Run, findings: Mapping[str, Finding]) -> Iterator[str]:
+    """Yields the mismatch of a run with stale samples whose objective corrects for them.
+
+    The published ranges are for numerics alone; of stale samples the ratio to the behavior policy is what the recipe
+    asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault.
+    """
+    finding, built, (_, lags) = _outside_mismatch(findings), objective_of(run.config), run.series("lag/max")
+    if (
+        finding is not None
+        and len(lags)
+        and lags.max() > 0
+        and not isinstance(built, str)
+        and "behavior" in built.needs
+    ):
+        yield (
+            f"{CRITICAL[finding.key]} is {_value_text(finding)}, of samples up to {lags.max():.0f} updates old, for "
+            f"which {built.name} corrects"
+        )
 
 
 def _ineffective_noise(run: Run) -> Iterator[str]:
@@ -224,19 +259,50 @@ def _collapse(run: Run) -> Iterator[str]:
         return
     means, last = [float(rewards[part].mean()) for part in parts], parts[-1]
     best = int(np.argmax(means[:-1]))
-    standard_error = math.hypot(
-        *(float(rewards[part].std(ddof=1)) / math.sqrt(len(part)) for part in (parts[best], last))
-    )
-    if (
-        means[best] > 0
-        and means[-1] < COLLAPSED_SHARE * means[best]
-        and means[best] - means[-1] > MIN_STANDARD_ERRORS * standard_error
-    ):
+    fallen = means[best] > 0 and means[-1] < COLLAPSED_SHARE * means[best]
+    if fallen and _clearly_above(rewards[parts[best]], rewards[last]):
         top = parts[best]
         yield (
             f"the reward fell from {short(means[best])} (steps {steps[top[0]]:.0f} to {steps[top[-1]]:.0f}) to "
             f"{short(means[-1])} (steps {steps[last[0]]:.0f} to {steps[last[-1]]:.0f})"
         )
+
+
+def _clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the mean of one series is above that of the other by more than three standard errors."""
+    standard_error = math.hypot(*(float(values.std(ddof=1)) / math.sqrt(len(values)) for values in (one, other)))
+    return float(one.mean() - other.mean()) > MIN_STANDARD_ERRORS * standard_error
+
+
+def _reward_rose(run: Run) -> bool:
+    """Whether the reward of the last phase is clearly above that of the first: groups are then alike by learning."""
+    _, rewards = run.series("reward/mean")
+    parts = _phases(len(rewards))
+    return len(parts) > 1 and _clearly_above(rewards[parts[-1]], rewards[parts[0]])
+
+
+def _idle(run: Run) -> Iterator[str]:
+    """Yields why nothing was learned: more than half of the steps of every phase had no advantage but 0."""
+    idle = np.array([_without_signal(row) for row in run.rows])
+    if not all(idle[part].mean() > 0.5 for part in _phases(len(idle))):
+        return
+    rows = [row for row, found in zip(run.rows, idle, strict=True) if found]
+    rewards = {row.get("reward/mean") for row in rows if row.get("reward/std") == 0}
+    if len(rewards) == 1 and all(row.get("reward/std") == 0 for row in rows):
+        why = f"every response got reward {number(rewards.pop())}"
+    else:
+        why = "the rewards of every group were equal"
+    cut = [row["length/truncated"] for row in rows if row.get("length/truncated") is not None]
+    share = float(np.median(cut)) if cut else 0.0
+    if judge("length/truncated", share) == "outside":
+        why += f", and {share:.0%} of the responses were cut by the length limit"
+    yield f"nothing was learned in {len(rows)} of {len(idle)} steps: {why}"
+
+
+def _without_signal(row: Mapping[str, Any]) -> bool:
+    """Whether all rewards that a step compares were equal; where it compares the whole batch, no group is counted."""
+    sampled, equal = row.get("groups/sampled") or 0, row.get("groups/no_signal") or 0
+    return equal >= sampled > 0 or (row.get("reward/std") == 0 and not row.get("expert/traces"))
 
 
 def _losses(run: Run) -> Iterator[str]:
@@ -266,8 +332,9 @@ def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _clipped(run: Run) -> Iterator[str]:
+    """Yields how many updates were clipped: no fault, since the step of AdamW hardly depends on the gradient's size."""
     share = clipped_share(run)
-    if share is None or judge("optim/grad_clipped", share) != "outside":
+    if share is None or share <= MANY_CLIPPED:
         return
     _, norms = run.series("optim/grad_norm")
     bound = run.config.get("optim", {}).get("grad_clip")
@@ -284,7 +351,7 @@ def _mild_findings(findings: Mapping[str, Finding]) -> Iterator[str]:
 
 def _value_text(finding: Finding) -> str:
     """Returns `0.12, 0.81 in steps 21 to 40`, or only the second part if the median over the run is healthy."""
-    whole, worst = short(finding.median), short(finding.worst.median)
+    whole, worst = (beside(value, bounds(finding.key)) for value in (finding.median, finding.worst.median))
     if judge(finding.key, finding.median) != "outside":
         return f"{worst} in steps {span(finding.worst)}"
     return f"{whole}, {worst} in steps {span(finding.worst)}" if worst != whole else whole
