@@ -113,20 +113,13 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.objectives import objective
     from trimtab.runs.directory import RunDirectory
     from trimtab.tasks.task import BuiltTask
+    from trimtab.tasks.templates import Chat
     from trimtab.training.held_out import eval_tasks
     from trimtab.training.observer import NullObserver
     from trimtab.training.run import RunParts, build_trainer, load_model
     from trimtab.types import Problem, RewardSpec
 
     commands = Commands()
-
-    class Chat:
-        def prompt(self, problem: Problem, tokenizer: Any) -> str:
-            messages = [{"role": "user", "content": problem.question}]
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-        def target(self, answer: str) -> str:
-            return answer
 
     class Stepwise(NullObserver):
         def phase(self, name: str, *_: Any) -> None:

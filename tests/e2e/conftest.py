@@ -11,7 +11,7 @@ from trimtab.models import bundled
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model of two layers with the tokenizer of SmolLM2; heads of 32, the smallest vLLM has kernels for."""
+    """An untrained model of two layers with the tokenizer of SmolLM2; vLLM has no kernels for heads below 32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source, folder = bundled.folder(), tmp_path_factory.mktemp("model") / "tiny"

