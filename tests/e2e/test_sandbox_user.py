@@ -26,7 +26,7 @@ pytestmark = [
 
 def run_as_user(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {
-        "PATH": os.environ["PATH"],
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),  # Monty's binary is found there
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), sysconfig.get_path("purelib")]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -44,6 +44,9 @@ def merged_fields(left: Any, right: Any) -> dict[str, Any]:
 @dataclass(frozen=True, eq=False)
 class Mergeable:
     """A record of tensors that `+` adds field by field (`merged_fields`)."""
+
+    is_histogram: ClassVar[bool] = False
+    """Whether `summary` returns bins, of which `Metrics.finalize` leaves out those without data."""
 
     def __add__(self: Part, other: Part) -> Part:
         return type(self)(**merged_fields(self, other))
@@ -83,6 +86,7 @@ class Count(Mergeable):
 class MeanByTenth(Mergeable):
     """The mean in each tenth of the trained tokens of a sequence, stored as totals and counts (10,)."""
 
+    is_histogram: ClassVar[bool] = True
     total: Tensor
     count: Tensor
 
@@ -96,7 +100,7 @@ class MeanByTenth(Mergeable):
         return cls(*sums)
 
     def summary(self) -> dict[str, Tensor]:
-        return {f"_{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
+        return {f"/{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from trimtab.diagnosis.output import panels, words
 from trimtab.diagnosis.output.issue_facts import issue_facts
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Diagnosis, MismatchSize
-from trimtab.pages.render import number, render
+from trimtab.pages.render import beside, number, render
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_ranges import band_text, judge
+from trimtab.runs.metric_ranges import band_text, bounds, judge
 
 # Key, name, what it says; in reading order.
 FIGURES = (
@@ -105,7 +105,7 @@ def _value(size: MismatchSize, key: str) -> str:
     value = size.mismatch.get(key, math.nan)
     if key in ("ratio_mean", "pearson", "ppl_ratio") and math.isfinite(value):
         return f"{value:.5f}"
-    return words.format_number(value) if key == "k3" else number(value)
+    return beside(value, bounds(f"mismatch/{key}"), words.format_number if key == "k3" else number)
 
 
 def _interval(size: MismatchSize, key: str) -> str:

@@ -11,8 +11,8 @@ from trimtab.diagnosis.advice.rules import MUST_FIX
 from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.intervals import Interval
-from trimtab.pages.render import number, short
-from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
+from trimtab.pages.render import beside, number, short
+from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
 CLOSE = 1e-3
 """A mean ratio this close to 1 is accepted, however narrow its interval is."""
@@ -61,16 +61,19 @@ def outside(size: MismatchSize) -> dict[str, str]:
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
+def _four_digits(value: float) -> str:
+    return f"{value:.4g}" if abs(value) >= 0.1 else format_number(value)
+
+
 def outside_text(size: MismatchSize) -> str:
     """Lists the statistics outside their healthy range."""
     bands = outside(size)
     if not bands:
         return "every figure is within its healthy range"
-    # Four digits, since two would hide on which side of a bound of .99 a value lies.
-    values = {
-        key: f"{value:.4g}" if abs(value) >= 0.1 else format_number(value) for key, value in size.mismatch.items()
-    }
-    items = [f"{key} {values[key]} ({band})" for key, band in bands.items()]
+    items = [
+        f"{key} {beside(size.mismatch[key], bounds(f'mismatch/{key}'), _four_digits)} ({band})"
+        for key, band in bands.items()
+    ]
     return f"outside their healthy ranges: {', '.join(items)}"
 
 
