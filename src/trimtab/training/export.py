@@ -1,4 +1,4 @@
-"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter alone as a folder of peft."""
+"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft, with a model card."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trimtab.models.quiet import silence_transformers
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
+from trimtab.training.model_card import FILE, model_card
 
 GENERATION = "generation_config.json"
 
@@ -76,6 +77,7 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
     with atomic.new_folder(dest) as temporary:
         save_adapter(adapted, temporary, config.model.path)
+        (temporary / FILE).write_text(model_card(run, config, checkpoint.step, adapter=True))
     return dest
 
 
@@ -83,11 +85,12 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
     """Writes `restore(run, which)` to the new folder `dest` and returns it; no partial folder is left on failure."""
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
-    model, _, _ = restore(run, which)
+    model, _, step = restore(run, which)
     with atomic.new_folder(dest) as temporary, silence_transformers():
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
+        (temporary / FILE).write_text(model_card(run, load_config(run / CONFIG), step, adapter=False))
     return dest
 
 
