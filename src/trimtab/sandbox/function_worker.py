@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.processes import signal_name
 from trimtab.types import MAX_REWARD
 
 Function = Callable[..., Any]
@@ -129,7 +130,7 @@ class Worker:
         if status is None:
             return "closed the pipe it answers through"
         code = os.waitstatus_to_exitcode(status)
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
 
 
 def _work(pipe: socket.socket, functions: list[Function], memory: int, parent: int) -> None:

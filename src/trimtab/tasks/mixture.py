@@ -79,8 +79,8 @@ class Mixture:
     def gold(self, problem: Problem) -> str:
         return self.parts[problem.extra["task"]].gold(problem)
 
-    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> Mixture:
-        parts = {label: part.with_tools(stop, schemas, instructions) for label, part in self.parts.items()}
+    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str) -> Mixture:
+        parts = {label: part.with_tools(stop, schemas, instructions, description) for label, part in self.parts.items()}
         return replace(self, parts=parts, stop=self.stop + stop)
 
 
