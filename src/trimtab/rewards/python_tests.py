@@ -19,7 +19,7 @@ class PythonTests(Reward):
     """1 if the program and then the problem's tests run without an error, else 0; running too long is an error.
 
     The program is the last fenced block of the response, or all of it. It has ended before the sandbox is given the
-    tests, so that it can neither read nor skip them.
+    tests, so that an early exit does not skip them. What its functions do when the tests call them is not prevented.
     """
 
     sandbox: SandboxName = Field("monty", description="`monty`, a part of Python; or `bubblewrap`, all of it")

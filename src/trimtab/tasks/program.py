@@ -26,7 +26,7 @@ TRAIN_SIZE = 1_000_000
 
 
 class Options(TaskOptions):
-    digits: int = Field(10, ge=4, le=20, description="how many digits a program must print")
+    digits: int = Field(5, ge=4, le=20, description="how many digits a program must print")
     holdout: int = Field(512, ge=1, le=1000, description="test problems")
     seed: int = Field(0, description="draws the problems")
 
