@@ -275,14 +275,23 @@ def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: s
     assert all(gone(process.pid) for process in children)
 
 
-def test_a_forked_copy_of_this_process_does_not_end_the_pool(pool: PythonPool) -> None:
-    pid = os.fork()
-    if pid == 0:
-        pool.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert pool._end.alive
-    assert pool.session().run("1 + 1") == CodeResult("2\n")
+def test_a_forked_copy_of_this_process_neither_uses_nor_ends_the_pool(stateful: PythonPool) -> None:
+    with stateful.session() as session:
+        assert session.run("x = 7") == CodeResult("")
+        pid = os.fork()
+        if pid == 0:
+            refused = False
+            try:
+                session.run("x = 8")
+            except TrimtabError as error:
+                refused = "make another one after a fork" in str(error)
+            session.close()
+            stateful.close()
+            os._exit(refused)
+        _, status = os.waitpid(pid, 0)
+        assert stateful._end.alive
+        assert session.run("x") == CodeResult("7\n")
+        assert os.waitstatus_to_exitcode(status) == 1
 
 
 def test_a_thread_that_ends_does_not_take_a_container_along(bubblewrap: None) -> None:  # noqa: ARG001

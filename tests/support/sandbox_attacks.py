@@ -359,7 +359,7 @@ RESULTS = [
     ),
     Attack(
         "forged result",
-        "import os\nfor number in range(3, 1000):\n"
+        "import os\nfor number in range(3, 254):\n"
         "    try: os.write(number, b'\\0\\1\\0\\0\\0\\0\\3\\0\\0\\0\\0lie')\n    except OSError: pass\n"
         "print(40 + 2)",
         r"^None\n42\n$",

@@ -98,7 +98,7 @@ class _Starter:
         self._closed = False
         self._numbers = itertools.count()
         self._missing = 0  # containers asked for that have not come
-        self._ready: queue.SimpleQueue[Container | ContainerError] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[int, Container | ContainerError]] = queue.SimpleQueue()
 
     def fill(self) -> None:
         """Starts containers until `count` are ready or about to be."""
@@ -107,28 +107,33 @@ class _Starter:
                 self._request()
 
     def _request(self) -> None:
+        number = next(self._numbers)
         if self._closed:
-            self._ready.put(ContainerError("it was closed"))
+            self._ready.put((number, ContainerError("it was closed")))
             return
         if self._process is None:
-            self._process = WorkerProcess(STARTER)
+            try:
+                self._process = WorkerProcess(STARTER)
+            except OSError as error:  # the machine has no process, or this process no file, left to give
+                self._ready.put((number, ContainerError(str(error))))
+                return
             with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
                 self._process.send(self._setup)
             threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
         self._missing += 1
-        self._send(self._process, Request(next(self._numbers), start=True))
+        self._send(self._process, Request(number, start=True))
 
     def take(self) -> Container:
         """Returns a container that is ready. Raises `ContainerError` if none can be started."""
-        failures = 0
+        failures, first = 0, next(self._numbers)
         while True:
-            container = self._ready.get()
+            number, container = self._ready.get()
             self.fill()
             if isinstance(container, Container):
                 if container.alive():
                     return container
                 container.kill()  # it has died while it had nothing to do
-            else:
+            elif number > first:  # earlier ones failed before this call, for a reason that may be gone
                 failures += 1
                 if failures == START_ATTEMPTS:
                     raise container
@@ -151,10 +156,10 @@ class _Starter:
                     self._missing -= 1
                 if message.descriptor is None:
                     self._end(process, started.number)
-                    self._ready.put(ContainerError(_explain(started.failure or "")))
+                    self._ready.put((started.number, ContainerError(_explain(started.failure or ""))))
                 else:
                     end = functools.partial(self._end, process, started.number)
-                    self._ready.put(Container(socket.socket(fileno=message.descriptor), end))
+                    self._ready.put((started.number, Container(socket.socket(fileno=message.descriptor), end)))
                     works = True
         process.kill()
         with self._lock:
@@ -164,7 +169,8 @@ class _Starter:
                 if works:
                     self._request()  # in a new process
                 else:
-                    self._ready.put(ContainerError(f"the process that starts it {process.exit_reason()}"))
+                    error = ContainerError(f"the process that starts it {process.exit_reason()}")
+                    self._ready.put((next(self._numbers), error))
 
     def _end(self, process: WorkerProcess, number: int) -> None:
         with self._lock:

@@ -56,7 +56,9 @@ class Container:
 
     def alive(self) -> bool:
         """Whether it has not ended; between two runs it sends nothing."""
-        return not select.select([self._connection], [], [], 0)[0]
+        poll = select.poll()  # `select.select` takes no number above 1023
+        poll.register(self._connection, select.POLLIN)
+        return not poll.poll(0)
 
     def run(self, code: str, limits: Limits) -> tuple[CodeResult, bool]:
         """Runs the code; also returns whether the container has ended with it.

@@ -301,16 +301,16 @@ def serve(requests: int, output: int, reports: int, address_space: int, code_fil
     """Runs in the child: the code of each request in the same variables, until process 1 ends."""
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # Numbers the code is unlikely to close by accident; it could, and loses its own run.
-    requests, reports = os.dup2(requests, 1001, False), os.dup2(reports, 1000, False)
     for limit, value in (
         (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
         (resource.RLIMIT_CORE, 1),  # byte: at 0 the kernel still passes the memory to a program of the machine
     ):
         resource.setrlimit(limit, (value, value))
+    # Numbers the code is unlikely to close by accident; it could, and loses its own run.
+    requests, reports = os.dup2(requests, MAX_OPEN_FILES - 1, False), os.dup2(reports, MAX_OPEN_FILES - 2, False)
+    os.closerange(3, reports)
     forbid_processes(code_filter)
-    os.closerange(3, 1000)
     sys.stdout, sys.stderr = (
         open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         for number in (1, 2)

@@ -7,6 +7,7 @@ process group of this process, which ends as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -14,6 +15,9 @@ import socket
 import subprocess
 import tempfile
 import threading
+from typing import IO
+
+import psutil
 
 from trimtab.processes import Message, Parent
 from trimtab.sandbox.container import Request, Setup, Started
@@ -29,7 +33,7 @@ def main() -> None:
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # inherited: if the machine runs out of memory, the containers end, not the trainer
     setup: Setup = messages.get().content
-    containers: dict[int, tuple[subprocess.Popen[bytes], int]] = {}  # with the pipe whose end ends the container
+    containers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # the socket keeps the container running
     while True:
         request: Request = messages.get().content
         if not request.start:
@@ -37,66 +41,72 @@ def main() -> None:
                 threading.Thread(target=end, args=container, daemon=True).start()
             continue
         try:
-            process, pipe, connection, output = start(setup)
+            process, running, connection, output = start(setup)
         except OSError as error:  # the machine has no process or file left to give
             parent.send(Started(request.number, str(error)))
             continue
-        containers[request.number] = process, pipe
+        containers[request.number] = process, running
         arguments = (parent, request.number, process.pid, connection, output)
         threading.Thread(target=hand_over, args=arguments, daemon=True).start()
 
 
-def start(setup: Setup) -> tuple[subprocess.Popen[bytes], int, socket.socket, int]:
-    """Returns the process, the pipe whose end ends it, its connection, and the file where it says why it failed."""
+def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket, IO[bytes]]:
+    """Returns the process, a socket at whose end it ends, its connection, and the file where it says why it failed."""
     program, *arguments = setup.command
-    connection, inside = socket.socketpair()
-    ended, pipe = os.pipe()
-    socket.send_fds(connection, [b"\0"], [ended])
-    os.close(ended)
-    reading, writing = os.pipe()
-    os.write(writing, setup.seccomp)
-    os.close(writing)
-    with inside, tempfile.TemporaryFile() as file:
-        try:
-            process = subprocess.Popen(
-                [program, "--seccomp", str(reading), *arguments],
-                stdin=inside.fileno(),
-                stdout=file,
-                stderr=file,
-                pass_fds=[reading],
-                env={},
-            )
-        finally:
-            os.close(reading)
-        return process, pipe, connection, os.dup(file.fileno())
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as failed:
+        connection, inside = socket.socketpair()
+        closing.enter_context(inside)
+        failed.enter_context(connection)
+        ended, running = socket.socketpair()
+        closing.enter_context(ended)
+        failed.enter_context(running)
+        socket.send_fds(connection, [b"\0"], [ended.fileno()])
+        seccomp = closing.enter_context(tempfile.TemporaryFile(buffering=0))
+        seccomp.write(setup.seccomp)
+        seccomp.seek(0)
+        output = failed.enter_context(tempfile.TemporaryFile())
+        process = subprocess.Popen(
+            [program, "--seccomp", str(seccomp.fileno()), *arguments],
+            stdin=inside.fileno(),
+            stdout=output,
+            stderr=output,
+            pass_fds=[seccomp.fileno()],
+            env={},
+        )
+        failed.pop_all()
+    return process, running, connection, output
 
 
-def end(process: subprocess.Popen[bytes], pipe: int) -> None:
+def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
     """Ends a container. Bubblewrap waits for its child, which would otherwise be left to process 1 of the machine."""
-    os.close(pipe)
+    running.close()
     try:
         process.wait(END_TIMEOUT)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:  # process 1 of the container, stopped by hand: bubblewrap's end would not end it
+        for child in psutil.Process(process.pid).children():
+            child.kill()
         process.kill()
         process.wait()
 
 
-def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: int) -> None:
+def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: IO[bytes]) -> None:
     """Waits until the container is ready and passes its connection on."""
     ended = os.pidfd_open(pid)
-    with connection:
-        ready, _, _ = select.select([connection, ended], [], [], START_TIMEOUT)
+    poll = select.poll()  # `select.select` takes no number above 1023
+    for descriptor in (connection.fileno(), ended):
+        poll.register(descriptor, select.POLLIN)
+    with connection, output:
+        ready = dict(poll.poll(START_TIMEOUT * 1000))
         try:
-            started = connection in ready and connection.recv(HEADER.size, socket.MSG_WAITALL)
+            started = connection.fileno() in ready and connection.recv(HEADER.size, socket.MSG_WAITALL)
         except ConnectionResetError:  # it ended before it read what was sent to it
             started = False
         if started:
             parent.send(Started(number), connection.fileno())
         else:
-            lines = os.pread(output, 4096, 0).decode(errors="replace").strip().splitlines()
+            lines = os.pread(output.fileno(), 4096, 0).decode(errors="replace").strip().splitlines()
             parent.send(Started(number, lines[-1].strip()[:200] if lines else "it was killed, or took too long"))
     os.close(ended)
-    os.close(output)
 
 
 if __name__ == "__main__":

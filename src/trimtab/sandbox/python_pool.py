@@ -64,8 +64,9 @@ class PythonPool:
         self._stateful = stateful
         workers = workers or min(8, os.cpu_count() or 1)
         self._sessions = itertools.count()
+        self._owner = os.getpid()
         self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages, stateful=stateful)
-        self._end = weakref.finalize(self, _close, self._sandbox, os.getpid())
+        self._end = weakref.finalize(self, _close, self._sandbox, self._owner)
         with self.session() as session:
             result = session.run(PROBE)
         if result != CodeResult(PROBE_OUTPUT):
@@ -113,6 +114,8 @@ class PythonSession:
 
     def run(self, code: str) -> CodeResult:
         """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised."""
+        if os.getpid() != self._pool._owner:
+            raise TrimtabError("this sandbox belongs to the process that made it: make another one after a fork")
         with self._running:
             if self._closed:
                 return CodeResult("", "not run: the session is closed")
@@ -127,6 +130,8 @@ class PythonSession:
 
     def close(self) -> None:
         """Ends the session and frees its variables, after a run that is going on in another thread."""
+        if os.getpid() != self._pool._owner:  # a forked copy, which must not end its parent's session
+            return
         self._closed = True
         with self._running:
             self._pool._sandbox.end(self._number)

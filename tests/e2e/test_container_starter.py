@@ -1,0 +1,119 @@
+"""The process that starts bubblewrap containers, where files run out or have high numbers, and where one hangs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.processes import gone
+
+from trimtab.sandbox import container_starter
+from trimtab.sandbox.code_result import CodeResult
+from trimtab.sandbox.container import Setup, Started
+from trimtab.sandbox.container_init import HEADER
+from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
+
+pytestmark = pytest.mark.e2e
+
+TWO = CodeResult("2\n")
+MANY_FILES = 1100  # more than `select` takes
+
+
+@pytest.fixture(autouse=True)
+def bubblewrap() -> None:
+    if missing := sandbox_unavailable("bubblewrap"):
+        pytest.skip(missing)
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Holds so many open files that the next one has a number above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * MANY_FILES:
+        pytest.skip("this user may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY_FILES), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY_FILES)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_trainer_with_many_open_files_runs_code(many_files: None) -> None:  # noqa: ARG001
+    with PythonPool("bubblewrap", workers=1, timeout=20.0) as pool:
+        assert pool.session().run("1 + 1") == TWO
+
+
+def test_a_starter_with_many_open_files_hands_containers_over(many_files: None, tmp_path: Path) -> None:  # noqa: ARG001
+    class Answers(list[Started]):
+        def send(self, content: Started, descriptor: int | None = None) -> None:
+            assert (descriptor is None) == (content.failure is not None)
+            self.append(content)
+
+    answers = Answers()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        for number in range(2):
+            connection, inside = socket.socketpair()
+            if number == 0:
+                inside.sendall(HEADER.pack(0, 0, 0, 0))
+            inside.close()
+            output = (tmp_path / "output").open("w+b")
+            container_starter.hand_over(answers, number, process.pid, connection, output)  # type: ignore[arg-type]
+        process.communicate(b"\n")
+    assert answers == [Started(0), Started(1, "it was killed, or took too long")]
+
+
+def test_a_start_that_fails_leaves_no_file_open() -> None:
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            container_starter.start(Setup(["/no/such/program"], b""))
+    assert psutil.Process().num_fds() == before
+
+
+NO_FILES = """
+import os, psutil, resource
+from trimtab.sandbox.python_pool import PythonPool
+
+with PythonPool("bubblewrap", workers=6, timeout=20.0) as pool, pool.session() as session:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))
+    [starter] = psutil.Process().children()
+    processes = [starter, *starter.children(recursive=True)]
+    files = []
+    try:
+        while True:
+            files.append(os.open("/dev/null", 0))
+    except OSError:
+        for process in processes:
+            os.kill(process.pid, 9)  # psutil would read a file first
+    results = [session.run("1 + 1") for _ in range(20)]
+    for file in files:
+        os.close(file)
+    print(results[-1].error, session.run("1 + 1").output, end="")
+"""
+
+
+def test_a_trainer_without_a_file_left_gets_an_error_and_goes_on_later() -> None:
+    run = subprocess.run([sys.executable, "-c", NO_FILES], capture_output=True, text=True, timeout=100, check=False)
+    error = "the sandbox could not be started: [Errno 24] Too many open files"
+    assert (run.stdout, run.stderr) == (f"{error} 2\n", "")
+
+
+def test_a_stopped_container_ends_with_its_run() -> None:
+    with PythonPool("bubblewrap", workers=1, timeout=1.0, stateful=True) as pool, pool.session() as session:
+        assert session.run("x = 1") == CodeResult("")
+        processes = psutil.Process().children(recursive=True)
+        [code] = [process for process in processes if process.status() == psutil.STATUS_STOPPED]  # between two runs
+        process_1 = code.parent()
+        assert process_1 is not None
+        process_1.suspend()
+        assert session.run("x").timed_out
+        assert gone(process_1.pid)
+        assert session.run("1 + 1") == TWO
