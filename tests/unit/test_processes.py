@@ -175,6 +175,12 @@ def test_a_thread_that_waits_is_woken_when_another_one_ends_the_child(child: Wor
     assert child.last_output() == ", last saying 'last words',"
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6")])
+def test_the_signal_that_ended_a_child_is_named(child: WorkerProcess, number: int, name: str) -> None:
+    child.process.send_signal(number)
+    assert child.exit_reason() == f"was killed by {name}"
+
+
 def test_a_message_for_a_child_that_stands_still_is_given_up(
     child: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
