@@ -11,13 +11,12 @@ import contextlib
 import os
 import queue
 import select
+import signal
 import socket
 import subprocess
 import tempfile
 import threading
 from typing import IO
-
-import psutil
 
 from trimtab.processes import Message, Parent
 from trimtab.sandbox.container import Request, Setup, Started
@@ -83,8 +82,9 @@ def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
     try:
         process.wait(END_TIMEOUT)
     except subprocess.TimeoutExpired:  # process 1 of the container, stopped by hand: bubblewrap's end would not end it
-        for child in psutil.Process(process.pid).children():
-            child.kill()
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
+            for child in children.read().split():
+                os.kill(int(child), signal.SIGKILL)
         process.kill()
         process.wait()
 
