@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import numpy as np
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
+from trimtab.diagnosis.reading.cells import shown
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, SINGLE, WRONG, FlatRows, ListColumn, RowBlock, numbers
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, ONE_NUMBER, OUT_OF_LOSS, ReadCounts
+from trimtab.diagnosis.reading.read_counts import (
+    EXTERNAL_TRACE,
+    NO_LIST,
+    NOT_FINITE,
+    ONE_NUMBER,
+    OUT_OF_LOSS,
+    UNEQUAL,
+    ReadCounts,
+)
 from trimtab.diagnosis.tokens import TokenTable
 
 
@@ -142,7 +151,8 @@ def assemble(
     flat, keep_rows = _trim(flat, layout, keep.rows(), keep)
     flat, finite = _remove_nonfinite(flat, layout, tally)
     for reason, rows in (*keep.reasons(), (NOT_FINITE, keep_rows[~finite])):
-        tally.drop(reason, len(rows), block.numbers[int(rows[0])] if len(rows) else None)
+        if len(rows):
+            tally.drop(reason, len(rows), block.numbers[int(rows[0])], keep.detail(reason, int(rows[0])))
     flat, keep_rows = flat.select(finite), keep_rows[finite]
     if layout.repeats:
         repeated = _repeated_in_later_file(flat, tally, file)
@@ -161,14 +171,22 @@ class _RowFilter:
     def __init__(self, rows: int) -> None:
         self._reason = np.zeros(rows, dtype=np.int16)
         self._texts: list[str] = []
+        self._details: dict[str, Callable[[int], str]] = {}
 
-    def drop(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
-        """Drops rows. `bad` is (rows,), or (len(among),) for the rows `among`."""
+    def drop(
+        self, bad: np.ndarray, reason: str, among: np.ndarray | None = None, detail: Callable[[int], str] | None = None
+    ) -> None:
+        """Drops rows. `bad` is (rows,), or (len(among),) for the rows `among`; `detail` describes one of them."""
         index = np.flatnonzero(bad) if among is None else among[bad]
         index = index[self._reason[index] == 0]
         if len(index):
             self._texts.append(reason)
             self._reason[index] = len(self._texts)
+            if detail is not None:
+                self._details[reason] = detail
+
+    def detail(self, reason: str, row: int) -> str:
+        return self._details[reason](row) if reason in self._details else ""
 
     def rows(self) -> np.ndarray:
         return np.flatnonzero(self._reason == 0)
@@ -187,7 +205,9 @@ def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts, in_loss: bo
         keep.drop(_repeated_samples(block, tally), "the same response in the file of another rank")
     for role, column in block.lists.items():
         keep.drop(column.fault == ABSENT, f"no {role}")
-        keep.drop(column.fault == WRONG, f"{role} is not a list of numbers")
+        keep.drop(
+            column.fault == WRONG, f"{role} {NO_LIST}", detail=lambda row, column=column: shown(column.cells[row])
+        )
         keep.drop(column.fault == SINGLE, f"{role} is {ONE_NUMBER}")
     for role in ("policy_version", "response_length", *_ROW_NUMBERS):
         if role in block.scalars:
@@ -220,18 +240,31 @@ def _align(block: RowBlock, keep: _RowFilter) -> FlatRows:
     lists = block.lists
     skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
     length = {role: column.lengths for role, column in lists.items()}
+
+    def lengths_text(row: int) -> str:
+        known = {role: int(column.lengths[row]) for role, column in lists.items()}
+        if "response_length" in block.scalars:
+            known["response_length"] = block.scalars["response_length"][row]
+        return ", ".join(f"{role} {count}" for role, count in known.items())
+
     if "response_length" in block.scalars:
         expected = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0)
         expected = np.clip(expected, 0, 2**53).astype(np.int64)
         for role in lists:
             skip[role] = np.maximum(length[role] - expected, 0)
             length[role] = length[role] - skip[role]
-        keep.drop(length["logp_behavior"] != expected, "lists of different lengths")
+        keep.drop(length["logp_behavior"] != expected, UNEQUAL, detail=lengths_text)
+    if "prompt_length" in block.scalars:  # of some lists only: they begin with the prompt
+        prompt = numbers(block.scalars["prompt_length"])
+        shortest = np.min(list(length.values()), axis=0)
+        for role in lists:
+            skip[role] = np.where(length[role] - shortest == prompt, length[role] - shortest, skip[role])
+            length[role] = lists[role].lengths - skip[role]
     tokens = length["logp_behavior"]
     if "padding_mask" in lists:  # an attention mask covers the prompt as well
         skip["padding_mask"] = np.maximum(length["padding_mask"] - tokens, 0)
         length["padding_mask"] = length["padding_mask"] - skip["padding_mask"]
-    keep.drop(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
+    keep.drop(np.any([length[role] != tokens for role in lists], axis=0), UNEQUAL, detail=lengths_text)
     keep.drop(tokens == 0, "no tokens")
     rows = keep.rows()
     flat = FlatRows(tokens[rows], {role: _entries(lists[role], skip[role], rows) for role in lists})

@@ -5,10 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detect_layout, layout_of_framework
+from trimtab.diagnosis.reading.layouts import (
+    LAYOUTS,
+    LOGP_COLUMNS,
+    ROLES,
+    TRIMTAB,
+    Layout,
+    detect_layout,
+    layout_of_framework,
+)
 from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.torch_table import TorchTable
 from trimtab.errors import TrimtabError, did_you_mean
@@ -34,7 +42,8 @@ class Resolved:
 
     columns: names by role, in every file. anchor: proximal or current, empty without either. missing: absent columns,
     with the analysis that each would allow. checked: files known to have these columns. numbered: whether the step is
-    the number in the name of each file. grouped: whether responses to the same prompt tokens form a group.
+    the number in the name of each file. grouped: whether responses to the same prompt tokens form a group. left_out:
+    files that hold no log-probs.
     """
 
     framework: str
@@ -46,6 +55,7 @@ class Resolved:
     checked: frozenset[Path]
     numbered: bool = False
     grouped: bool = False
+    left_out: frozenset[Path] = frozenset()
 
     @property
     def roles(self) -> frozenset[str]:
@@ -54,14 +64,27 @@ class Resolved:
         return frozenset(self.columns) | {role for role, known in found.items() if known}
 
 
-def resolve(tables: Sequence[Table], framework: str | Layout | None, given: Mapping[str, str]) -> Resolved:
-    """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected."""
+def resolve(
+    tables: Sequence[Table], framework: str | Layout | None, given: Mapping[str, str], found: frozenset[Path]
+) -> Resolved:
+    """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected.
+
+    found: the files that were found in folders. One of these without any log-probs is left out, if another has some.
+    """
     for role in given:
         if role not in ROLES:
             raise TrimtabError(f"--columns: no role {role!r}{did_you_mean(role, ROLES)}")
     scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
     if scanned:
-        return _resolve_names(scanned, framework, given)
+        logps = {*LOGP_COLUMNS, *given.values()}
+        other = [path for path, names in scanned.items() if path in found and not names & logps]
+        if not other or len(other) == len(scanned):
+            return _resolve_names(scanned, framework, given)
+        text = f"left out: {other[0]} holds no log-probs"
+        text += f" (nor do {len(other) - 1} more files)" if len(other) > 1 else ""
+        rest = {path: names for path, names in scanned.items() if path not in other}
+        resolved = _resolve_names(rest, framework, given)
+        return replace(resolved, findings=(*resolved.findings, text), left_out=frozenset(other))
     fault: TrimtabError | None = None
     for table in tables:
         try:

@@ -1,4 +1,4 @@
-"""Reads CSV: one response per row, lists as `[-0.1, -0.2]` in one cell."""
+"""Reads CSV: one response per row, a list as `[-0.1, -0.2]` or `[-0.1 -0.2]` in one cell."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trimtab.diagnosis.reading.cells import WORDS, number, number_list
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.row_blocks import Rows
 from trimtab.diagnosis.reading.text_files import LONGEST, opened
 from trimtab.errors import TrimtabError
-
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def csv_rows(path: Path, tally: ReadCounts) -> Rows:
@@ -40,38 +39,18 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
 def cell(text: str) -> Any:
     """Parses a cell: a list, an object, a number, None for an empty one, or text."""
     text = text.strip()
-    if text.startswith("[") and text.endswith("]"):
-        return _list(text)
+    if (numbers := number_list(text)) is not None:
+        return numbers
     if text.startswith("{"):
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             return text
-    return _scalar(text)
-
-
-def _list(text: str) -> Any:
-    """Parses numbers, booleans and nulls as written by JSON or Python; other text stays text."""
-    parts = text[1:-1].split(",")
-    if parts == [""] or parts[0].isspace():
-        return []
-    try:
-        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _number(word) for part in parts]
-    except ValueError:
-        return text
-
-
-def _number(text: str) -> int | float:
-    """Parses a number; token ids stay integers."""
-    return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
-
-
-def _scalar(text: str) -> Any:
     if not text:
         return None
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
     try:
-        return _number(text)
+        return number(text)
     except ValueError:
         return text

@@ -208,6 +208,7 @@ NEMO_RL = Layout(
     step_in_name=r"^train_data_step(\d+)\.jsonl",
 )
 LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL, NEMO_RL)}
+LOGP_COLUMNS = {name for layout in LAYOUTS.values() for role in LOGPS for name in layout.columns.get(role, ())}
 
 
 def layout_of_framework(framework: str) -> Layout:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.diagnosis.reading.assemble import assemble
+from trimtab.diagnosis.reading.cells import WANTED
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
 from trimtab.diagnosis.reading.ragged import RowBlock, Table
-from trimtab.diagnosis.reading.read_counts import ONE_NUMBER, ReadCounts
+from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
@@ -56,7 +57,15 @@ class LogSource:
             odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
             advice = "(a column that is not needed is left out with --columns NAME=)"
-            if counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
+            if any(reason.endswith(NO_LIST) for reason in counts.dropped):
+                advice = WANTED
+            elif UNEQUAL in counts.dropped:
+                advice = (
+                    "(wanted in each row: one value per token of the response in every list; where one begins with the "
+                    "prompt, cut it there, or name a column of the prompt's ids or length: --columns "
+                    "prompt_length=COLUMN; a list that is not needed is left out with --columns NAME=)"
+                )
+            elif counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
                 advice = (
                     "and a row is read as a response, not as a token: join the tokens of each response to one row of "
                     'lists, as "[-0.1, -0.2]"'
@@ -159,7 +168,9 @@ def open_log(
             tables.append(table)
     if not tables:
         raise TrimtabError(f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty")
-    return LogSource(tables, resolve(tables, framework, columns or {}), counts)
+    found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
+    resolved = resolve(tables, framework, columns or {}, found)
+    return LogSource([table for table in tables if table.path not in resolved.left_out], resolved, counts)
 
 
 def _files_text(tables: Sequence[Table]) -> str:

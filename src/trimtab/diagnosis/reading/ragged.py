@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from trimtab.diagnosis.reading.cells import array_of, as_list
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 ABSENT, WRONG, SINGLE = 1, 2, 3
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 _NUMBERS = "fiub"
+Column = Any
+"""A column of a file: an arrow array, or one Python value or numpy array per row."""
 
 
 @dataclass(frozen=True, eq=False)
 class ListColumn:
     """One list of numbers per row, concatenated in `values`; `lengths` int64 (rows,), 0 where the row has a fault.
 
-    fault: int8 (rows,), 0, ABSENT (no list), WRONG (not a list of numbers) or SINGLE (one number).
+    fault: int8 (rows,), 0, ABSENT (no list), WRONG (not a list of numbers) or SINGLE (one number). cells: what the rows
+    hold, where some may be WRONG.
     """
 
     values: np.ndarray
     lengths: np.ndarray
     fault: np.ndarray
+    cells: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,30 +49,21 @@ class RowBlock:
     numbers: Sequence[int]
 
 
-C = TypeVar("C")
-
-
-def build_block(
-    columns: Mapping[str, C],
-    numbers: Sequence[int],
-    *,
-    is_list: Callable[[C], bool],
-    lists: Callable[[C], ListColumn],
-    scalars: Callable[[C], Sequence[Any] | np.ndarray],
-    fields: Callable[[C], Mapping[str, Sequence[Any] | np.ndarray]],
-) -> RowBlock:
-    """Returns a block from the columns of a file by role and the functions that convert a column of its format."""
+def build_block(columns: Mapping[str, Column], numbers: Sequence[int]) -> RowBlock:
+    """Returns a block from the columns of a file by role."""
     result, single = {}, {}
-    for role, column in columns.items():
+    for role, given in columns.items():
         if role == "sampling":
-            single |= fields(column)
-        elif is_list(column) if role in EITHER_SHAPE else role in TOKEN_ROLES:
-            result[role] = lists(column)
-        elif role == "prompt_length" and is_list(column):  # the prompt's tokens
-            prompts = lists(column)
+            single |= _fields(given)
+            continue
+        column = _readable(given) if role in (*TOKEN_ROLES, *EITHER_SHAPE, "prompt_length") else given
+        if _has_lists(column) if role in EITHER_SHAPE else role in TOKEN_ROLES:
+            result[role] = _lists(column)
+        elif role == "prompt_length" and _has_lists(column):  # the prompt's tokens
+            prompts = _lists(column)
             single[role] = np.where(prompts.fault == 0, prompts.lengths, np.nan)
         else:
-            single[role] = scalars(column)
+            single[role] = _scalars(column)
     return RowBlock(len(numbers), result, single, numbers)
 
 
@@ -88,90 +83,64 @@ def _number(value: Any) -> float:
     return float("nan")
 
 
-def is_arrow_list(array: pa.Array) -> bool:
+def _readable(column: Column) -> Column:
+    """Returns a column of numbers or of lists of numbers; as Python values where arrow holds neither."""
+    if isinstance(column, pa.Array):
+        if _is_number(column.type.value_type if _is_arrow_list(column) else column.type):
+            return column
+        column = column.to_pylist()
+    return [as_list(cell) for cell in column]
+
+
+def _has_lists(column: Column) -> bool:
+    if isinstance(column, pa.Array):
+        return _is_arrow_list(column)
+    return any(isinstance(cell, list | np.ndarray) for cell in column)
+
+
+def _is_arrow_list(array: pa.Array) -> bool:
     kind = array.type
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def arrow_lists(array: pa.Array) -> ListColumn:
-    """Returns the lists of an arrow column of any type."""
-    kind, rows = array.type, len(array)
-    if not is_arrow_list(array):
-        fault = ABSENT if pa.types.is_null(kind) else SINGLE if _is_number(kind) else WRONG
+def _lists(column: Column) -> ListColumn:
+    """Returns the lists of a column that is readable."""
+    rows = len(column)
+    if not isinstance(column, pa.Array):
+        arrays = [array_of(cell) for cell in column]
+        lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
+        present = [array for array in arrays if array is not None]
+        fault = np.array(
+            [0 if a is not None else _fault(cell) for a, cell in zip(arrays, column, strict=True)], np.int8
+        )
+        return ListColumn(np.concatenate(present) if present else np.empty(0), lengths, fault, column)
+    if not _is_arrow_list(column):
+        fault = ABSENT if pa.types.is_null(column.type) else SINGLE
         return ListColumn(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
-    fault = np.where(array.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
-    if not _is_number(kind.value_type):
-        return ListColumn(np.empty(0), np.zeros(rows, np.int64), np.where(fault, fault, WRONG).astype(np.int8))
-    lengths = (
-        pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    )
-    return ListColumn(_flat(array.flatten()), lengths, fault)
+    fault = np.where(column.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
+    lengths = pc.fill_null(pc.call_function("list_value_length", [column]), 0).to_numpy(zero_copy_only=False)
+    return ListColumn(_flat(column.flatten()), lengths.astype(np.int64), fault)
 
 
-def arrow_scalars(array: pa.Array) -> Sequence[Any] | np.ndarray:
-    """Returns one value per row of an arrow column of any type."""
-    return _flat(array) if _is_number(array.type) else array.to_pylist()
+def _fault(cell: Any) -> int:
+    return ABSENT if cell is None else SINGLE if isinstance(cell, int | float) else WRONG
 
 
-def arrow_fields(array: pa.Array) -> dict[str, Sequence[Any] | np.ndarray]:
-    """Returns the sampling parameters of a struct column; empty for another type."""
-    if not pa.types.is_struct(array.type):
+def _scalars(column: Column) -> Sequence[Any] | np.ndarray:
+    """Returns one value per row."""
+    if isinstance(column, pa.Array):
+        return _flat(column) if _is_number(column.type) else column.to_pylist()
+    return [None if isinstance(value, np.ndarray) else value for value in column]
+
+
+def _fields(column: Column) -> dict[str, Sequence[Any] | np.ndarray]:
+    """Returns the sampling parameters of a struct column or of one dictionary per row; empty for another type."""
+    if not isinstance(column, pa.Array):
+        return {name: [row.get(name) if isinstance(row, dict) else None for row in column] for name in SAMPLING}
+    if not pa.types.is_struct(column.type):
         return {}
-    present = [array.type.field(index).name for index in range(array.type.num_fields)]
-    return {name: arrow_scalars(array.field(name)) for name in SAMPLING if name in present}
-
-
-def python_lists(rows: Sequence[Any]) -> ListColumn:
-    """Returns the lists of Python values; None in a list of numbers becomes NaN."""
-    fault = np.array([_fault(row) for row in rows], np.int8)
-    values = _concatenate([row for row, bad in zip(rows, fault, strict=True) if not bad])
-    if values is None:  # some value is not a number: convert each row separately
-        arrays = [_concatenate([row]) if not bad else None for row, bad in zip(rows, fault, strict=True)]
-        fault = np.array([bad or (WRONG if a is None else 0) for a, bad in zip(arrays, fault, strict=True)], np.int8)
-        return _from_arrays(arrays, fault)
-    lengths = np.array([0 if bad else len(row) for row, bad in zip(rows, fault, strict=True)], np.int64)
-    return ListColumn(values, lengths, fault)
-
-
-def _fault(row: Any) -> int:
-    if isinstance(row, list):
-        return 0
-    return ABSENT if row is None else SINGLE if isinstance(row, int | float) else WRONG
-
-
-def array_lists(rows: Sequence[np.ndarray | None]) -> ListColumn:
-    """Returns lists given as arrays; an array of more dimensions or not of numbers is WRONG."""
-    usable = [row if row is not None and row.ndim == 1 and row.dtype.kind in _NUMBERS else None for row in rows]
-    faults = [ABSENT if row is None else WRONG if ok is None else 0 for row, ok in zip(rows, usable, strict=True)]
-    return _from_arrays(usable, np.array(faults, np.int8))
-
-
-def python_fields(rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Returns the sampling parameters of one dictionary per row."""
-    return {name: [row.get(name) if isinstance(row, dict) else None for row in rows] for name in SAMPLING}
-
-
-def _from_arrays(arrays: Sequence[np.ndarray | None], fault: np.ndarray) -> ListColumn:
-    lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
-    present = [array for array in arrays if array is not None]
-    return ListColumn(np.concatenate(present) if present else np.empty(0), lengths, fault)
-
-
-def _concatenate(rows: list[list[Any]]) -> np.ndarray | None:
-    """Returns all numbers of the rows in one array, None read as NaN; None if some value is not a number."""
-    flat = list(chain.from_iterable(rows))
-    try:
-        values = np.array(flat)
-    except ValueError:  # lists within
-        return None
-    if not flat or values.dtype.kind in _NUMBERS:
-        return values if values.ndim == 1 else None
-    if values.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in flat):
-        try:
-            return np.array(flat, dtype=np.float64)
-        except OverflowError:  # an integer of more than 308 digits
-            return None
-    return None
+    present = [column.type.field(index).name for index in range(column.type.num_fields)]
+    return {name: _scalars(column.field(name)) for name in SAMPLING if name in present}
 
 
 def _is_number(kind: pa.DataType) -> bool:

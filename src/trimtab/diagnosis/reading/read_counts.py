@@ -9,7 +9,8 @@ from pathlib import Path
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
-ONE_NUMBER = "not a list of numbers but one number"
+NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
+UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
 
 
@@ -43,12 +44,12 @@ class ReadCounts:
     groups: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
-    def drop(self, reason: str, count: int = 1, row: int | None = None) -> None:
-        """Counts dropped responses; `row`: number of the first of them in the current file."""
+    def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
+        """Counts dropped responses; `row`, `detail`: number of the first one in the current file, and its values."""
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:
-                self.first.setdefault(reason, f"row {row} of {self.file.name}")
+                self.first.setdefault(reason, f"row {row} of {self.file.name}{detail and f': {detail}'}")
 
     def reasons(self, most: int) -> str:
         """Lists the most common reasons, each with the first row dropped for it."""

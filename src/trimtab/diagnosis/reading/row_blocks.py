@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.reading.ragged import RowBlock, build_block, python_fields, python_lists
+from trimtab.diagnosis.reading.cells import as_list
+from trimtab.diagnosis.reading.ragged import RowBlock, build_block
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -39,11 +40,14 @@ class RowTable:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         number = size = 0
+        behavior_name = columns["logp_behavior"]
         for number, whole in self._read(self.path, tally):
-            row = _without_batch({name: whole.get(name) for name in columns.values()}, columns["logp_behavior"])
+            row = {name: whole.get(name) for name in columns.values()}
+            row[behavior_name] = as_list(row[behavior_name])
+            row = _without_batch(row, behavior_name)
             rows.append(row)
             numbers.append(number)
-            behavior = row[columns["logp_behavior"]]
+            behavior = row[behavior_name]
             size += len(behavior) if isinstance(behavior, list) else 1
             if size >= tokens:
                 yield _block(rows, columns, numbers)
@@ -63,11 +67,4 @@ def _without_batch(row: dict[str, Any], behavior: str) -> dict[str, Any]:
 
 
 def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> RowBlock:
-    return build_block(
-        {role: [row[name] for row in rows] for role, name in columns.items()},
-        numbers,
-        is_list=lambda values: any(isinstance(value, list) for value in values),
-        lists=python_lists,
-        scalars=list,
-        fields=python_fields,
-    )
+    return build_block({role: [row[name] for row in rows] for role, name in columns.items()}, numbers)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trimtab.diagnosis.reading.csv_table import csv_rows
 from trimtab.diagnosis.reading.jsonl_table import json_array, json_lines
-from trimtab.diagnosis.reading.parquet_table import ParquetTable
+from trimtab.diagnosis.reading.parquet_table import ArrowTable, ParquetTable
 from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.row_blocks import RowTable
 from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
@@ -17,16 +17,19 @@ from trimtab.diagnosis.reading.torch_table import TorchTable
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import regular_file
 
-_FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
-"""Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
+_FOLDERS = ("trajectories", "token_exports", "train_data", "completions", "tokens")
+"""Folders in which runs of Trimtab, prime-rl, Miles, TRL and verl (docs/frameworks.md) store their tokens."""
+_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""What `save_to_disk` of the library datasets writes beside its arrow files."""
 ALARM_FILE = "ALARM.json"
 """The file that `trimtab diagnose --watch` writes into the folder of the data."""
 _NEMO_RL = "train_data_step"
 """How the files of NeMo-RL's training data begin."""
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
+_ARROW = (".arrow", ".feather")
 _CSV, _GZIP = (".csv",), ".gz"
-_READABLE = _PARQUET + _JSONL + _TORCH
-_KINDS = "a parquet, a JSON, a CSV nor a torch file"
+_READABLE = _PARQUET + _JSONL + _TORCH + _ARROW
+_KINDS = "a parquet, an arrow, a JSON, a CSV nor a torch file"
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -53,11 +56,13 @@ def _of_folder(folder: Path) -> list[Path]:
     ]
     # NeMo-RL writes them beside tables of its evaluations, which hold no log-probs.
     items = [item for item in items if item.name.startswith(_NEMO_RL)] or items
+    if any(_suffix(item) in _ARROW for item in items):
+        items = [item for item in items if item.name not in _DATASETS]
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
     for suffixes in (_READABLE, _CSV):
         if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:
             return sorted(files, key=_by_number)
-    raise TrimtabError(f"{folder} holds no parquet, JSONL, CSV or torch file")
+    raise TrimtabError(f"{folder} holds no parquet, arrow, JSONL, CSV or torch file")
 
 
 def _suffix(path: Path) -> str:
@@ -89,6 +94,8 @@ def open_table(path: Path) -> Table | None:
             raise TrimtabError(f"{path} is compressed: unpack it first")
     elif head.startswith(b"PAR1") or suffix in _PARQUET:
         return ParquetTable(path)
+    elif suffix in _ARROW or head.startswith(b"ARROW1"):
+        return ArrowTable(path)
     elif suffix in (".npz", ".npy") or head.startswith(b"\x93NUMPY"):
         raise TrimtabError(
             f"{path} holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL file with one "

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.ragged import RowBlock, array_lists, build_block, python_fields
+from trimtab.diagnosis.reading.cells import array_of
+from trimtab.diagnosis.reading.ragged import RowBlock, build_block
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
@@ -45,14 +46,8 @@ class TorchTable:
         if "weight_version" in columns.values():
             tally.several_versions |= any(len(set(versions)) > 1 for versions in table["weight_versions"])
         for start, end in _ranges(behavior, tokens):
-            yield build_block(
-                {role: table[name][start:end] for role, name in columns.items()},
-                range(start + 1, end + 1),
-                is_list=lambda values: any(array is not None and array.ndim > 0 for array in map(_array, values)),
-                lists=lambda values: array_lists([_array(value) for value in values]),
-                scalars=lambda values: [_plain(value) for value in values],
-                fields=python_fields,
-            )
+            part = {role: [_cell(value) for value in table[name][start:end]] for role, name in columns.items()}
+            yield build_block(part, range(start + 1, end + 1))
 
 
 def _columns(path: Path) -> dict[str, Sequence[Any]]:
@@ -141,9 +136,9 @@ def _add_prompts(table: dict[str, Sequence[Any]]) -> None:
         return
     keys: list[bytes | None] = []
     for tokens, length in zip(table["tokens"], table[name], strict=True):
-        ids = _array(tokens)
-        known = ids is not None and isinstance(_plain(length), int)
-        keys.append(ids[: max(0, len(ids) - _plain(length))].tobytes() if known and ids is not None else None)
+        ids, count = array_of(_cell(tokens)), _cell(length)
+        known = ids is not None and isinstance(count, int)
+        keys.append(ids[: max(0, len(ids) - count)].tobytes() if known and ids is not None else None)
     table["prompt_key"] = keys
 
 
@@ -166,22 +161,9 @@ def _ranges(behavior: Sequence[Any], tokens: int) -> Iterator[tuple[int, int]]:
         yield start, len(behavior)
 
 
-def _array(value: Any) -> np.ndarray | None:
-    """Converts a tensor, array or list to an array; None stays None. Other values get a dtype that is not numeric."""
-    if value is None or isinstance(value, np.ndarray):
-        return value
+def _cell(value: Any) -> Any:
+    """Converts a tensor to an array, and a tensor or array without dimensions to a number."""
     if hasattr(value, "detach"):
         tensor = value.detach()
-        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-    try:
-        return np.array(value)
-    except ValueError:
-        return np.array(None, dtype=object)
-
-
-def _plain(value: Any) -> Any:
-    """Converts a scalar tensor or array to a plain value; returns None for one with dimensions."""
-    dimensions = getattr(value, "ndim", None)
-    if dimensions is None:
-        return value
-    return value.item() if dimensions == 0 else None
+        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value

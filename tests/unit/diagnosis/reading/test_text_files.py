@@ -108,8 +108,8 @@ def test_rows_left_out_are_named(tmp_path: Path) -> None:
     }
     assert set(origin.findings) == {
         "left out: logp_behavior is not a list of numbers but one number, first in row 2 of a.csv",
-        "left out: logp_behavior is not a list of numbers, first in row 5 of a.csv",
-        "left out: lists of different lengths, first in row 3 of a.csv",
+        "left out: logp_behavior is not a list of numbers, first in row 5 of a.csv: '[a, b]'",
+        "left out: lists of different lengths, first in row 3 of a.csv: logp_behavior 2, logp_proximal 1",
         "left out: not as many cells as the header, first in row 4 of a.csv",
     }
 
@@ -119,7 +119,7 @@ def test_an_error_names_row_and_column(tmp_path: Path, name: str) -> None:
     bad = [row(([-1.0], -2.0), sampling={}), row(None, sampling={})]
     (tmp_path / name).write_bytes(WRITTEN[name](bad))
     message = refused(tmp_path / name)
-    assert f"1 x logp_behavior is not a list of numbers (first: row 1 of {name})" in message
+    assert f"1 x logp_behavior is not a list of numbers (first: row 1 of {name}: [[-1.0], -2.0])" in message
     assert f"1 x no logp_behavior (first: row 2 of {name})" in message
 
 

@@ -1,0 +1,103 @@
+"""Reads one cell of a per-token column: a list, the text of one, or the log-prob records of a server."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import reprlib
+from typing import Any
+
+import numpy as np
+
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+WANTED = (
+    "(wanted in each row: a list such as [-0.1, -0.2], the same as text, or a list of records with token and logprob)"
+)
+_ARRAY = re.compile(r"(?:np\.)?(?:array|tensor)\((\[.*\])(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
+_SCALAR = re.compile(r"np\.float\d+\(([^()]*)\)")
+_SERVER_LISTS = ("content", "token_logprobs", "output_token_logprobs")
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 60
+_SHOWN.maxlist = _SHOWN.maxdict = 3
+
+
+def as_list(cell: Any) -> Any:
+    """Returns the list that a cell holds, as a list of numbers where it can be read as one; other cells unchanged.
+
+    Text is a list as written by JSON, Python or numpy. A record is `{"token", "logprob"}` as OpenAI's servers write it,
+    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in an object.
+    """
+    value = _parse(cell.strip()) if isinstance(cell, str) else cell
+    if isinstance(value, dict):
+        value = next((value[name] for name in _SERVER_LISTS if isinstance(value.get(name), list)), value)
+    if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
+        value = [_logprob(item) for item in value]
+    return value if isinstance(value, list) else cell
+
+
+def number_list(text: str) -> list[Any] | None:
+    """Returns numbers, booleans and nulls as written by JSON, Python or numpy; None for other text."""
+    if match := _ARRAY.fullmatch(text):
+        text = match[1]
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    inner = _SCALAR.sub(r"\1", text[1:-1]).strip()
+    parts = inner.split("," if "," in inner else None)
+    try:
+        return [WORDS[word] if (word := part.strip().lower()) in WORDS else number(word) for part in parts]
+    except ValueError:
+        return None
+
+
+def number(text: str) -> int | float:
+    """Parses a number; token ids stay integers."""
+    return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
+
+
+def array_of(cell: Any) -> np.ndarray | None:
+    """Returns the numbers of a list or array, None among them as NaN; None for anything else."""
+    if not isinstance(cell, list | np.ndarray):
+        return None
+    try:
+        values = np.asarray(cell)
+        if values.dtype.kind == "O" and all(item is None or isinstance(item, int | float) for item in values.flat):
+            values = values.astype(np.float64)
+    except (ValueError, OverflowError):  # lists of different lengths within; an integer of more than 308 digits
+        return None
+    return values if values.ndim == 1 and values.dtype.kind in "fiub" else None
+
+
+def shown(cell: Any) -> str:
+    """Returns a cell in short, for a message."""
+    return _SHOWN.repr(cell)
+
+
+def _parse(text: str) -> Any:
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if not text.startswith(("[", "{")):
+        return text
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
+            continue
+    return text
+
+
+def _logprob(item: Any) -> Any:
+    """Returns the log-prob of one record, or the item if it is not a record."""
+    if isinstance(item, dict):
+        if "logprob" in item:
+            return item["logprob"]
+        inner = next(iter(item.values())) if len(item) == 1 else None  # more entries do not tell which was sampled
+        return inner["logprob"] if isinstance(inner, dict) and "logprob" in inner else item
+    if (
+        isinstance(item, list | tuple)
+        and len(item) == 3
+        and isinstance(item[1], int)
+        and isinstance(item[2], str | None)
+    ):
+        return item[0]
+    return item
