@@ -1,0 +1,121 @@
+"""Cells of the zoo: a base, a fault, its strength, a number of tokens; and what was answered in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zoo.answers import NONE, REFUSED, Answer, answer
+from zoo.bases import Base
+from zoo.plants import NOTHING, PAIRS, SINGLE, Plant
+
+UNEXPLAINED = "unexplained"
+DOUBT = 0.5
+"""Confidence below which a wrong cause counts as doubt, where the right one is not known to the diagnosis."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One data set. seed: of the responses drawn and of what is planted. without: a cause left out of the diagnosis."""
+
+    base: Base
+    plant: Plant
+    level: int
+    tokens: int
+    seed: int = 0
+    without: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """accepted: first causes that count as right."""
+
+    cell: Cell
+    answer: Answer
+    accepted: frozenset[str]
+
+    @property
+    def right(self) -> bool:
+        if self.cell.without:
+            doubted = self.answer.confidence < DOUBT and self.answer.first not in (NONE, REFUSED)
+            return self.answer.first == UNEXPLAINED or doubted or self.answer.first in self.accepted
+        return self.answer.first in self.accepted
+
+    @property
+    def truth(self) -> str:
+        """The row of the confusion matrix."""
+        return (self.cell.base.noise or "clean") if self.cell.plant is NOTHING else self.cell.plant.cause
+
+
+def run(cell: Cell, file: Path) -> Result | None:
+    """Draws, plants and diagnoses; None where the base has no stream of that kind and strength."""
+    plant, base = cell.plant, cell.base
+    source = base.stream(plant.kind, cell.level)
+    if source is None:
+        return None
+    key = [cell.seed, cell.level, cell.tokens, *f"{base.name}/{plant.name}".encode()]
+    random = np.random.default_rng(key)
+    drawn = source.resampled(cell.tokens, random)
+    planted = plant.change(drawn, cell.level, random)
+    bare = not plant.columns and bool(random.integers(2))
+    given = answer(planted, file, bare=bare, without=(cell.without,) if cell.without else ())
+    return Result(cell, given, _accepted(cell, planted.k3) - {cell.without})
+
+
+def _accepted(cell: Cell, k3: float) -> frozenset[str]:
+    noise = cell.base.noise
+    if cell.plant is NOTHING:
+        return frozenset({noise} if noise else {NONE, "precision"})
+    plain = cell.base.stream("plain", 0)
+    outweighed = plain is not None and plain.k3 > 0.5 * k3
+    return cell.plant.accepted | ({noise} if noise and outweighed and not cell.plant.structural else set())
+
+
+def results(cells: Iterable[Cell], folder: Path) -> Iterator[Result]:
+    for cell in cells:
+        if (result := run(cell, folder / "cell.parquet")) is not None:
+            yield result
+
+
+def every_cell(
+    bases: Sequence[Base], plants: Sequence[Plant], sizes: Sequence[int], levels: Sequence[int], seeds: int
+) -> Iterator[Cell]:
+    for tokens in sizes:
+        for base in bases:
+            for plant in plants:
+                for level in levels:
+                    for seed in range(seeds):
+                        yield Cell(base, plant, level, tokens, seed)
+
+
+def grid(bases: Sequence[Base], *, full: bool) -> list[Cell]:
+    """Every fault on every base at every strength; without `full` few of the largest streams and one seed."""
+    plants = (*SINGLE, *PAIRS)
+    if full:
+        return list(every_cell(bases, plants, (600, 5_000, 200_000), (0, 1, 2), 2))
+    small = every_cell(bases, plants, (600, 5_000), (0, 1, 2), 1)
+    return [*small, *every_cell(bases[:1], SINGLE, (200_000,), (1,), 1)]
+
+
+def clean(bases: Sequence[Base], *, full: bool) -> list[Cell]:
+    """Data without a fault, many times."""
+    sizes = (600, 5_000, 200_000) if full else (600, 5_000)
+    return [
+        cell
+        for tokens in sizes
+        for cell in every_cell(bases, (NOTHING,), (tokens,), (0,), 3 if tokens > 5_000 else 50 if full else 10)
+    ]
+
+
+def left_out(bases: Sequence[Base], *, full: bool) -> list[Cell]:
+    """Every cell of a single fault at 5,000 tokens, with its cause unknown to the diagnosis."""
+    known = [plant for plant in SINGLE if plant.cause != UNEXPLAINED]
+    cells = every_cell(bases, known, (5_000,), (0, 1, 2) if full else (1,), 1)
+    noisy = [base for base in bases if base.noise]
+    return [
+        *(Cell(cell.base, cell.plant, cell.level, cell.tokens, 0, cell.plant.cause) for cell in cells),
+        *(Cell(base, NOTHING, 0, 5_000, seed, base.noise) for base in noisy for seed in range(3)),
+    ]
