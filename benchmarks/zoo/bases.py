@@ -32,6 +32,18 @@ class Base:
     def stream(self, kind: str, level: int) -> Stream | None:
         return self.source(kind, level)
 
+    def noises(self, drawn: Stream) -> frozenset[str]:
+        """The causes that describe the noise of responses drawn from this base.
+
+        A few tokens hold what routing adds, so that it is known only by scoring those responses under the sampler's
+        experts whether they make up most of k3 (routing), less than a third (precision), or something between (either).
+        """
+        if "replayed" not in drawn.tokens:
+            return frozenset({self.noise} if self.noise else ())
+        left = drawn.changed(trainer=drawn["replayed"]).k3 / drawn.k3
+        names = {"routing": left < 2 / 3, "precision": left > 1 / 3}
+        return frozenset(name for name, there in names.items() if there)
+
 
 def exact_bases() -> list[Base]:
     """Streams drawn from known distributions; noise of the trainer's logits: float32, bfloat16, four bits."""
@@ -43,7 +55,19 @@ def exact_bases() -> list[Base]:
     return [Base(name, noise, partial(synthetic, size)) for name, noise, size in sizes]
 
 
-NOISE: Mapping[str, str] = {}
+NOISE: Mapping[str, str] = {
+    "laboratory-float32": "",
+    "laboratory-bfloat16": "precision",
+    "laboratory-int4": "quantized",
+    "mixture-bfloat16": "routing",
+    "smollm2-float32": "",
+    "smollm2-bfloat16": "precision",
+    "smollm2-int8": "quantized",
+    "smollm2-int4": "quantized",
+    "smollm2-trained": "precision",
+    "vllm-bfloat16": "precision",
+}
+"""What remains between sampler and trainer, which is known from how each was run."""
 
 
 def measured_bases() -> list[Base]:

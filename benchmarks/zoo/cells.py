@@ -31,10 +31,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """accepted: first causes that count as right."""
+    """truth: the row of the confusion matrix. accepted: first causes that count as right."""
 
     cell: Cell
     answer: Answer
+    truth: str
     accepted: frozenset[str]
 
     @property
@@ -44,17 +45,12 @@ class Result:
             return self.answer.first == UNEXPLAINED or doubted or self.answer.first in self.accepted
         return self.answer.first in self.accepted
 
-    @property
-    def truth(self) -> str:
-        """The row of the confusion matrix."""
-        return (self.cell.base.noise or "clean") if self.cell.plant is NOTHING else self.cell.plant.cause
-
 
 def run(cell: Cell, file: Path) -> Result | None:
-    """Draws, plants and diagnoses; None where the base has no stream of that kind and strength."""
+    """Draws, plants and diagnoses; None where the base has no such stream or the stream lacks a column."""
     plant, base = cell.plant, cell.base
     source = base.stream(plant.kind, cell.level)
-    if source is None:
+    if source is None or not source.tokens.keys() >= plant.needs:
         return None
     key = [cell.seed, cell.level, cell.tokens, *f"{base.name}/{plant.name}".encode()]
     random = np.random.default_rng(key)
@@ -62,16 +58,14 @@ def run(cell: Cell, file: Path) -> Result | None:
     planted = plant.change(drawn, cell.level, random)
     bare = not plant.columns and bool(random.integers(2))
     given = answer(planted, file, bare=bare, without=(cell.without,) if cell.without else ())
-    return Result(cell, given, _accepted(cell, planted.k3) - {cell.without})
-
-
-def _accepted(cell: Cell, k3: float) -> frozenset[str]:
-    noise = cell.base.noise
-    if cell.plant is NOTHING:
-        return frozenset({noise} if noise else {NONE, "precision"})
-    plain = cell.base.stream("plain", 0)
-    outweighed = plain is not None and plain.k3 > 0.5 * k3
-    return cell.plant.accepted | ({noise} if noise and outweighed and not cell.plant.structural else set())
+    noises = base.noises(drawn)
+    if plant is NOTHING:
+        truth = min(noises, default="clean")
+        return Result(cell, given, truth, (noises or frozenset({NONE, "precision"})) - {cell.without})
+    # Streams of some kinds hold the fault already: what the noise makes up is then known from the plain stream.
+    alone = drawn if planted is not drawn else base.stream("plain", 0)
+    outweighed = not plant.structural and alone is not None and alone.k3 > 0.5 * planted.k3
+    return Result(cell, given, plant.cause, (plant.accepted | (noises if outweighed else set())) - {cell.without})
 
 
 def results(cells: Iterable[Cell], folder: Path) -> Iterator[Result]:

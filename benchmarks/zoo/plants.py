@@ -6,14 +6,16 @@ of the base is more than half of k3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from zoo.streams import Stream
+from zoo.synthetic import TEMPERATURES
 
 Change = Callable[[Stream, int, np.random.Generator], Stream]
+OTHER_TEMPERATURES = tuple(f"trainer@{temperature}" for temperature in TEMPERATURES)
 REFUSED = "refused"
 """Answer of a diagnosis that reads nothing and says why."""
 
@@ -23,7 +25,7 @@ class Plant:
     """A fault.
 
     name: cause and variant, "cause: variant". kind: of the stream that it needs. accepted: first causes that count as
-    right. columns: whether it shows only in columns beside the two log-probs.
+    right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Plant:
     accepted: frozenset[str]
     structural: bool = True
     columns: bool = False
+    needs: frozenset[str] = frozenset()
 
     @property
     def cause(self) -> str:
@@ -42,8 +45,17 @@ class Plant:
         return "+" in self.cause
 
 
-def _plant(name: str, kind: str, change: Change, *also: str, structural: bool = True, columns: bool = False) -> Plant:
-    return Plant(name, kind, change, frozenset({name.partition(":")[0], *also}), structural, columns)
+def _plant(
+    name: str,
+    kind: str,
+    change: Change,
+    *also: str,
+    structural: bool = True,
+    columns: bool = False,
+    needs: Iterable[str] = (),
+) -> Plant:
+    accepted = frozenset({name.partition(":")[0], *also})
+    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs))
 
 
 def _nothing(stream: Stream, _level: int, _random: np.random.Generator) -> Stream:
@@ -195,7 +207,7 @@ def _copied(stream: Stream, level: int, _random: np.random.Generator) -> Stream:
 
 
 def _other_temperature(stream: Stream, level: int, _random: np.random.Generator) -> Stream:
-    return stream.changed(trainer=stream[("trainer@0.9", "trainer@1.3", "trainer@0.7")[level]])
+    return stream.changed(trainer=stream[OTHER_TEMPERATURES[level]])
 
 
 def _non_finite(value: float, column: str) -> Change:
@@ -264,9 +276,9 @@ SINGLE = (
     _plant("retokenized: from a turn on", "turns", _shifted_from_turn),
     _plant("retokenized: other ids", "turns", _other_ids_at_turn),
     _plant("log-base", "plain", _log_base),
-    _plant("wrong-token", "plain", _top_token),
+    _plant("wrong-token", "plain", _top_token, needs=("top",)),
     _plant("copied", "plain", _copied),
-    _plant("temperature", "plain", _other_temperature, structural=False),
+    _plant("temperature", "plain", _other_temperature, structural=False, needs=OTHER_TEMPERATURES),
     _plant("raw-logprobs: temperature", "cold", _column("behavior", "raw"), structural=False),
     _plant("raw-logprobs: top-p", "cut", _column("behavior", "raw"), structural=False),
     _plant("truncated-sampling", "cut", _column("trainer", "trainer_raw"), structural=False),
@@ -303,6 +315,7 @@ def _together(first: str, second: str) -> Plant:
         one.accepted | two.accepted,
         one.structural or two.structural,
         one.columns or two.columns,
+        one.needs | two.needs,
     )
 
 

@@ -165,7 +165,7 @@ def _turns(layout: Layout, size: float, _level: int, random: np.random.Generator
     stream = draw(layout, noise(size), random)
     shown = -np.abs(random.normal(2, 2, len(stream)))
     columns = {name: np.where(observed, shown, stream[name]) for name in ("behavior", "trainer", "top")}
-    return stream.changed(**columns, mask=~observed, turn=turn)
+    return stream.changed(**columns, mask=~observed, turn=turn - observed)
 
 
 def _aged(layout: Layout, size: float, level: int, random: np.random.Generator) -> Stream:
