@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/zoo_bases.py vllm
 
 NAME is one of laboratory, drift, mixture, smollm2, settings, tools, trained, vllm; without one all but vllm are
-measured, in half an hour on one idle core. A stream is named by base, kind and strength, as `zoo.synthetic` names its own:
+measured, in half an hour on one idle core. A stream is named by base, kind and strength, as `zoo.synthetic` names its
+own:
 
 * plain: sampled at temperature 1; cold: at another; cut: with top-p; turns: with a tool and its results
 * aged: of weights some updates old, with their versions; steps: of weights that never arrive, while versions say so
@@ -281,14 +282,14 @@ def undelivered(training: Training, like: Any, sampler: str, spacing: int) -> St
     return joined(parts)
 
 
-@torch.no_grad()
 def measure_mixture() -> None:
     """A mixture of 16 experts of which one sees a token, sampled in bfloat16."""
     loaded = load(str(laboratory_folder(SWITCH)), dtype=torch.float32)
     drawn = draw(loaded, "bfloat16", NO_QUANTIZATION, 256, 8)
     real = drawn.batch.response_mask
-    free = score(loaded.model, drawn.batch).logp[real].double().numpy()
-    replayed = score(loaded.model, drawn.batch, routes=drawn.routes).logp[real].double().numpy()
+    with torch.no_grad():
+        free = score(loaded.model, drawn.batch).logp[real].double().numpy()
+        replayed = score(loaded.model, drawn.batch, routes=drawn.routes).logp[real].double().numpy()
     ids = drawn.batch.response_ids[real].numpy().astype(np.int32)
     tokens = {"ids": ids, "behavior": drawn.logp.numpy(), "trainer": free, "replayed": replayed}
     starts = np.append(0, np.cumsum(real.sum(-1).numpy()))

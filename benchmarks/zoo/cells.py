@@ -47,10 +47,10 @@ class Result:
 
 
 def run(cell: Cell, file: Path) -> Result | None:
-    """Draws, plants and diagnoses; None where the base has no such stream or the stream lacks a column."""
+    """Draws, plants and diagnoses; None where the base has no such stream or it lacks what the fault needs."""
     plant, base = cell.plant, cell.base
     source = base.stream(plant.kind, cell.level)
-    if source is None or not source.tokens.keys() >= plant.needs:
+    if source is None or not source.tokens.keys() >= plant.needs or cell.tokens < plant.least:
         return None
     key = [cell.seed, cell.level, cell.tokens, *f"{base.name}/{plant.name}".encode()]
     random = np.random.default_rng(key)
@@ -86,12 +86,15 @@ def every_cell(
 
 
 def grid(bases: Sequence[Base], *, full: bool) -> list[Cell]:
-    """Every fault on every base at every strength; without `full` few of the largest streams and one seed."""
-    plants = (*SINGLE, *PAIRS)
+    """Every fault on every base; without `full` at every strength only where it is alone and in 5,000 tokens."""
     if full:
-        return list(every_cell(bases, plants, (600, 5_000, 200_000), (0, 1, 2), 2))
-    small = every_cell(bases, plants, (600, 5_000), (0, 1, 2), 1)
-    return [*small, *every_cell(bases[:1], SINGLE, (200_000,), (1,), 1)]
+        return list(every_cell(bases, (*SINGLE, *PAIRS), (600, 5_000, 200_000), (0, 1, 2), 2))
+    return [
+        *every_cell(bases, SINGLE, (600,), (1,), 1),
+        *every_cell(bases, SINGLE, (5_000,), (0, 1, 2), 1),
+        *every_cell(bases, PAIRS, (5_000,), (1,), 1),
+        *every_cell(bases[:1], SINGLE, (200_000,), (1,), 1),
+    ]
 
 
 def clean(bases: Sequence[Base], *, full: bool) -> list[Cell]:

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from trimtab.types import Completion, Prompt, SamplingParams, TopTokens
 from zoo.bases import FOLDER
 from zoo.streams import Stream
-from zoo.synthetic import TEMPERATURES
+from zoo.synthetic import TRAINER_AT
 
 KEPT_BITS = 16
 """Bits of the mantissa that are saved where sampler and trainer differ by more than float32 arithmetic."""
@@ -118,7 +118,7 @@ def stream(
         if one.loss_mask is not None:
             columns["mask"], columns["turn"] = one.sampled, one.turn.astype(np.int32)
         if conditions:
-            columns |= {f"trainer@{t}": at(scores, response, t) for t in TEMPERATURES}
+            columns |= {name: at(scores, response, t) for name, t in TRAINER_AT.items()}
         if sampler is not None:
             columns["trainer_raw"] = at(scores, response)
     if sampler is not None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zoo.streams import Stream
-from zoo.synthetic import TEMPERATURES
+from zoo.synthetic import TRAINER_AT
 
 Change = Callable[[Stream, int, np.random.Generator], Stream]
-OTHER_TEMPERATURES = tuple(f"trainer@{temperature}" for temperature in TEMPERATURES)
 REFUSED = "refused"
 """Answer of a diagnosis that reads nothing and says why."""
 
@@ -25,7 +24,8 @@ class Plant:
     """A fault.
 
     name: cause and variant, "cause: variant". kind: of the stream that it needs. accepted: first causes that count as
-    right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream.
+    right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream. least:
+    fewest tokens in which it can show.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Plant:
     structural: bool = True
     columns: bool = False
     needs: frozenset[str] = frozenset()
+    least: int = 0
 
     @property
     def cause(self) -> str:
@@ -53,9 +54,10 @@ def _plant(
     structural: bool = True,
     columns: bool = False,
     needs: Iterable[str] = (),
+    least: int = 0,
 ) -> Plant:
     accepted = frozenset({name.partition(":")[0], *also})
-    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs))
+    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs), least)
 
 
 def _nothing(stream: Stream, _level: int, _random: np.random.Generator) -> Stream:
@@ -207,7 +209,7 @@ def _copied(stream: Stream, level: int, _random: np.random.Generator) -> Stream:
 
 
 def _other_temperature(stream: Stream, level: int, _random: np.random.Generator) -> Stream:
-    return stream.changed(trainer=stream[OTHER_TEMPERATURES[level]])
+    return stream.changed(trainer=stream[tuple(TRAINER_AT)[level]])
 
 
 def _non_finite(value: float, column: str) -> Change:
@@ -278,7 +280,7 @@ SINGLE = (
     _plant("log-base", "plain", _log_base),
     _plant("wrong-token", "plain", _top_token, needs=("top",)),
     _plant("copied", "plain", _copied),
-    _plant("temperature", "plain", _other_temperature, structural=False, needs=OTHER_TEMPERATURES),
+    _plant("temperature", "plain", _other_temperature, structural=False, needs=TRAINER_AT),
     _plant("raw-logprobs: temperature", "cold", _column("behavior", "raw"), structural=False),
     _plant("raw-logprobs: top-p", "cut", _column("behavior", "raw"), structural=False),
     _plant("truncated-sampling", "cut", _column("trainer", "trainer_raw"), structural=False),
@@ -290,13 +292,13 @@ SINGLE = (
     _plant("non-finite: null", "plain", _null_where_certain),
     _plant("routing", "routed", _nothing, structural=False),
     _plant("routing: prompts", "prompts", _nothing, "precision", structural=False, columns=True),
-    _plant("long-context: responses", "long", _nothing, structural=False),
+    _plant("long-context: responses", "long", _nothing, structural=False, least=50_000),
     _plant("long-context: prompts", "long-prompts", _nothing, structural=False, columns=True),
     _plant("unexplained: unrelated", "plain", _unrelated),
     _plant("unexplained: running sum", "plain", _running_sum),
     _plant("unexplained: per length", "plain", _per_length),
-    _plant("unexplained: negated", "plain", _negated, "placeholder"),
-    _plant("unexplained: probabilities", "plain", _probabilities, "placeholder"),
+    _plant("unexplained: negated", "plain", _negated, "placeholder", REFUSED),
+    _plant("unexplained: probabilities", "plain", _probabilities, "placeholder", REFUSED),
 )
 
 

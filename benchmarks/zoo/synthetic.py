@@ -14,9 +14,9 @@ import numpy as np
 
 from zoo.streams import Stream
 
-VOCABULARY, POOL, BLOCK = 80, 40_000, 10_000
-TEMPERATURES = (0.9, 1.3, 0.7)
-"""Temperatures of a trainer that differs from the sampler, weakest first."""
+VOCABULARY, POOL, BLOCK = 80, 15_000, 5_000
+TRAINER_AT = {"trainer@0.9": 0.9, "trainer@1.3": 1.3, "trainer@0.7": 0.7}
+"""Columns with a trainer at another temperature than the sampler, weakest first."""
 COLD, CUT = (0.9, 0.8, 0.65), (0.97, 0.9, 0.8)
 """Temperature and top-p of sampling other than plain, weakest first."""
 AGES, DRIFT = 4, (0.05, 0.15, 0.4)
@@ -69,19 +69,19 @@ def draw(
         other = change(logits, index, random)
         kept = _kept(logits / temperature, top_p)
         sampler = _log_softmax(np.where(kept, logits / temperature, -np.inf))
-        ids = (sampler + random.gumbel(size=sampler.shape)).argmax(-1)
+        mass = np.exp(sampler).cumsum(-1)
+        ids = (mass > random.random((len(index), 1)) * mass[:, -1:]).argmax(-1)
         at = (np.arange(len(index)), ids)
-        probability = np.exp(sampler)
         block = {
             "ids": ids,
             "behavior": sampler[at],
             "top": sampler.max(-1),
-            "entropy": -np.where(kept, probability * np.where(kept, sampler, 0), 0).sum(-1),
-            "raw": _log_softmax(logits)[at],
             "trainer": _log_softmax(np.where(kept, other / temperature, -np.inf))[at],
-            "trainer_raw": _log_softmax(other)[at],
-            **{f"trainer@{t}": _log_softmax(other / t)[at] for t in TEMPERATURES},
         }
+        if temperature != 1.0 or top_p != 1.0:
+            block |= {"raw": _log_softmax(logits)[at], "trainer_raw": _log_softmax(other)[at]}
+        else:
+            block |= {name: _log_softmax(other / t)[at] for name, t in TRAINER_AT.items()}
         for name, values in block.items():
             parts.setdefault(name, []).append(values)
     tokens = {name: np.concatenate(values) for name, values in parts.items()}
@@ -126,14 +126,18 @@ def drift(size: np.ndarray, rest: float) -> Change:
     return change
 
 
-@cache
 def synthetic(size: float, kind: str, level: int) -> Stream:
-    """Returns a stream of a base whose trainer has noise of `size` logits.
+    """Returns a stream of a base whose trainer has noise of `size` logits; made once.
 
     kind: plain, turns (with observations), cold (another temperature), cut (top-p), aged, steps (weights that never
     arrive), cached (a prefix cache that outlives weights), routed, prompts (errors that repeat for a prompt), long,
-    long-prompts. level: 0 to 2, its strength.
+    long-prompts. level: 0 to 2, its strength, which plain and turns do not have.
     """
+    return _made(size, kind, 0 if kind in ("plain", "turns") else level)
+
+
+@cache
+def _made(size: float, kind: str, level: int) -> Stream:
     random = np.random.default_rng([len(kind), level, int(1e6 * size)])
     if kind == "long":
         return _long(size, level, random)
@@ -211,5 +215,5 @@ def _long_prompts(layout: Layout, size: float, level: int, random: np.random.Gen
 
 def _long(size: float, level: int, random: np.random.Generator) -> Stream:
     """Responses of 1,400 to 2,600 tokens, noise in proportion to the depth."""
-    layout = Layout.of(random, tokens=100_000, shortest=1400, longest=2600)
+    layout = Layout.of(random, tokens=60_000, shortest=1400, longest=2600)
     return draw(layout, noise(np.hypot(size, LONG[level] * (0.1 + 0.9 * layout.position / 2600))), random)

@@ -116,7 +116,7 @@ def left_out(results: Sequence[Result]) -> str:
 
 
 def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Result]) -> str:
-    large = [result for result in found if result.cell.tokens >= LARGE]
+    large = [result for result in (*found, *clean) if result.cell.tokens >= LARGE]
     single = by([result for result in large if not result.cell.plant.pair], lambda result: result.truth)
     worst = min(single, key=lambda cause: share(single[cause]))
     answers = [*found, *clean]
