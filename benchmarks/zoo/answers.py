@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.measure import measure
-from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.pipeline import examine
 from trimtab.errors import TrimtabError
 from zoo.plants import REFUSED
 from zoo.streams import Stream
@@ -42,10 +40,5 @@ def answer(stream: Stream, file: Path, *, bare: bool = False, without: Collectio
 
 def _causes(file: Path, without: Collection[str]) -> list[Any]:
     """The causes of a file, most confident first; without trying presets, which takes most of the time."""
-    log = open_log([file], framework=None, columns={})
-    measured = measure(log.tables(), log.summary)
-    if not without:
-        return list(find_causes(measured))
-    if "without" in inspect.signature(find_causes).parameters:
-        return list(find_causes(measured, without=tuple(without)))  # pyright: ignore[reportCallIssue]
-    return [cause for cause in find_causes(measured) if cause.name not in without]
+    measured, _ = examine([file], None, {}, lambda _activity, _tokens: None, without)
+    return list(find_causes(measured, without))

@@ -140,7 +140,7 @@ PLANTS: dict[str, tuple[Callable[[Long], dict[str, Any]], set[str]]] = {
     "truncated": (truncated, {"truncated-sampling"}),
     "shifted": (shifted, {"misaligned"}),
     "turned": (turned, {"retokenized"}),
-    "jumps": (jumps, {"retokenized"}),
+    "jumps": (jumps, {"unexplained"}),  # in data of one turn
     "stale": (stale, {"stale"}),
     "stale where responses are long": (stale_and_longer, {"quantized", "precision"}),
 }
