@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import trimtab
 
-BATCH, TIME = 1024, 2048
+TIME = 2048
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -145,11 +145,10 @@ def peak_live_bytes(work: Callable[[], object]) -> int:
     return highest
 
 
-def resident_rise(side: str) -> int:
+def resident_rise(side: str, rows: int) -> int:
     """Bytes by which the resident high-water mark of a fresh process rises during one call (Linux)."""
-    shown = subprocess.run(
-        [sys.executable, __file__, "--resident", side], capture_output=True, text=True, check=True
-    ).stdout
+    command = [sys.executable, __file__, "--resident", side, "--rows", str(rows)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return json.loads(shown.splitlines()[-1])
 
 
@@ -158,10 +157,10 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def _print_resident_rise(side: str) -> None:
+def _print_resident_rise(side: str, rows: int) -> None:
     work = {"ours": alone, "verl": _verl_side}[side]
     work(*make_batch(8, 64))  # imports and first-call costs are not the batch's
-    batch = make_batch(BATCH, TIME)
+    batch = make_batch(rows, TIME)
     ctypes.CDLL(None).malloc_trim(0)  # what making the batch left in the heap would hide what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
     before = _status("VmRSS")
@@ -176,6 +175,7 @@ def _verl_side(proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tenso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--resident", choices=["ours", "verl"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
@@ -183,14 +183,15 @@ def main() -> None:
     except ImportError:
         raise SystemExit("verl is not installed here: `make bench-install` makes an environment that has it") from None
     if arguments.resident:
-        _print_resident_rise(arguments.resident)
+        _print_resident_rise(arguments.resident, arguments.rows)
         return
 
-    batch = make_batch(BATCH, TIME)
+    batch = make_batch(arguments.rows, TIME)
     proximal, behavior, mask = batch
     as_float = (proximal, behavior, mask.float())  # what verl is fastest with
     tensor = proximal.nbytes
-    print(f"batch ({BATCH}, {TIME}) float32, {mask.float().mean():.0%} trained, {torch.get_num_threads()} threads")
+    trained = f"{mask.float().mean():.0%} trained"
+    print(f"batch ({arguments.rows}, {TIME}) float32, {trained}, {torch.get_num_threads()} threads")
 
     mine, theirs, correct, floor = interleaved(
         arguments.rounds, lambda: ours(*batch), lambda: verls(*as_float), lambda: alone(*batch), lambda: bare(*batch)
@@ -205,9 +206,10 @@ def main() -> None:
     live = peak_live_bytes(lambda: alone(*batch)) / tensor
     live_verl = peak_live_bytes(lambda: verls(*as_float)) / tensor
     print(f"memory    ours {live:.2f} tensors  verl {live_verl:.2f}   (peak live bytes; target <= 4)")
-    print(f"resident  ours {resident_rise('ours') / tensor:.2f} tensors  verl {resident_rise('verl') / tensor:.2f}")
+    rises = {side: resident_rise(side, arguments.rows) / tensor for side in ("ours", "verl")}
+    print(f"resident  ours {rises['ours']:.2f} tensors  verl {rises['verl']:.2f}")
 
-    parts = [make_batch(rows, TIME) for rows in (BATCH, BATCH // 2, BATCH // 4)]
+    parts = [make_batch(rows, TIME) for rows in (arguments.rows // part for part in (1, 2, 4))]
     times = interleaved(arguments.rounds, *(lambda part=part: alone(*part) for part in parts))
     whole, half, quarter = (statistics.median(column) for column in times)
     print(f"linear    half the rows {half / whole:.2f}, a quarter {quarter / whole:.2f} of the time (ideal 0.50, 0.25)")

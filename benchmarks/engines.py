@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from generation import SAMPLES, make_prompts
+from generation import SAMPLES, case, make_prompts
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -57,7 +58,7 @@ def main() -> None:
         }
         try:
             publications(engines, loaded.model, options.rounds)
-            for rows, tokens in CASES:
+            for rows, tokens in options.cases:
                 prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
                 sampling = SamplingParams(max_tokens=tokens, ignore_stop=True)
                 runs = {

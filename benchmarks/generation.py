@@ -1,6 +1,6 @@
 """Tokens per second of the embedded engine against `transformers.generate`, interleaved in one run.
 
-    python benchmarks/generation.py [--threads 2] [--rounds 5]
+    python benchmarks/generation.py [--threads 2] [--rounds 5] [--cases 32x48]
 
 Both sample at temperature 1 from the same bfloat16 weights and prompts, 8 samples each, with forced length.
 `generate` gets its best setting: SDPA attention, inference mode, no logits processor, no log-probs or scores
@@ -33,15 +33,22 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=torch.bfloat16)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
-    for rows, tokens in CASES:
+    for rows, tokens in options.cases:
         prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
         contenders = contest(engine, loaded.model, prompts, tokens)
         seconds = measure(contenders, options.rounds)
         report(rows, tokens, prompts, seconds)
+
+
+def case(text: str) -> tuple[int, int]:
+    """Rows and tokens of `32x48`."""
+    rows, tokens = map(int, text.split("x"))
+    return rows, tokens
 
 
 def make_prompts(tokenizer: Any, count: int) -> list[Prompt]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from generation import SAMPLES, make_prompts
+from generation import SAMPLES, case, make_prompts
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
@@ -60,12 +60,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
     parser.add_argument("--processor", action="store_true", help="processor time: for a machine that is not idle")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.processor else time.perf_counter
     sides = {name: Side(options.model, name) for name in ("native", "invariant")}
-    for rows, tokens in CASES:
+    for rows, tokens in options.cases:
         prompts = make_prompts(sides["native"].tokenizer, rows // SAMPLES)
         report(rows, tokens, *measure(sides, prompts, tokens, options.rounds, clock))
 

@@ -1,6 +1,6 @@
 """What invariant numerics take for granted of PyTorch on this machine: which sizes change the bits of a number.
 
-    .venv/bin/python benchmarks/invariant_rows.py [--threads 1 2] [--seed 0]
+    .venv/bin/python benchmarks/invariant_rows.py [--threads 1 2] [--seed 0] [--checks rows sums]
 
 Every line computes the same numbers among few and among many others, in one place and in another, and names the sizes
 at which a bit differs. Lines marked `yes` are what `trimtab/models/invariant` is built on: none may name a size. The
@@ -80,6 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    checks = {check.__name__: check for check in (rows, columns, attention, elementwise, sums)}
+    parser.add_argument("--checks", nargs="+", choices=list(checks), default=list(checks))
     options = parser.parse_args()
     onednn = "with" if torch.backends.mkldnn.is_available() else "without"
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {onednn} oneDNN")
@@ -88,8 +90,8 @@ def main() -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(options.seed)
         print(f"\n{f'threads: {threads}':59} relied on  sizes  that differ")
-        for check in (rows, columns, attention, elementwise, sums):
-            for line in check():
+        for name in options.checks:
+            for line in checks[name]():
                 print(f"{line.what:59} {'yes' if line.relied else '-':9} {len(line.tried):6}  {told(line.differ)}")
                 relied, broken = relied + line.relied, broken + (line.relied and any(line.differ.values()))
     print(f"\n{relied - broken} of {relied} lines that invariant numerics rely on hold here")

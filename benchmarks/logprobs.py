@@ -1,8 +1,8 @@
 """Cost of log-probs: ours against logits -> float -> log_softmax -> gather, forward and backward.
 
-    python benchmarks/logprobs.py [--part head|step] [--tokens 4096] [--repeats 5]
+    python benchmarks/logprobs.py [--part head|step] [--tokens 4096] [--repeats 5] [--model smollm2-135m-instruct]
 
-Answered in float32 and in bf16 autocast on the bundled model (vocabulary 49152):
+Answered in float32 and in bf16 autocast (vocabulary 49152):
   head     time and peak memory above the model's activations, on stored hidden states, and the largest
            difference of log-probs and gradients
   step     forward and backward of one group (8 responses x 64 tokens, 45 prompt tokens) through the whole model
@@ -52,8 +52,7 @@ def head_way(way: str, data: dict[str, Tensor]) -> Callable[[], Tensor]:
     parts = ModelParts(torch.nn.Identity(), weight, None, None, True)
 
     def ours() -> Tensor:
-        logp, _ = token_scores(hidden[:, predicting].flatten(0, 1), ids.flatten(), parts)
-        return logp.view(ids.shape)
+        return token_scores(hidden[:, predicting].flatten(0, 1), ids.flatten(), parts).logp.view(ids.shape)
 
     def from_logits(states: Tensor, positions: slice) -> Tensor:
         logits = torch.nn.functional.linear(states, weight)[:, positions]
@@ -127,9 +126,8 @@ def compare_heads(folder: str, data: dict[str, Tensor], repeats: int) -> None:
             print(f"  {label}: max difference / max value {((a - b).abs().max() / b.abs().max()).item():.1e}")
 
 
-def compare_steps(repeats: int) -> None:
-    model = load(BUNDLED, dtype=torch.float32).model
-    plain = load(BUNDLED, dtype=torch.float32).model
+def compare_steps(path: str, repeats: int) -> None:
+    model, plain = (load(path, dtype=torch.float32).model for _ in range(2))
     plain.set_attn_implementation("sdpa")
     torch.manual_seed(0)
     prompts = torch.randint(5, 49000, (1, PROMPT)).numpy()
@@ -155,9 +153,9 @@ def compare_steps(repeats: int) -> None:
         print(f" ({seconds['ours'] / seconds['naive']:.2f}x)")
 
 
-def stored_states(tokens: int) -> dict[str, Tensor]:
+def stored_states(path: str, tokens: int) -> dict[str, Tensor]:
     """Hidden states of real text would differ little: what matters is their size and a trained head."""
-    model = load(BUNDLED, dtype=torch.float32).model
+    model = load(path, dtype=torch.float32).model
     torch.manual_seed(0)
     count = tokens // RESPONSE
     ids = torch.randint(5, 49000, (count, PROMPT + RESPONSE))
@@ -174,6 +172,7 @@ def stored_states(tokens: int) -> dict[str, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--part", choices=("head", "step"), help="default: both")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
@@ -185,11 +184,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if options.part != "step":
         with tempfile.TemporaryDirectory() as folder:
-            data = stored_states(options.tokens)
+            data = stored_states(options.model, options.tokens)
             save_file(data, f"{folder}/states.safetensors")
             compare_heads(folder, data, options.repeats)
     if options.part != "head":
-        compare_steps(options.repeats)
+        compare_steps(options.model, options.repeats)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ def in_a_process(case: Case) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[SMALL, REAL])
+    parser.add_argument("--count", type=int, help="the first rows of the table alone")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--computed", action="store_true", help="the table of large models, nothing is run")
     arguments = parser.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     ratios = []
-    for case in (case for case in CASES if case.model in arguments.models):
+    for case in [case for case in CASES if case.model in arguments.models][: arguments.count]:
         result, parts = in_a_process(case), computed(case)
         total = sum(parts.values())
         ratios.append(total / result["peak"])

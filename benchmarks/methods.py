@@ -13,6 +13,7 @@ greedy accuracy on 128 problems. An interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from grid import Cell, by_seed, mean_and_range, run, table
@@ -55,9 +56,11 @@ def name_of(regime: str, method: str, seed: int) -> str:
     return f"{regime}-{method.replace(', ', '-').replace(' ', '')}-seed{seed}"
 
 
-def cell(regime: str, method: str, seed: int) -> Cell:
+def cell(regime: str, method: str, seed: int, more: Sequence[str]) -> Cell:
     words = (f"objective.name={method.partition(',')[0]}", *METHODS[method], *REGIMES[regime])
-    return Cell(name_of(regime, method, seed), "laboratory", (*words, f"seed={seed}", "log.trajectories_every=0"))
+    return Cell(
+        name_of(regime, method, seed), "laboratory", (*words, f"seed={seed}", "log.trajectories_every=0", *more)
+    )
 
 
 def main() -> None:
@@ -66,11 +69,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     given = parser.parse_args()
     chosen = [(r, m) for r in given.regimes for m in given.methods if makes_sense(m, r)]
     results = run(
-        [cell(r, m, seed) for r, m in chosen for seed in given.seeds],
+        [cell(r, m, seed, given.set) for r, m in chosen for seed in given.seeds],
         given.out,
         workers=given.workers,
         samples=0,

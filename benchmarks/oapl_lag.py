@@ -10,7 +10,7 @@ on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep` tri
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ def name_of(method: str, lag: int, seed: int) -> str:
     return f"{method}-L{lag}-seed{seed}"
 
 
-def cells(lags: tuple[int, ...], seeds: tuple[int, ...]) -> list[Cell]:
-    fixed = (f"trainer.steps={UPDATES}", "trainer.prompts=8", "eval.every=100", "log.trajectories_every=0")
+def cells(lags: tuple[int, ...], seeds: tuple[int, ...], updates: int) -> list[Cell]:
+    fixed = (f"trainer.steps={updates}", "trainer.prompts=8", "eval.every=100", "log.trajectories_every=0")
     return [
         Cell(
             name_of(name, lag, seed),
@@ -81,15 +81,15 @@ def sweep(root: Path, workers: int) -> None:
     print(table(["setting", *(f"after {update}" for update in range(0, SWEEP_UPDATES + 1, 100))], rows))
 
 
-def print_tables(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...]) -> None:
+def print_tables(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...], ks: Sequence[int]) -> None:
     rows = []
     for lag in lags:
         for method in METHODS:
             names = [name_of(method, lag, seed) for seed in seeds]
             best = [max(results[name]["curve"]) for name in names]
-            passes = [mean_and_range([results[name]["pass"][str(k)] for name in names]) for k in KS]
+            passes = [mean_and_range([results[name]["pass"][str(k)] for name in names]) for k in ks]
             rows.append([str(lag), method, mean_and_range(by_seed(results, names)), mean_and_range(best), *passes])
-    print(table(["L", "method", "greedy, last", "greedy, best of run", *[f"pass@{k}" for k in KS]], rows))
+    print(table(["L", "method", "greedy, last", "greedy, best of run", *[f"pass@{k}" for k in ks]], rows))
 
 
 def draw(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...], path: Path) -> None:
@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/oapl-lag"))
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--samples", type=int, default=512, help="for pass@k")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--sweep", action="store_true", help="try settings at one lag instead")
@@ -131,8 +133,10 @@ def main() -> None:
         sweep(given.out, given.workers)
         return
     lags, seeds = tuple(given.lags), tuple(given.seeds)
-    results = run(cells(lags, seeds), given.out, workers=given.workers, samples=512, problems=64)
-    print_tables(results, lags, seeds)
+    results = run(
+        cells(lags, seeds, given.updates), given.out, workers=given.workers, samples=given.samples, problems=64
+    )
+    print_tables(results, lags, seeds, [k for k in KS if k <= given.samples])
     if given.figure:
         draw(results, lags, seeds, given.figure)
 

@@ -1,6 +1,6 @@
 """Cost of noise on every layer: forward and backward of one optimizer update, perturbed against clean.
 
-    python benchmarks/perturbation.py [--rounds 9] [--response 12] [--layers all]
+    python benchmarks/perturbation.py [--rounds 9] [--response 12] [--layers all] [--model smollm2-135m-instruct]
 
 The update is quickstart's: 16 prompts of about 45 tokens x 8 samples of about 12 tokens of the bundled model, float32
 master weights under bf16 autocast, micro-batches of at most 2048 tokens; scoring, a loss, and its backward, nothing
@@ -60,11 +60,12 @@ def interval(ratios: np.ndarray) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--response", type=int, default=12, help="mean length of a response")
     parser.add_argument("--layers", default="all", help='"all", "0-5" or "logits"')
     options = parser.parse_args()
-    model = load(BUNDLED, dtype=torch.float32).model
+    model = load(options.model, dtype=torch.float32).model
     perturbation = Perturbation(model, options.layers)
     batches = list(micro_batches(options.response))
 

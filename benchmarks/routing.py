@@ -91,7 +91,7 @@ class Measured:
     elsewhere: float | None = None
 
 
-def warm(name: str, seed: int, root: Path) -> LoadedModel:
+def warm(name: str, seed: int, root: Path, more: Sequence[str]) -> LoadedModel:
     """The warm-started model of that name; made once."""
     folder = root / f"{name.replace(' ', '-')}-seed{seed}"
     if not folder.exists():
@@ -99,7 +99,7 @@ def warm(name: str, seed: int, root: Path) -> LoadedModel:
         if name == TWIN:
             path = str(root / "twin")
             _twin(Path(path))
-        supervised_warm_start(load_config("laboratory", [f"model.path={path}", f"seed={seed}"]), out=folder)
+        supervised_warm_start(load_config("laboratory", [f"model.path={path}", f"seed={seed}", *more]), out=folder)
     return load(str(folder), dtype=torch.float32)
 
 
@@ -241,10 +241,10 @@ def _largest(result: Sequence[Distance]) -> str:
 HEAD = ("k3", "k3 under R3", "times smaller", "far off per 10,000", "largest", "pairs that agree", "sent elsewhere")
 
 
-def mismatch(root: Path, names: Sequence[str], seeds: int, prompts: int, samples: int) -> None:
+def mismatch(root: Path, names: Sequence[str], seeds: int, prompts: int, samples: int, more: Sequence[str]) -> None:
     rows = []
     for name in names:
-        models = [warm(name, seed, root) for seed in range(seeds)]
+        models = [warm(name, seed, root, more) for seed in range(seeds)]
         for sampler, (dtype, rounding, autocast) in SAMPLERS.items():
             result = [measure(model, draw(model, dtype, rounding, prompts, samples), autocast) for model in models]
             rows.append([name, sampler, *row_of(result)])
@@ -252,9 +252,9 @@ def mismatch(root: Path, names: Sequence[str], seeds: int, prompts: int, samples
     print("\n" + table(["model", "sampler", *HEAD], rows) + "\n")
 
 
-def sources(root: Path, prompts: int, samples: int) -> None:
+def sources(root: Path, prompts: int, samples: int, more: Sequence[str]) -> None:
     """One model: the smaller the sampler's error, the more of k3 is routing."""
-    model, rows = warm(SWITCH, 0, root), []
+    model, rows = warm(SWITCH, 0, root, more), []
     for noise in NOISES:
         drawn = draw(model, "float32", WeightQuantization(noise=noise), prompts, samples)
         rows.append([f"noise {noise:g}", *row_of([measure(model, drawn)])])
@@ -291,14 +291,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of the warm starts")
     parser.add_argument("--runs", type=Path, help="summarize these runs instead")
     given = parser.parse_args()
     if given.runs is not None:
         training(given.runs)
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    mismatch(given.out, given.models, given.seeds, given.prompts, given.samples)
-    sources(given.out, given.prompts, given.samples)
+    mismatch(given.out, given.models, given.seeds, given.prompts, given.samples, given.set)
+    sources(given.out, given.prompts, given.samples, given.set)
 
 
 if __name__ == "__main__":

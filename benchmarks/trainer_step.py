@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-PROMPTS, SAMPLES, TOKENS = 8, 8, 64
+PROMPTS, SAMPLES = 8, 8
 TRL_VARIANTS = tuple({"batch": batch, "weights": weights} for batch in (8, 64) for weights in ("float32", "bfloat16"))
 ANSWER = "@@"  # marks our lines among whatever a library prints
 
@@ -58,7 +58,7 @@ class Commands:
         self.ready(seconds=time.perf_counter() - self._start, **facts)
 
 
-def trl_worker(model: str, variant: dict[str, Any]) -> None:
+def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -85,8 +85,8 @@ def trl_worker(model: str, variant: dict[str, Any]) -> None:
         per_device_train_batch_size=variant["batch"],
         gradient_accumulation_steps=PROMPTS * SAMPLES // variant["batch"],
         num_generations=SAMPLES,
-        max_completion_length=TOKENS,
-        generation_kwargs={"min_new_tokens": TOKENS},
+        max_completion_length=tokens,
+        generation_kwargs={"min_new_tokens": tokens},
         gradient_checkpointing=False,
         learning_rate=1e-6,
         max_steps=1000,
@@ -105,7 +105,7 @@ def trl_worker(model: str, variant: dict[str, Any]) -> None:
     trainer.train()
 
 
-def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
+def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     import torch
 
     from trimtab import rewards
@@ -113,19 +113,13 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
     from trimtab.objectives import objective
     from trimtab.runs.directory import RunDirectory
     from trimtab.tasks.task import BuiltTask
+    from trimtab.tasks.templates import Chat
+    from trimtab.training.held_out import eval_tasks
     from trimtab.training.observer import NullObserver
     from trimtab.training.run import RunParts, build_trainer, load_model
     from trimtab.types import Problem, RewardSpec
 
     commands = Commands()
-
-    class Chat:
-        def prompt(self, problem: Problem, tokenizer: Any) -> str:
-            messages = [{"role": "user", "content": problem.question}]
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-        def target(self, answer: str) -> str:
-            return answer
 
     class Stepwise(NullObserver):
         def phase(self, name: str, *_: Any) -> None:
@@ -138,7 +132,7 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
 
     problems = [Problem(str(index), question(index), "100") for index in range(64)]
     spec = RewardSpec(lambda completion, _problem: letters(completion))
-    task = BuiltTask("sums", problems, problems[:1], Chat(), (spec,), (), TOKENS)
+    task = BuiltTask("sums", problems, problems[:1], Chat(), (spec,), (), tokens)
     config = parse_config(
         {
             "model": {"path": model} | variant.get("model", {}),
@@ -150,7 +144,8 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
         },
         "benchmark",
     )
-    parts = RunParts(objective("token-tis"), task, rewards.build([spec], task))
+    scorer = rewards.build([spec], task)
+    parts = RunParts(objective("token-tis"), task, scorer, eval_tasks(config, task, scorer, []))
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
         trainer = build_trainer(config, parts, load_model(config), run, Stepwise())
         trainer.collector.sampling = replace(trainer.collector.sampling, ignore_stop=True)
@@ -161,9 +156,11 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
 class Worker:
     """One side, in a process of its own."""
 
-    def __init__(self, python: str, side: str, model: str, variant: dict[str, Any]) -> None:
+    def __init__(self, python: str, side: str, model: str, tokens: int, variant: dict[str, Any]) -> None:
         self.name = f"{side} {' '.join(f'{key}={value}' for key, value in variant.items())}".strip()
-        call = [python, __file__, "--worker", side, "--model", model, "--variant", json.dumps(variant)]
+        self._tokens = tokens
+        call = [python, __file__, "--worker", side, "--model", model, "--tokens", str(tokens)]
+        call += ["--variant", json.dumps(variant)]
         self._process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.facts = self._answer()
 
@@ -179,8 +176,8 @@ class Worker:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         answer = self._answer()
-        if answer["length"] != TOKENS:
-            raise SystemExit(f"{self.name} wrote {answer['length']} tokens a completion instead of {TOKENS}")
+        if answer["length"] != self._tokens:
+            raise SystemExit(f"{self.name} wrote {answer['length']} tokens a completion instead of {self._tokens}")
         return answer
 
     def close(self) -> None:
@@ -189,11 +186,11 @@ class Worker:
         self._process.wait()
 
 
-def fastest_trl(python: str, model: str, steps: int) -> dict[str, Any]:
+def fastest_trl(python: str, model: str, tokens: int, steps: int) -> dict[str, Any]:
     """TRL's best variant, each measured alone after one warm-up step."""
     result: list[tuple[float, dict[str, Any]]] = []
     for variant in TRL_VARIANTS:
-        worker = Worker(python, "trl", model, variant)
+        worker = Worker(python, "trl", model, tokens, variant)
         worker.step()
         seconds = statistics.median(worker.step()["seconds"] for _ in range(steps))
         worker.close()
@@ -209,9 +206,9 @@ def alternate(workers: list[Worker], rounds: int) -> Iterator[list[dict[str, Any
         yield [worker.step() for worker in workers]
 
 
-def compare(trl_python: str, model: str, rounds: int, variant: dict[str, Any]) -> None:
-    theirs = Worker(trl_python, "trl", model, variant)
-    ours = Worker(sys.executable, "trimtab", model, {})
+def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict[str, Any]) -> None:
+    theirs = Worker(trl_python, "trl", model, tokens, variant)
+    ours = Worker(sys.executable, "trimtab", model, tokens, {})
     results = list(alternate([theirs, ours], rounds))
     for worker in (theirs, ours):
         worker.close()
@@ -236,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=".venv-bench/bin/python", help="interpreter that has trl==1.16.0")
     parser.add_argument("--model", help="a model folder; default: the bundled model, converted once")
+    parser.add_argument("--tokens", type=int, default=64, help="of a completion")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--trl-variant", type=json.loads, help='skip the search, e.g. \'{"batch": 64, "weights": "bfloat16"}\''
@@ -244,15 +242,18 @@ def main() -> None:
     parser.add_argument("--variant", type=json.loads, default={}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        {"trl": trl_worker, "trimtab": trimtab_worker}[arguments.worker](arguments.model, arguments.variant)
+        {"trl": trl_worker, "trimtab": trimtab_worker}[arguments.worker](
+            arguments.model, arguments.tokens, arguments.variant
+        )
         return
     if not Path(arguments.trl_python).is_file():
         raise SystemExit(
             f"{arguments.trl_python} does not exist: `make bench-install` makes an environment that has TRL"
         )
     model = arguments.model or model_folder()
-    variant = arguments.trl_variant or fastest_trl(arguments.trl_python, model, max(1, arguments.rounds // 2))
-    compare(arguments.trl_python, model, arguments.rounds, variant)
+    both = arguments.trl_python, model, arguments.tokens
+    variant = arguments.trl_variant or fastest_trl(*both, max(1, arguments.rounds // 2))
+    compare(*both, arguments.rounds, variant)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ Groups = list[list[Completion]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
@@ -67,9 +68,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print("| numerics | tokens | count | surprise, nats | k3 | 95% | against one turn | per nat |")
     print("|---|---|---|---|---|---|---|---|")
-    agreement("native", options.prompts, options.samples)
-    agreement("invariant", max(1, options.prompts // 4), options.samples)
-    cost(options.prompts // 4, options.samples, options.rounds)
+    agreement(options.model, "native", options.prompts, options.samples)
+    agreement(options.model, "invariant", max(1, options.prompts // 4), options.samples)
+    cost(options.model, options.prompts // 4, options.samples, options.rounds)
 
 
 def nails(count: int) -> BuiltTask:
@@ -85,8 +86,8 @@ def nails(count: int) -> BuiltTask:
     return BuiltTask("nails", [], problems, FewShot(lambda _: ()), (), ("\n",), MAX_TOKENS)
 
 
-def agreement(numerics: str, count: int, samples: int) -> None:
-    loaded = load(BUNDLED, dtype=torch.float32)
+def agreement(model: str, numerics: str, count: int, samples: int) -> None:
+    loaded = load(model, dtype=torch.float32)
     if numerics == "invariant":
         make_invariant(loaded.model)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
@@ -162,8 +163,8 @@ def line(
     return k3, nats
 
 
-def cost(count: int, samples: int, rounds: int) -> None:
-    loaded = load(BUNDLED, dtype=torch.float32)
+def cost(model: str, count: int, samples: int, rounds: int) -> None:
+    loaded = load(model, dtype=torch.float32)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
     environment = environments.build(EnvironmentSpec("python"))
     task = environment.adapt(nails(count))

@@ -11,7 +11,7 @@ from trimtab.objectives import Aggregation, Objective, objective, objectives
 HEAD = """# Inside other trainers
 
 An adapter makes Trimtab's objectives a line of another trainer's configuration. It needs only the core of the package
-(`pip install trimtab`: torch, numpy, jaxtyping). Rollouts, rewards, advantages, and KL and entropy terms where the
+(no extra: torch, numpy, jaxtyping). Rollouts, rewards, advantages, and KL and entropy terms where the
 table says so remain the trainer's.
 
 This page is generated from `src/trimtab/adapters/hooks.py` (`python docs/adapters.py > docs/adapters.md`).

@@ -28,7 +28,7 @@ prints it.
 Three questions first:
 
 1. Is the data what the trainer thinks it is? `mismatch/k3` (not 0; published: below 1e-3 for dense models, below 1e-1
-   for mixtures of experts), `mismatch/pearson` (above 0.99).
+   for mixtures of experts), `mismatch/pearson` (above 0.95).
 2. How much of it counts? `mismatch/ess_token`, `weight/changed`, `reject/tokens`, `clip/*`.
 3. Does it help? `eval/<task>/greedy` beside `reward/mean`.
 """

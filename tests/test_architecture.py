@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 import trimtab
 
 ROOT = Path(trimtab.__file__).parent
-LEAVES = {"types", "errors"}
+LEAVES = {"types", "errors", "files"}
 
 # Package -> what it may import, besides itself and `LEAVES`. Only `cli`, `api` and `__main__` may import everything.
 ALLOWED: dict[str, set[str]] = {
@@ -52,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         *("objectives", "corrections", "config", "intervals", "seeds", "plugins"),
     },
 }
-CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py"] + [
+CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
     path for package in ("adapters", "corrections", "objectives") for path in sorted((ROOT / package).rglob("*.py"))
 ]
 SINCE_311 = {
@@ -147,9 +149,55 @@ def test_no_file_and_no_function_outgrows_its_limit() -> None:
 def test_text_is_printed_in_one_place() -> None:
     """Where control characters are escaped; rich would also interpret markup in what others wrote."""
     printing = {"print", "typer.echo", "click.echo", "Console", "sys.stdout.write", "sys.stderr.write"}
-    # The first prints before typer is known to be installed, the second inside verl: neither has text of others.
-    exempt = {"__main__.py", "adapters/verl.py", "cli/output.py"}
+    # Before typer is known to be installed, and inside verl: without text of others.
+    exempt = {"__main__.py", "adapters/verl.py", "adapters/verl_driver.py", "cli/output.py"}
     for path in sorted(ROOT.rglob("*.py")):
         if str(path.relative_to(ROOT)) not in exempt:
             calls = {ast.unparse(node.func) for node in parsed(path) if isinstance(node, ast.Call)}
             assert not calls & printing, f"{path.relative_to(ROOT)}: print with trimtab.cli.output.echo"
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name in the code below a node: variables, attributes, parameters, functions, keywords."""
+    named = (getattr(part, key, None) for part in ast.walk(node) for key in ("id", "attr", "arg", "name"))
+    return {name for name in named if isinstance(name, str)}
+
+
+def described_names(docstring: str, *, of_class: bool) -> set[str]:
+    """What a docstring explains: `rms` in "rms: in logits.", and of a class also in "`rms` is in logits."."""
+    text, name = " ".join(docstring.split()), r"[a-z_][a-z_0-9]*"
+    lists = re.findall(rf"(?:^|[.:] )({name}(?:, {name})*(?: and {name})?): ", text)
+    subjects = re.findall(rf"(?:^|[.;:,] |and )`({name})`(?: is| are| says|:)", text) if of_class else []
+    return {word for words in lists for word in re.split(", | and ", words)} | set(subjects)
+
+
+def undefined_descriptions(files: list[Path]) -> Iterator[str]:
+    """Names explained in the docstring of a class or function that neither it nor a base has, by their place."""
+    classes = {node.name: node for path in files for node in parsed(path) if isinstance(node, ast.ClassDef)}
+
+    def available(node: ast.AST) -> set[str]:
+        bases = {name for base in node.bases for name in names_in(base)} if isinstance(node, ast.ClassDef) else set()
+        own = [classes[name] for name in bases & set(classes) if classes[name] is not node]
+        return names_in(node).union(*(available(base) for base in own))
+
+    for path in files:
+        constants = (node.value for node in parsed(path) if isinstance(node, ast.Constant))
+        values = {value for value in constants if isinstance(value, str)}
+        for node in parsed(path):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                described = described_names(ast.get_docstring(node) or "", of_class=isinstance(node, ast.ClassDef))
+                for name in described - available(node) - values:
+                    yield f"{path.name}: {node.name} describes {name!r}"
+
+
+def test_docstrings_explain_names_that_exist(tmp_path: Path) -> None:
+    assert list(undefined_descriptions(sorted(ROOT.rglob("*.py")))) == []
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        'class Base:\n    size: int\nclass Noise(Base):\n    """The noise.\n\n    rms: in logits. size: of it. '
+        'bound:\n    whether it is one. `asked` is the number.\n    """\n    rms: float\n'
+    )
+    assert sorted(undefined_descriptions([planted])) == [
+        "planted.py: Noise describes 'asked'",
+        "planted.py: Noise describes 'bound'",
+    ]

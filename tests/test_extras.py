@@ -1,4 +1,4 @@
-"""What works with `pip install trimtab` alone and with `trimtab[diagnose]`, and how what is missing is named."""
+"""What works with the core alone and with the extra `diagnose`, and how what is missing is named."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ for name in {list(NEED_MORE)!r}:
     except trimtab.TrimtabError as error:
         print(error)
 """
+INSTALL = r"pip install '\.\[{}\]' in a checkout of Trimtab"
 TYPED = """
 from trimtab.cli.main import run
 for arguments in {commands!r}:
@@ -81,7 +82,7 @@ def test_what_the_core_lacks_is_named_with_its_command() -> None:
     done = run_installed(REFUSED)
     assert done.returncode == 0, done.stderr[-2000:]
     for line, name in zip(done.stdout.splitlines(), NEED_MORE, strict=True):
-        pattern = rf"trimtab\.{name} needs what is not installed \(.*\): pip install 'trimtab\[{NEED_MORE[name]}\]'"
+        pattern = rf"trimtab\.{name} needs what is not installed \(.*\): {INSTALL.format(NEED_MORE[name])}"
         assert re.fullmatch(pattern, line)
 
 
@@ -101,7 +102,7 @@ def test_the_command_line_needs_an_extra_and_says_so(arguments: list[str], what:
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(
-        rf"trimtab: {what} needs what is not installed \(.*\): pip install 'trimtab\[{extra}\]'\n",
+        rf"trimtab: {what} needs what is not installed \(.*\): {INSTALL.format(extra)}\n",
         done.stderr,
     )
 
@@ -132,7 +133,7 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
     assert done.returncode == 0, done.stderr[-2000:]
     codes = [line for line in done.stdout.splitlines() if line.startswith("code ")]
     assert codes == ["code 0"] * len(works) + ["code 2"] * len(refused), done.stdout + done.stderr
-    lines = [line for line in done.stderr.splitlines() if "pip install 'trimtab[train]'" in line]
+    lines = [line for line in done.stderr.splitlines() if "pip install '.[train]' in a checkout" in line]
     assert len(lines) == len(refused), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -151,7 +152,9 @@ def test_the_message_has_some_of_the_names_and_what_else_can_be_done(monkeypatch
     ):
         require_extra("train", "x")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrimtabError, match=r"^y .*\(wandb\): pip install 'trimtab\[wandb\]', or leave it$"):
+    with pytest.raises(
+        TrimtabError, match=r"^y .*\(wandb\): pip install '\.\[wandb\]' in a checkout of Trimtab, or leave it$"
+    ):
         require_extra("wandb", "y", "or leave it")
 
 
@@ -159,5 +162,7 @@ def test_a_folder_of_the_same_name_is_not_the_package(tmp_path: Path, monkeypatc
     (tmp_path / "absent_package").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(EXTRAS, "ray", ("absent_package",))
-    with pytest.raises(TrimtabError, match=r"needs what is not installed .absent_package.: pip install 'trimtab.ray.'"):
+    with pytest.raises(
+        TrimtabError, match=r"needs what is not installed .absent_package.: pip install '..ray.' in a checkout"
+    ):
         require_extra("ray", "it")

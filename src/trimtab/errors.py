@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "wandb": ("wandb",),
 }
-"""What `pip install 'trimtab[extra]'` brings beyond torch, numpy and jaxtyping, by the names that are imported."""
+"""What an extra brings beyond torch, numpy and jaxtyping, by the names that are imported."""
 
 
 class TrimtabError(ValueError):
@@ -56,17 +57,27 @@ class TrimtabWarning(UserWarning):
     """A problem that the user should know about and that does not stop the program."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close."""
-    names = sorted(known)
+def did_you_mean(word: str, known: Iterable[str], listing: str = "") -> str:
+    """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close.
+
+    listing: replaces the whole list, as "`trimtab recipes` lists them".
+    """
+    names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if close:
         return f" (did you mean {' or '.join(repr(name) for name in close)}?)"
-    return f" (known: {', '.join(names)})"
+    return f" ({listing or 'known: ' + ', '.join(names)})"
+
+
+def neighbors(path: Path) -> str:
+    """Returns ` (did you mean ...?)` with files and folders beside a missing path that have a similar name, or ``."""
+    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:
-    """Raises `TrimtabError` with the pip command if a package of an extra is not installed or Python is too old.
+    """Raises `TrimtabError` with what installs it if a package of an extra is not installed or Python is too old.
 
     what: what needs the extra, the beginning of the message. otherwise: what the user can do instead.
     """
@@ -75,8 +86,15 @@ def require_extra(extra: str, what: str, otherwise: str = "") -> None:
     missing = [name for name in EXTRAS[extra] if not _installed(name)]
     if missing:
         some = ", ".join([*missing[:3], "..."] if len(missing) > 4 else missing)
-        command = f"pip install 'trimtab[{extra}]'"
-        raise TrimtabError(f"{what} needs what is not installed ({some}): {command}{otherwise and f', {otherwise}'}")
+        raise TrimtabError(
+            f"{what} needs what is not installed ({some}): {install_hint(extra)}{otherwise and f', {otherwise}'}"
+        )
+
+
+def install_hint(extra: str = "") -> str:
+    """Returns the command that installs an extra, or the core: from a checkout, since no registry has the package."""
+    target = f"'.[{extra}]'" if extra else "."
+    return f"pip install {target} in a checkout of Trimtab"
 
 
 def _installed(name: str) -> bool:

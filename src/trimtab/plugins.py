@@ -45,7 +45,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """
     module_name, _, function_name = path.partition(":")
     folder = str(Path.cwd())
-    if _allowed is not None and path not in _allowed:
+    if _allowed is not None and path not in _allowed and not module_name.startswith("trimtab."):
         raise TrimtabError(
             f"{what} {path!r} is code that a recipe or run names and this command line does not: it would import "
             f"{_source(module_name, folder)}; read that first, then add --allow-code"

@@ -118,7 +118,7 @@ class WorkerProcess:
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return "was killed (by hand, or because memory ran out)"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def last_output(self) -> str:
         """Returns the last line of the child's output, as a clause for messages; empty if there is none."""
@@ -183,6 +183,12 @@ class Parent:
                 _send(self._connection, Heartbeat(progress))
             finally:
                 self._sending.release()
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name; of most real-time signals, the distance to the first."""
+    names = {int(member): member.name for member in signal.Signals}
+    return names.get(number, f"SIGRTMIN{number - signal.SIGRTMIN:+}")
 
 
 def _send(connection: Connection, content: Any, descriptor: int | None = None) -> None:

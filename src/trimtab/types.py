@@ -22,8 +22,8 @@ ExpertArray = NDArray[np.int16]
 
 FinishReason = Literal["stop", "length", "abort"]
 
-EXTERNAL_VERSION = -1
-"""`policy_version` of tokens that were not sampled from a policy of the run."""
+EXTERNAL_VERSION = -1  # `policy_version` of tokens that were not sampled from a policy of the run
+MAX_REWARD = 1e18  # largest size of a reward: the square of an advantage must be finite in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class Task(Protocol):
         """Returns the correct response including the stop string, as the supervised warm start trains on it."""
         ...
 
-    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> Task:
+    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str) -> Task:
         """Returns the task for multi-turn episodes: with the stops of calls, and tools or instructions in prompts."""
         ...
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 seeds = pytest.mark.parametrize("seed", range(2))
 
@@ -274,3 +277,38 @@ def test_low_precision_inputs_are_computed_in_float32(lab, name):
     low, high = lab.run(lab.objective(name), half), lab.run(lab.objective(name), single)
     assert low.loss.dtype == torch.float32
     assert_close(low.loss, high.loss)
+
+
+class Rounded(TorchDispatchMode):
+    """Collects the operations whose result in float32 holds more than counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                values = tensor[tensor.isfinite()]
+                if (values != values.round()).any():
+                    self.found.add(str(func))
+        return out
+
+
+def with_odd_numbers(part: Any) -> Any:
+    """A part of an objective whose numbers have no exact float32."""
+    numbers = {field.name: getattr(part, field.name) for field in fields(part)}
+    return replace(part, **{k: v * 1.001 for k, v in numbers.items() if isinstance(v, float) and math.isfinite(v)})
+
+
+def test_float64_inputs_are_computed_in_float64(lab, name):
+    batch = lab.Batch.random(0)
+    for obj in lab.variants(name):
+        uneven = replace(obj, surrogate=with_odd_numbers(obj.surrogate))
+        if obj.weight is not None:
+            uneven = replace(uneven, weight=with_odd_numbers(obj.weight))
+        uneven = replace(uneven, masks=tuple(map(with_odd_numbers, obj.masks)))
+        with Rounded() as rounded:
+            lab.run(uneven, batch)
+        assert rounded.found == set()

@@ -120,7 +120,7 @@ def test_areal_s_worker_trains_with_the_loss(tmp_path: Path) -> None:
 
 
 def test_openrlhf_s_actor_trains_with_the_loss(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+    pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
     (script,) = blocks("openrlhf.md")
     write(tmp_path, OPENRLHF | {"train_trimtab.py": script})
     assert "actor: trimtab.adapters.openrlhf option" in run(tmp_path, "train_trimtab.py", "option")

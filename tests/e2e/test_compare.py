@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,9 +28,11 @@ def command(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "trimtab", "compare", *words, "--out", str(out)]
 
 
-def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command(out, *words), capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        command(out, *words), capture_output=True, text=True, check=False, env=environment, cwd=folder
+    )
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -195,3 +198,22 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -
         row["eval/sort/greedy"] for row in before if "eval/sort/greedy" in row
     ]
     assert [row["reward/mean"] for row in again] == [row["reward/mean"] for row in before]
+
+
+def test_a_surrogate_of_one_s_own_is_compared(tmp_path: Path) -> None:
+    """The code of CONTRIBUTING, in the folder where the command is typed, with two values of its keyword."""
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = [
+        block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "TanhGap" in block
+    ]
+    (tmp_path / "my_methods.py").write_text(code)
+    methods = ["token-tis", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
+    out = tmp_path / "grid"
+    done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *TINY, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [row["method"] for row in rows(out)] == methods
+    halved = [
+        max(step["clip/half"] for step in read_metrics(out / "stale-32" / name / "seed0" / "metrics.jsonl"))
+        for name in ("my_methods_tanh_gap", "my_methods_tanh_gap_tau_0.1")
+    ]
+    assert 0 < halved[0] < halved[1]

@@ -117,7 +117,7 @@ def test_json_lines_and_sigterm_without_an_alarm(tmp_path: Path) -> None:
         (("a.jsonl", "--watch", "dump"), "leave out FILE"),
         (("a.jsonl", "--bound", "k3=1"), "--bound is of --watch"),
         (("--watch", "dump", "--bound", "x=1"), "no figure 'x'"),
-        (("--watch", __file__), "this is a file: name its folder"),
+        (("--watch", __file__), "is not a folder: name the folder of the data"),
     ],
 )
 def test_options_that_do_not_go_together(

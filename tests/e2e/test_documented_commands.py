@@ -21,7 +21,6 @@ import pytest
 import trimtab
 from trimtab import tasks
 from trimtab.cli.main import app
-from trimtab.models import bundled
 
 pytestmark = pytest.mark.slow
 
@@ -195,21 +194,6 @@ def shell(command: str, folder: Path, **variables: str) -> subprocess.CompletedP
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model of two layers with the tokenizer of SmolLM2: what the quickstart can train in no time."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source, folder = bundled.folder(), tmp_path_factory.mktemp("model") / "tiny"
-    config = AutoConfig.from_pretrained(source)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    for key, value in (sizes | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}).items():
-        setattr(config, key, value)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,22 @@ def test_perturbed_runs_measure_the_clean_policy_on_probe_steps_only(tmp_path: P
     assert all(row.logp_current is None and row.logp_perturbed is None for row in read)
 
 
+def test_the_drift_of_each_response_is_split_into_mismatch_and_staleness(tmp_path: Path) -> None:
+    """The first of two updates starts from the proximal policy, the second from what the first made of it."""
+    *_, last = run(tmp_path / "run", "laboratory", "trainer.minibatches=2", "trainer.steps=2")
+    assert undocumented(last) == []
+    read = trajectories.read(tmp_path / "run" / "trajectories" / "step-000002.parquet")
+    stale = []
+    for row in read:
+        assert row.logp_proximal is not None
+        assert row.drift is not None
+        ratio = (row.logp_proximal - row.trajectory.completion.logp_behavior)[row.trajectory.loss_mask]
+        assert row.drift[0] == pytest.approx(ratio.mean(), abs=1e-6)
+        stale.append(bool(row.drift[1]))
+    assert stale == [False] * 8 + [True] * 8
+    assert last["drift/staleness_q05"] <= last["drift/staleness_q50"] <= last["drift/staleness_q95"]
+
+
 @pytest.mark.parametrize("override", ["prefix.refresh=1", "prefix.ratio=0.0"])
 def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path) -> None:
     mixed = run(tmp_path / "soup", "soup", override)
@@ -182,13 +198,24 @@ def test_oapl_runs_no_proximal_forward(tmp_path: Path, monkeypatch: pytest.Monke
     assert forwards("oapl", other, tmp_path / "tis", monkeypatch) == 2 * 2 * 2
 
 
+def versions_of_steps(out: Path) -> list[set[int]]:
+    """The policy versions that wrote the tokens of each step."""
+    steps = [trajectories.read(path) for path in sorted((out / "trajectories").glob("step-*.parquet"))]
+    return [{int(v) for row in rows for v in row.trajectory.completion.policy_version} for rows in steps]
+
+
 def test_oapl_never_trains_on_samples_of_two_samplers(tmp_path: Path) -> None:
     rows = run(tmp_path / "run", "oapl", *METHODS["oapl"])
     assert sum(row["trajectories/stale"] for row in rows) > 0  # groups were waiting when the sampler was refreshed
-    for step, row in enumerate(rows, start=1):
-        written = trajectories.read(tmp_path / "run" / "trajectories" / f"step-{step:06d}.parquet")
-        versions = {int(v) for one in written for v in one.trajectory.completion.policy_version}
-        assert versions == {(step - 1) // 2 * 2}, row["step"]
+    assert versions_of_steps(tmp_path / "run") == [{0}, {0}, {2}, {2}, {4}, {4}]
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "discard"])
+def test_oapl_empties_its_buffer_at_the_refresh_of_an_asynchronous_sampler(in_flight: str, tmp_path: Path) -> None:
+    """`max_lag` alone would let responses of version 0 into the third batch."""
+    lagged = ("trainer.sync_every=2", "trainer.max_lag=2", f"trainer.in_flight={in_flight}", "engine.workers=1")
+    run(tmp_path / "run", "oapl", *lagged)
+    assert versions_of_steps(tmp_path / "run") == [{0}, {0}, {2}, {2}, {4}, {4}]
 
 
 def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:

@@ -217,7 +217,19 @@ def test_ending_a_session_frees_its_container(bubblewrap: None) -> None:  # noqa
         assert len(containers) <= 2 * 2  # one that was used, one kept ready; each is two processes outside
 
 
-def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None) -> None:  # noqa: ARG001
+# A timer of the kernel that sends SIGCONT, with which a stopped process would go on.
+TIMER = """
+import ctypes, signal
+signal.signal(signal.SIGCONT, lambda number, frame: None)
+libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+event = (ctypes.c_int * 16)(0, 0, signal.SIGCONT, 0)
+if libc.timer_create(1, event, ctypes.byref(timer)) == 0:
+    libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 1000000, 0, 1000000), None)
+"""
+
+
+@pytest.mark.parametrize("before", ["", TIMER], ids=["", "timer"])
+def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None, before: str) -> None:  # noqa: ARG001
     ticking = """
         import threading, time
         ticks = [time.monotonic()]
@@ -232,7 +244,7 @@ def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None) -> N
         pool.session() as session,
         pool.session() as other,
     ):
-        assert session.run(textwrap.dedent(ticking)) == CodeResult("")
+        assert session.run(before + textwrap.dedent(ticking)) == CodeResult("")
         assert other.run("import time\ntime.sleep(1)") == CodeResult("")
         result = session.run("max(b - a for a, b in zip(ticks, [*ticks[1:], time.monotonic()]))")
     assert float(result.output) > 0.9

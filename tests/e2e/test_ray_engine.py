@@ -18,7 +18,7 @@ from tests.support.processes import gone
 from tests.support.ray_support import Cluster, local_cluster
 from tests.support.turns import ScriptedTurns
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
 from trimtab import rewards, tasks
 from trimtab.cluster.object_store_weights import WeightPublisher

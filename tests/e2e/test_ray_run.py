@@ -18,7 +18,7 @@ import torch
 from tests.support.ray_support import Cluster, free_port, local_cluster
 from tests.support.turns import check_episodes
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
 from trimtab.api import train
 from trimtab.config import load_config

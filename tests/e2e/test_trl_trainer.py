@@ -21,6 +21,11 @@ pytestmark = [
 ]
 
 
+NO_SAMPLER = (
+    "reads the sampler's log-probs, which TRL does not have: set use_vllm=True, or return logprobs from a rollout_func"
+)
+
+
 def run(what: str, folder: Path) -> Any:
     command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_trainer.py"), what, str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -85,7 +90,8 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         "rewards",
         "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook "
         "does not pass",
-        "loss_type: only TRL's own loss reads it; leave it out, and set it in the objective",
+        "loss_type: only TRL's own loss reads this, leave it out. In the objective: for loss_type the preset, "
+        "objective=NAME, and its aggregation",
         "steps_per_generation = 1 is no multiple of gradient_accumulation_steps = 2: an update would span two "
         "generations and its denominators are not known at its start: make it a multiple",
         "kl_coef of the objective is 0.1: set beta=0.1 (only that it is not 0 counts) in GRPOConfig",
@@ -94,6 +100,9 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         'kl of the objective is "unbiased": set use_bias_correction_kl=True in GRPOConfig (TRL\'s default is True), or '
         'kl="k3" in the objective',
         'dr-grpo has advantages without the standard deviation: set scale_rewards="none"',
+        f"icepop {NO_SAMPLER}",
+        f"dump {NO_SAMPLER}",
+        f"dump {NO_SAMPLER} (False)",
         "Unsloth replaces compute_loss, so that this loss would never be called: do not import it",
     ]
 

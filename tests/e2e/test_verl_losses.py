@@ -96,8 +96,22 @@ def test_carried_log_probs_stay_out_of_verl_s_measures(environment: dict[str, st
     assert cases["weights"][key] != pytest.approx(cases["none"][key], rel=0.1)
 
 
+def test_the_name_of_a_loss_is_enough(environment: dict[str, str]) -> None:
+    """What else it needs is set or, where it is a choice of the user's, refused before a model is loaded."""
+    alone, carrying, proximal, plain, *refused = run(environment, "configurations")[0]
+    assert alone == carrying == ["passed on to verl", True, "trimtab"]
+    assert proximal == plain == ["passed on to verl", False, None]
+    aggregation, weights, unknown = (reason for reason, *_ in refused)
+    assert aggregation.startswith(
+        "icepop aggregates by seq-mean-token-mean, and verl by token-mean: set "
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    )
+    assert weights.startswith("rollout_is=token takes the place of the sampler's log-probs, which token-tis reads")
+    assert unknown.startswith("trimtab-token-tiss: no such objective (did you mean 'token-tis'")
+
+
 def test_a_configuration_that_would_not_call_the_driver_is_refused(environment: dict[str, str]) -> None:
-    named, carried, unscored, *others = run(environment, "configurations")
+    _, named, carried, unscored, *others = run(environment, "configurations")
     assert named == "rollout_is=trimtab-token-tis has no effect with bypass_mode: turn bypass_mode off"
     assert carried == "rollout_is=trimtab has no effect with bypass_mode: turn bypass_mode off"
     assert unscored.startswith("rollout_is=trimtab reads the sampler's log-probs: set actor_rollout_ref.rollout.")
@@ -140,7 +154,7 @@ def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
     )
     assert weights.startswith("rollout_is_weights holds weights, not the sampler's log-probs that icepop reads")
     assert aggregation.startswith(
-        "gspo aggregates by seq-mean-token-mean, and verl by token-mean: set actor.loss_agg_mode"
+        "gspo aggregates by seq-mean-token-mean, and verl by token-mean: set actor_rollout_ref.actor.loss_agg_mode"
     )
     assert update == (
         "verl cannot train m2po: it needs statistics of the whole update, and this hook sees a part of it"

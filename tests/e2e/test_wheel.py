@@ -119,7 +119,7 @@ def test_the_command_names_its_extra(installed: Installed) -> None:
     done = installed.run("trimtab", "diagnose", "x.parquet")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "pip install 'trimtab[diagnose]'" in done.stderr
+    assert "pip install '.[diagnose]' in a checkout" in done.stderr
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(installed: Installed) -> None:

@@ -299,6 +299,10 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
+def without_log_probs(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+    return sampled(prompts, trainer) | {"logprobs": None}
+
+
 def refusals(folder: Path) -> list[str]:
     return list(_refused(folder))
 
@@ -324,6 +328,20 @@ def _refused(folder: Path) -> Iterator[str]:
             yield str(error)
         else:
             yield "accepted"
+    # Without a sampler that reports log-probs: said before a model is loaded, as this one cannot be.
+    plain = GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none")
+    for own in ({"objective": "icepop"}, {"objective": "grpo", "dump": folder / "logps"}):
+        try:
+            GRPOTrainer("no/such-model", digits, plain, **own)
+        except TrimtabError as error:
+            yield str(error)
+    # A rollout function may return none: nothing is written that `diagnose` could not read.
+    own = {"objective": "grpo", "dump": folder / "logps"}
+    trainer = build(GRPOTrainer, folder, steps=1, own=own, rollout=without_log_probs)
+    try:
+        trainer.train()
+    except TrimtabError as error:
+        yield f"{error} ({(folder / 'logps').exists()})"
     sys.modules["unsloth"] = ModuleType("unsloth")
     try:
         build(GRPOTrainer, folder, steps=1, own={"objective": "grpo"})

@@ -174,7 +174,7 @@ def variance() -> dict[str, dict[str, float]]:
     }
 
 
-def configurations() -> list[str]:
+def configurations() -> list[Any]:
     """verl's check of its configuration, by the name that its main programs import it."""
     from omegaconf import OmegaConf
     from verl.utils.config import validate_config
@@ -187,7 +187,39 @@ def configurations() -> list[str]:
         except Exception as error:  # verl's own check reads much more.
             return f"passed on to verl: {type(error).__name__}"
 
+    def completed(mode: str, aggregation: str = "token-mean", rollout_is: str | None = None) -> list[Any]:
+        """What verl would be asked for with this loss, and the reason where the loss is refused."""
+        config = OmegaConf.create(
+            {
+                "algorithm": {"rollout_correction": {"rollout_is": rollout_is, "bypass_mode": False}},
+                "actor_rollout_ref": {
+                    "rollout": {"calculate_log_probs": False},
+                    "actor": {
+                        "policy_loss": {"loss_mode": mode},
+                        "loss_agg_mode": aggregation,
+                        "loss_scale_factor": None,
+                    },
+                },
+            }
+        )
+        OmegaConf.set_struct(config, True)
+        try:
+            reason = refusal(validate_config, config, False, False)
+        except Exception:  # verl's own check reads much more.
+            reason = "passed on to verl"
+        calculated = config.actor_rollout_ref.rollout.calculate_log_probs
+        return [reason, calculated, config.algorithm.rollout_correction.rollout_is]
+
     return [
+        [
+            completed("trimtab-token-tis"),
+            completed("trimtab-token-tis", rollout_is="trimtab"),
+            completed("trimtab-dapo"),
+            completed("vanilla"),
+            completed("trimtab-icepop"),
+            completed("trimtab-token-tis", rollout_is="token"),
+            completed("trimtab-token-tiss"),
+        ],
         check({"rollout_is": "trimtab-token-tis", "bypass_mode": True}),
         check({"rollout_is": "trimtab", "bypass_mode": True}),
         check({"rollout_is": "trimtab"}, calculate=False),

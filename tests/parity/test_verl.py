@@ -15,7 +15,14 @@ import trimtab
 from trimtab import Band, Divergence, Weight
 from trimtab.objectives import KL, Aggregation, Clipped, Objective, Ratio, Reinforce
 
-METRICS = {"k1": "kl", "k3": "k3_kl", "chi2_token": "chi2_token", "chi2_seq": "chi2_seq", "ppl_ratio": "ppl_ratio"}
+METRICS = {
+    "k1": "kl",
+    "k3": "k3_kl",
+    "chi2_token": "chi2_token",
+    "chi2_seq": "chi2_seq",
+    "ppl_ratio": "ppl_ratio",
+    "ppl_train": "training_ppl",
+}
 
 WEIGHTS = {
     "token-2": Weight("token", "truncate", max=2.0),

@@ -120,7 +120,7 @@ def vllm(folder: Path) -> Iterator[Subject]:
 def ray_actor(folder: Path) -> Iterator[Subject]:
     from tests.support.ray_support import local_cluster  # before Ray, which reads its settings when it is imported
 
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+    pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
     from trimtab.cluster.placement_group import connect, reserve_slots
     from trimtab.cluster.ray_transport import build_engines
 

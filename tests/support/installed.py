@@ -1,4 +1,4 @@
-"""Runs Python as if only what `pip install trimtab`, or one of its extras, brings were installed."""
+"""Runs Python as if only what the core, or one of its extras, brings were installed."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 TIME = r"took longer than [13] s"
 MEMORY = r"MemoryError|used more than 128 MB"
-NO_PROCESSES = "Operation not permitted"
-NO_FAMILY = "Address family not supported"
+DENIED = NO_PROCESSES = "Operation not permitted"
 OPENING = "Read-only file system|Operation not permitted"
-# Every file that may be written, apart from the temporary directory and four devices without memory.
+# Every file that may be written, apart from the temporary directory and three devices without memory.
 WRITABLE = """import os
-named = {{'/tmp', '/dev/null', '/dev/zero', '/dev/random', '/dev/urandom'}}
+named = {{'/tmp', '/dev/null', '/dev/random', '/dev/urandom'}}
 found = [path for top in ({},) for folder, names, files in os.walk(top) for name in names + files
          for path in [os.path.join(folder, name)] if not os.path.islink(path) and os.access(path, os.W_OK)]
 print('ESCAPED' if set(found) - named else 'held')"""
@@ -59,16 +58,40 @@ NETWORK = [
     Attack(
         "loopback server",
         "import socket\nsocket.create_connection(('127.0.0.1', @PORT@), 1).sendall(b'ESCAPED')",
-        "ConnectionRefused|unreachable",
+        DENIED,
         bare=True,
     ),
     Attack(
         "download", "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:@PORT@')", "URLError", bare=True
     ),
     Attack(
-        "host of a virtual machine", "import socket\nsocket.socket(40, socket.SOCK_STREAM)\nprint('ESCAPED')", NO_FAMILY
+        "host of a virtual machine", "import socket\nsocket.socket(40, socket.SOCK_STREAM)\nprint('ESCAPED')", DENIED
     ),
-    Attack("messages of the kernel", "import socket\nsocket.socket(16, socket.SOCK_RAW)\nprint('ESCAPED')", NO_FAMILY),
+    Attack(
+        "pairs of other families",
+        "import ctypes\nlibc, pair = ctypes.CDLL(None, use_errno=True), (ctypes.c_int * 2)()\n"
+        "print({(libc.socketpair(family, 5, 0, pair), ctypes.get_errno()) for family in range(2, 46)})",
+        r"^None\n\{\(-1, 1\)\}\n$",  # otherwise the kernel loads the module of the family
+    ),
+    Attack("server of its own", "import socket\nsocket.create_server(('127.0.0.1', 0))\nprint('ESCAPED')", DENIED),
+    Attack(
+        "connections that nobody accepts",
+        "import socket\nserver = socket.socket(socket.AF_UNIX)\nserver.bind('\\0x')\nserver.listen(4096)\n"
+        "for _ in range(300):\n    client = socket.socket(socket.AF_UNIX)\n    client.connect('\\0x')\n"
+        "    client.settimeout(0.0)\n    client.send(bytes(1 << 17))\n    client.close()\nprint('ESCAPED')",
+        DENIED,
+    ),
+    Attack(
+        "open files in flight",
+        "import socket\none, other = socket.socketpair()\nfor _ in range(100): socket.send_fds(one, [b'x'], [0] * 250)",
+        DENIED,
+    ),
+    Attack(
+        "size of a socket",
+        "import socket as s\ns.socketpair()[0].setsockopt(s.SOL_SOCKET, s.SO_SNDBUF, 1 << 24)\nprint('ESCAPED')",
+        DENIED,
+    ),
+    Attack("messages of the kernel", "import socket\nsocket.socket(16, socket.SOCK_RAW)\nprint('ESCAPED')", DENIED),
     Attack("names", "import socket\nprint(socket.gethostbyname('example.com'), 'ESCAPED')", "gaierror"),
 ]
 MACHINE = [
@@ -83,6 +106,13 @@ MACHINE = [
     ),
     Attack(
         "paths of the machine", "print(open('/proc/self/mountinfo').read(), 'ESCAPED')", "FileNotFound", "Permission"
+    ),
+    Attack(
+        "mounts of the machine",
+        "import ctypes, struct\ncall = ctypes.CDLL(None).syscall\n"
+        "root = struct.pack('IIQQQ', 32, 0, 0xffffffffffffffff, 0, 0)\n"
+        "print('ESCAPED' if call(458, root, (ctypes.c_uint64 * 99)(), 99, 0) > 0 else 'held')",  # listmount
+        "held",
     ),
     Attack(
         "hidden /proc",
@@ -167,7 +197,86 @@ EXHAUSTION = [
     Attack(
         "shared memory",
         "import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 1 << 24))\n    x[-1].write(b'x' * (1 << 24))",
-        f"{MEMORY}|Cannot allocate memory",
+        DENIED,
+    ),
+    *(
+        Attack(
+            f"shared memory {how}",  # it is kept while one page of it is mapped
+            "import ctypes, os\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
+            "libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\nfor _ in range(20):\n"
+            f"    address = libc.mmap(None, 20 << 20, 3, {flags}, {file}, 0)\n"
+            "    assert address != 2**64 - 1, 'held'\n    ctypes.memset(address, 1, 20 << 20)\n"
+            "    libc.munmap(address + 4096, (20 << 20) - 4096)\nprint('ESCAPED')",
+            "AssertionError: held|No such file",
+        )
+        for how, flags, file in (
+            ("without a name", "0x21", "-1"),
+            ("of a device", "1", "os.open('/dev/zero', os.O_RDWR)"),
+        )
+    ),
+    Attack(
+        "tables of pages",  # of pages without content, which count nowhere
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\nfor index in range(30_000):\n"
+        "    address = libc.mmap(ctypes.c_void_p((1 << 44) + (index << 30)), 4096, 1, 0x100022, -1, 0)\n"
+        "    ctypes.string_at(ctypes.c_void_p(address), 1)\nprint('ESCAPED')",
+        MEMORY,
+    ),
+    Attack(
+        "memory without a first thread",
+        "import ctypes, threading, time\n"
+        "def fill():\n    global x\n    x = bytearray(b'x') * (60 << 20)\n    f = open('/tmp/x', 'wb')\n"
+        "    for _ in range(90): f.write(b'x' * (1 << 20))\n    print('ESCAPED', flush=True)\n    time.sleep(99)\n"
+        "threading.Thread(target=fill).start()\nctypes.CDLL(None).pthread_exit(None)",
+        "SIGKILL|used more than 128 MB",
+    ),
+    Attack(
+        "pages in pipes",
+        "import ctypes, os\nfile, size = os.pipe()[1], 4096\npart = (ctypes.c_size_t * 2)(id(bytearray(size)), 8)\n"
+        "print(ctypes.CDLL(None).vmsplice(file, part, 1, 0))",
+        "^None\n-1\n$",
+    ),
+    Attack(
+        "open files of each thread",
+        "import ctypes, os\nprint(ctypes.CDLL(None).close_range(10_000, 10_001, 2))",  # CLOSE_RANGE_UNSHARE
+        "^None\n-1\n$",
+    ),
+    Attack(
+        "events of files",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nprint([libc.inotify_init(), libc.inotify_init1(0)])",
+        r"\[-1, -1\]",
+    ),
+    Attack(
+        "lists of users of a file",
+        "import os, struct\nusers = [(2, 7, user) for user in range(99)]\n"
+        "entries = [(1, 7, -1), *users, *((tag, 7, -1) for tag in (4, 16, 32))]\n"
+        "value = struct.pack('I', 2) + b''.join(struct.pack('HHi', *entry) for entry in entries)\n"
+        "os.mkdir('/tmp/d')\nos.setxattr('/tmp/d', 'system.posix_acl_default', value)\nprint('ESCAPED')",
+        DENIED,
+    ),
+    Attack(
+        "places of the machine for input and output",
+        "import ctypes, os\nnumber = 206 if os.uname().machine == 'x86_64' else 0\n"
+        "print(ctypes.CDLL(None).syscall(number, 10, ctypes.byref(ctypes.c_ulong())))",  # io_setup
+        "^None\n-1\n$",
+    ),
+    Attack(
+        "files of the machine",  # written to its disks, and taken from its memory
+        "import ctypes, os\nprint(ctypes.CDLL(None).syncfs(os.open('/usr/lib', 0)))\n"
+        "os.posix_fadvise(os.open(os.__file__, 0), 0, 0, os.POSIX_FADV_DONTNEED)\nprint('ESCAPED')",
+        DENIED,
+    ),
+    *(
+        Attack(
+            f"{name} of files",
+            f"import fcntl, os\nfcntl.fcntl(os.open('/tmp', 0), {command}, {value})\nprint('ESCAPED')",
+            DENIED,
+        )
+        for name, command, value in (("watch", 1026, 1), ("leases", 1024, 0))
+    ),
+    Attack(
+        "image of the memory",
+        "import ctypes, resource as r\nprint(ctypes.CDLL(None).prctl(4, 1, 0, 0, 0), r.getrlimit(r.RLIMIT_CORE))",
+        r"0 \(1, 1\)",  # of one byte: the kernel then starts no program of the machine that takes it
     ),
     Attack(
         "memory of many processes",
@@ -265,6 +374,10 @@ RESULTS = [
     Attack("KeyboardInterrupt", "raise KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
     Attack("os._exit", "import os\nprint('x', flush=True)\nos._exit(0)", r"exit code 0"),
     Attack("abort", "import os\nos.abort()", "SIGABRT"),
+    *(
+        Attack(f"signal {number}", f"import os\nos.kill(os.getpid(), {number})", rf"signal {name}\)")
+        for number, name in ((34, "SIGRTMIN"), (40, r"SIGRTMIN\+6"), (63, r"SIGRTMIN\+29"))
+    ),
     Attack("long message", "raise ValueError('x' * 10**7)", "ValueError: xxx", "ValueError: xxx"),
     Attack(
         "looping message",

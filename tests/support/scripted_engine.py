@@ -94,11 +94,13 @@ class Scripted:
 class Desk:
     """A source of batches that a test controls; close it."""
 
-    def __init__(self, engines: Sequence[Engine], scorer: rewards.Scorer, **trainer: Any) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], scorer: rewards.Scorer, *, single_behavior: bool = False, **trainer: Any
+    ) -> None:
         config = load_config({"trainer": {"prompts": 4, "samples": 2, "max_lag": 2, **trainer}})
         collector = Collector(config, PromptStream(TASK, TOKENIZER, seed=0), engines[0], scorer, SAMPLING)
         self.notes: list[str] = []
-        self.buffer = Buffer(config.trainer)
+        self.buffer = Buffer(config.trainer, single_behavior=single_behavior)
         self.feed = AsyncSource(collector, self.buffer, engines, self.notes.append)
         self.updates = config.trainer.minibatches * config.trainer.epochs
 

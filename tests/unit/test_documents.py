@@ -14,6 +14,7 @@ from trimtab.models import routing
 from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.invariant import apply as invariant
 from trimtab.objectives import objective, objectives
+from trimtab.training.features.feature import Feature
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -87,3 +88,48 @@ def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> N
     assert objective(config.objective.name, **config.objective.keywords).equation()
     for other in config.compare.objectives if config.compare else ():
         objective(other)
+
+
+def test_contributing_lists_every_hook_of_a_feature() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| hook | called | for |")[2].partition("\n\n")[0]
+    listed = [
+        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] if line else "")
+    ]
+    hooks = {name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")}
+    assert sorted(listed) == sorted(hooks)
+
+
+def texts_for_users() -> dict[str, str]:
+    """Pages, sources and what builds the project, but for the two that tell its history."""
+    history = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"}
+    files = [*ROOT.glob("*.*"), ROOT / "Makefile", *ROOT.glob(".ci/*"), *(ROOT / ".github").rglob("*.yml")]
+    for folder in ("docs", "src", "examples", "benchmarks", "tests"):
+        files += [path for kind in ("md", "py", "toml", "txt") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.is_file() and path not in history}
+
+
+BY_NAME = re.compile(r"\binstall\b[^`\n]*?[\s'\"=](trimtab)(?=[\[\s'\"`,;:)=<>]|$)")
+
+
+def test_nobody_is_told_to_install_the_package_by_name() -> None:
+    """No registry has the package; whoever takes the name there would be installed."""
+    for line in ("pip install trimtab", "uv pip install -U 'trimtab[train]'", 'install "trimtab[{extra}]"'):
+        assert BY_NAME.search(line), line
+    for line in ("pip install '.[train]'", "pip install -e .", "pip install ./trimtab-0.1.0-py3-none-any.whl"):
+        assert not BY_NAME.search(line), line
+    here = Path(__file__).relative_to(ROOT)
+    found = {
+        (name, line)
+        for name, text in texts_for_users().items()
+        if name != str(here)
+        for line in text.splitlines()
+        if BY_NAME.search(line)
+    }
+    assert found == set()
+
+
+def test_the_first_screens_say_how_to_get_the_command() -> None:
+    for page in (README, (ROOT / "docs" / "install.md").read_text()):
+        start = page[:3000]
+        for line in ("git clone ", "make install", "source .venv/bin/activate", "pip install '.[train]'"):
+            assert line in start, line

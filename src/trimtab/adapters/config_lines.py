@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trimtab.adapters.hooks import hook
 from trimtab.corrections import Setting
 from trimtab.objectives import Objective, objective
 from trimtab.objectives.calibrate import bounds_of
@@ -48,12 +49,31 @@ def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
     for unknown presets and keywords.
     """
     built = objective(preset, **overrides)
+    verl, trl = _in_verl(preset, overrides), _in_trl(preset, overrides)
     return {
         "trimtab": _trimtab(preset, overrides),
-        "verl": _foreign("verl", preset, overrides, built, _verl),
-        "trl": _foreign("TRL", preset, overrides, built, _trl),
+        "verl": _foreign("verl", preset, overrides, built, _verl) + _adapter("verl", verl, built),
+        "trl": _foreign("TRL", preset, overrides, built, _trl) + _adapter("trl", trl, built),
         "miles": _foreign("Miles", preset, overrides, built, _miles),
     }
+
+
+def _adapter(trainer: str, line: str, built: Objective) -> str:
+    """Returns what has exactly this loss in a trainer, as a comment; nothing where the adapter cannot carry it."""
+    if hook(trainer).refusal(built) is not None:
+        return ""
+    return f"\n# exactly this loss, with Trimtab's adapter (docs/adapters/{trainer}.md):\n# {line}"
+
+
+def _in_trl(preset: str, overrides: Mapping[str, Any]) -> str:
+    keywords = "".join(f", {key}={value!r}" for key, value in overrides.items())
+    return f"trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective({json.dumps(preset)}{keywords}))"
+
+
+def _in_verl(preset: str, overrides: Mapping[str, Any]) -> str:
+    line = "actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-"
+    own = f"{line}mine, and TRIMTAB_OBJECTIVES names a file with the lines of Trimtab under [mine]"
+    return own if overrides or ":" in preset else line + preset
 
 
 def _foreign(

@@ -173,7 +173,9 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 def reported(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of an update as `trimtab/KEY`, without those by tenth of the response and without NaN."""
     values = metrics.items()
-    return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
+    return {
+        f"trimtab/{key}": value for key, value in values if not key.startswith("clip/tenth/") and not math.isnan(value)
+    }
 
 
 def averaged(metrics: Mapping[str, float]) -> dict[str, float]:

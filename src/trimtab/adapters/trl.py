@@ -54,8 +54,8 @@ class GRPOTrainer(PlainTrainer):
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
     all processes. Responses with a token whose log-prob the sampler did not report are not trained, and counted as
-    `trimtab/unscored`. Raises `TrimtabError` for settings of TRL that would have no effect, and for objectives that
-    need what TRL does not have.
+    `trimtab/unscored`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have no effect,
+    and for objectives and dumps that need what TRL does not have.
     """
 
     def __init__(
@@ -66,11 +66,15 @@ class GRPOTrainer(PlainTrainer):
                 "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
             )
         _check_signature()
-        super().__init__(*args, **kwargs)
         self._objective = build("trl", objective, {})
-        check_settings(self._objective, self.args, _TRL.GRPOConfig)
         self._dump = None if dump is None else Dump(dump)
         self._update: Update | None = None
+        given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
+        settings = given.get("args") or _TRL.GRPOConfig()
+        check_settings(self._objective, settings, _TRL.GRPOConfig)
+        if not settings.use_vllm and given.get("rollout_func") is None:
+            self._check_sampler(None)
+        super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         current, entropy, auxiliary = self._score(model, inputs)
@@ -104,13 +108,8 @@ class GRPOTrainer(PlainTrainer):
         )
 
     def _logps(self, inputs: dict[str, Any], current: Tensor | None, entropy: Tensor | None = None) -> PolicyLogps:
-        needs = self._objective.needs
         behavior, proximal = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
-        if "behavior" in needs and behavior is None:
-            remedy = hook("trl").remedies["behavior"]
-            raise TrimtabError(
-                f"{self._objective.name} reads the sampler's log-probs, which TRL does not have: {remedy}"
-            )
+        self._check_sampler(behavior)
         if proximal is None and current is not None:
             proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
         mask = _mask(inputs)
@@ -124,6 +123,15 @@ class GRPOTrainer(PlainTrainer):
             reference=inputs.get("ref_per_token_logps"),
             entropy=entropy,
             turn=turns_of(mask),
+        )
+
+    def _check_sampler(self, behavior: Tensor | None) -> None:
+        """Raises `TrimtabError` where the sampler's log-probs are needed and TRL does not have them."""
+        if behavior is not None or not ("behavior" in self._objective.needs or self._dump is not None):
+            return
+        reader = self._objective.name if "behavior" in self._objective.needs else "dump"
+        raise TrimtabError(
+            f"{reader} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
         )
 
     def _begun(self, model: Any) -> Update:

@@ -8,15 +8,35 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
-LOSS_OPTIONS = (
-    *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
-    *("entropy_coef", "use_adaptive_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_target", "off_policy_mask_threshold"),
-    *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg"),
-    *("vespo_lambda_pos", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-)
-"""Options of `GRPOConfig` that only TRL's own loss reads."""
+CLIP = "clip_low and clip_high"
+PRESET = "the preset, objective=NAME, and its aggregation"
+WEIGHT = "weight_max, of a preset with a weight (token-tis, icepop, ...)"
+CONSTANT_ENTROPY = "entropy_coef, which stays constant"
+LOSS_OPTIONS = {
+    "loss_type": PRESET,
+    "epsilon": CLIP,
+    "epsilon_high": "clip_high",
+    "delta": "clip_dual",
+    "importance_sampling_level": 'the preset, objective="gspo" for "sequence"',
+    "top_entropy_quantile": None,
+    "entropy_coef": "entropy_coef",
+    "use_adaptive_entropy": CONSTANT_ENTROPY,
+    "entropy_coef_delta": CONSTANT_ENTROPY,
+    "entropy_coef_min": CONSTANT_ENTROPY,
+    "entropy_coef_max": CONSTANT_ENTROPY,
+    "entropy_target": CONSTANT_ENTROPY,
+    "off_policy_mask_threshold": "delta, of the preset opsm",
+    "sapo_temperature_neg": "tau_negative, of the preset sapo",
+    "sapo_temperature_pos": "tau_positive, of the preset sapo",
+    "vespo_k_neg": "k1_negative, of the preset vespo",
+    "vespo_k_pos": "k1_positive, of the preset vespo",
+    "vespo_lambda_neg": "k2_negative, of the preset vespo",
+    "vespo_lambda_pos": "k2_positive, of the preset vespo",
+    "vllm_importance_sampling_mode": "the preset: token-tis, seq-tis, icepop or seq-mis",
+    "vllm_importance_sampling_clip_max": WEIGHT,
+    "vllm_importance_sampling_clip_min": WEIGHT.replace("max", "min"),
+}
+"""Options of `GRPOConfig` that only TRL's own loss reads, with what replaces them in the objective."""
 
 
 def check_settings(objective: Objective, args: Any, config_class: type) -> None:
@@ -27,8 +47,9 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
     defaults = {item.name: item.default for item in dataclasses.fields(config_class)}
     ignored = [name for name in LOSS_OPTIONS if name in defaults and getattr(args, name) != defaults[name]]
     if ignored:
+        instead = "; ".join(f"for {name} {LOSS_OPTIONS[name] or 'there is nothing'}" for name in ignored)
         raise TrimtabError(
-            f"{', '.join(ignored)}: only TRL's own loss reads it; leave it out, and set it in the objective"
+            f"{', '.join(ignored)}: only TRL's own loss reads this, leave it out. In the objective: {instead}"
         )
     steps, window = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % window:

@@ -2,11 +2,11 @@
 
 verl imports this module through the entry point `verl.plugins` in every process, and importing it registers:
 
-    actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-icepop    # an objective as the loss
-    algorithm.rollout_correction.rollout_is=trimtab                 # carries the sampler's log-probs to it
-    algorithm.rollout_correction.rollout_is=trimtab-token-tis       # a correction beside verl's own loss
+    actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-token-tis   # an objective as the loss
+    algorithm.rollout_correction.rollout_is=trimtab-token-tis         # or: a correction beside verl's own loss
 
 TRIMTAB_OBJECTIVES names a TOML file with objectives of one's own: `[mine]` with `name = "icepop"` is `trimtab-mine`.
+TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapters import verl_dump
 from trimtab.adapters.verl_driver import checked, corrected, refusing_log_probs, without_bypass, without_carried
 from trimtab.adapters.verl_loss import FILE, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
@@ -39,7 +40,7 @@ def own_objectives() -> dict[str, PolicyLoss]:
         raise TrimtabError(f"{FILE} is read with Python 3.11 or newer") from None
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TrimtabError(f"{FILE}={path} cannot be read: {error}") from error
     for key, table in tables.items():
         if not isinstance(table, dict) or "name" not in table:
@@ -65,7 +66,9 @@ def register() -> list[str]:
     _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(corrected, named))
     _replace(helper, "apply_bypass_mode", without_bypass)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", without_carried)
-    _replace("verl.utils.config", "validate_config", checked)
+    _replace("verl.utils.config", "validate_config", partial(checked, named))
+    if folder := os.environ.get(verl_dump.DUMP):
+        verl_dump.install(folder)
     return [PREFIX + name for name in named]
 
 

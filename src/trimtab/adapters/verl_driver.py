@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, reported, require_correction, turns_of
+from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, correct, mismatch
@@ -54,24 +56,61 @@ def _check_correction(chosen: str, batch: Any, config: Any) -> None:
         raise TrimtabError(_without_sampler(chosen))
 
 
-def checked(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wraps verl's check of its configuration: it refuses settings under which the driver would not call `corrected`.
+def checked(named: Mapping[str, PolicyLoss], plain: Callable[..., None]) -> Callable[..., None]:
+    """Wraps verl's check of its configuration: it completes one for a loss of Trimtab's, and refuses what cannot work.
 
-    The trainers V1 and v0 check their configuration at the start, in the process of the driver.
+    The trainers V1 and v0 check their configuration at the start, in the process of the driver, before they use it.
     """
 
     @functools.wraps(plain)
     def check(config: Any, *arguments: Any, **keywords: Any) -> None:
+        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.get("actor", None) or {}
         correction = config.algorithm.get("rollout_correction", None) or {}
+        mode = str((actor.get("policy_loss", None) or {}).get("loss_mode", ""))
+        if mode.startswith(PREFIX):
+            _complete(_named_loss(mode, named), actor, rollout, correction)
         chosen = str(correction.get("rollout_is", None))
         if chosen == CARRY or chosen.startswith(PREFIX):
             if correction.get("bypass_mode", False):
                 raise TrimtabError(f"rollout_is={chosen} has no effect with bypass_mode: turn bypass_mode off")
-            if not config.actor_rollout_ref.rollout.get("calculate_log_probs", False):
+            if not rollout.get("calculate_log_probs", False):
                 raise TrimtabError(_without_sampler(chosen))
+        dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
+        if os.environ.get(DUMP) and not dumped:
+            raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
         plain(config, *arguments, **keywords)
 
     return check
+
+
+def _complete(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> None:
+    """Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible."""
+    objective = loss.checked(actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None))
+    if "behavior" not in objective.needs:
+        return
+    if not correction:
+        raise TrimtabError(
+            f"algorithm.rollout_correction is empty, and carries the sampler's log-probs that {objective.name} reads: "
+            "leave it at verl's default"
+        )
+    carrying = correction.get("rollout_is", None)
+    if carrying not in (None, CARRY):
+        raise TrimtabError(
+            f"rollout_is={carrying} takes the place of the sampler's log-probs, which {objective.name} reads: leave it "
+            f"out, or set algorithm.rollout_correction.rollout_is={CARRY}"
+        )
+    if carrying is None or not rollout.get("calculate_log_probs", False):
+        rollout.calculate_log_probs = True
+        correction.rollout_is = CARRY
+        print(f"trimtab: set calculate_log_probs=True and rollout_is={CARRY}, as {objective.name} reads the sampler's")
+
+
+def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
+    """Returns the loss that a value `trimtab-NAME`, or a setting to it, names."""
+    name = setting.rpartition("=")[2].removeprefix(PREFIX)
+    if name not in named:
+        raise TrimtabError(f"{setting}: no such objective{did_you_mean(name, named)}")
+    return named[name]
 
 
 def _without_sampler(chosen: str) -> str:
@@ -129,9 +168,8 @@ def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _correction(name: str, named: Mapping[str, PolicyLoss]) -> Objective:
-    if name not in named:
-        raise TrimtabError(f"rollout_is={PREFIX}{name}: no such objective{did_you_mean(name, named)}")
-    objective = build("verl", named[name].name, named[name].keywords)
+    loss = _named_loss(f"rollout_is={PREFIX}{name}", named)
+    objective = build("verl", loss.name, loss.keywords)
     remedy = f"use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
     require_correction(objective, f"rollout_is={PREFIX}{name}: ", remedy)
     return objective

@@ -40,8 +40,7 @@ class PolicyLoss:
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
-        objective = self._built(counts.get("loss_scale_factor"))
-        _check_aggregation(objective, loss_agg_mode)
+        objective = self.checked(loss_agg_mode, counts.get("loss_scale_factor"))
         logps = PolicyLogps(
             current=log_prob,
             behavior=_carried(objective, rollout_is_weights, mask),
@@ -58,6 +57,18 @@ class PolicyLoss:
         output = objective(logps, per_response(objective, advantages, mask), state=state)
         metrics = {f"actor/{name}": value for name, value in averaged(output.metrics.finalize()).items()}
         return output.loss * (counts.get("dp_size") or 1), metrics
+
+    def checked(self, loss_agg_mode: str, factor: int | None) -> Objective:
+        """Returns the objective. Raises `TrimtabError` where verl aggregates, or scales, otherwise."""
+        objective = self._built(factor)
+        wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
+        if loss_agg_mode != wanted:
+            raise TrimtabError(
+                f"{objective.name} aggregates by {wanted}, and verl by {loss_agg_mode}: set "
+                f"actor_rollout_ref.actor.loss_agg_mode={wanted}, or give the objective another aggregation in the "
+                f"file of {FILE}"
+            )
+        return objective
 
     def _built(self, factor: int | None) -> Objective:
         if self._objective is None:
@@ -90,12 +101,3 @@ def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tens
             f"algorithm.rollout_correction.rollout_is={CARRY}"
         )
     return carried
-
-
-def _check_aggregation(objective: Objective, mode: str) -> None:
-    wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
-    if mode != wanted:
-        raise TrimtabError(
-            f"{objective.name} aggregates by {wanted}, and verl by {mode}: set actor.loss_agg_mode={wanted}, or give "
-            f"the objective another aggregation in the file of {FILE}"
-        )

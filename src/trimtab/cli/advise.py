@@ -56,19 +56,22 @@ class Measure:
         return tuple(cause for cause in self.causes if cause not in MECHANISMS)
 
 
-def measure(path: Path) -> Measure:
-    """Measures the mismatch of a run from its trajectory files, or from its metrics if it has none."""
+def measure(path: Path, columns: Mapping[str, str] | None = None) -> Measure:
+    """Measures the mismatch of a run from its trajectory files, or from its metrics if it has none.
+
+    columns: names in the files of another trainer by the names used here, as for `trimtab.diagnose`.
+    """
     from trimtab.runs.reader import read_run
 
     run = read_run(path) if (path / "metrics.jsonl").is_file() else None
     lag = None if run is None else run.series("lag/max")[1]
     lagged = None if lag is None or not len(lag) else bool(lag.max() > 0)
-    if run is not None and not any((path / "trajectories").glob("*.parquet")):
+    if run is not None and not columns and not any((path / "trajectories").glob("*.parquet")):
         _, lengths = run.series("length/mean")
         return Measure(_level(path, run.rows, "mismatch/"), float(lengths.mean()) if len(lengths) else None, (), lagged)
     from trimtab.diagnosis.pipeline import diagnose
 
-    diagnosis = diagnose([path])
+    diagnosis = diagnose([path], columns=columns)
     origin, size = diagnosis.measured.origin, diagnosis.measured.size
     return Measure(
         level=_level(path, size.by_step or [size.mismatch]),

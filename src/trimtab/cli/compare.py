@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trimtab.cli.diagnose import Columns, parse_columns
 from trimtab.cli.output import Json, Sets, echo, print_json
 from trimtab.errors import TrimtabError, require_extra
 
@@ -46,7 +47,11 @@ class MultiValueCommand(TyperCommand):
 MULTI_VALUE_OPTIONS = ("--methods", "--regimes")
 Methods = Annotated[
     list[str] | None,
-    typer.Option("--methods", metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3."),
+    typer.Option(
+        "--methods",
+        metavar="METHOD...",
+        help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function.",
+    ),
 ]
 Regimes = Annotated[
     list[str] | None,
@@ -89,6 +94,7 @@ def compare(
         Path | None,
         typer.Option("--advise", metavar="RUN", help="Rank methods at the mismatch of this run or trajectory file."),
     ] = None,
+    columns: Columns = None,
     page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -104,13 +110,15 @@ def compare(
         raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
     if advise is not None and (regimes or model):
         raise TrimtabError("--advise finds the regime for the laboratory model: leave --regimes and --model out")
+    if advise is None and columns:
+        raise TrimtabError("--columns names columns of the file that --advise reads: leave it out")
     if advise is None:
         chosen, advice = [regime(name) for name in regimes or lab.REGIMES], None
     else:
         lab.plan_experiment(
             methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ()
         )  # before the probes
-        advice = _advice(advise, as_json)
+        advice = _advice(advise, parse_columns(columns or []), as_json)
         chosen = advice.regimes
     folder = out or Path("runs/compare" if advise is None else "runs/advise")
     count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
@@ -129,11 +137,11 @@ class Advice:
     values: dict[str, Any]
 
 
-def _advice(run: Path, as_json: bool) -> Advice:
+def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
     from trimtab.cli import advise
     from trimtab.lab.match import match_mismatch
 
-    measured = advise.measure(run)
+    measured = advise.measure(run, columns)
     run_lines = advise.describe_run(run, measured)
 
     def print_line(line: str) -> None:

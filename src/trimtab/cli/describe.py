@@ -6,9 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, Sets, echo, print_json, print_pairs
+from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, print_pairs
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
+
+FIRST_OBJECTIVES = ("token-tis", "icepop", "token-bypass")
+"""What to try first: a truncated weight, a masked weight, and a ratio to the sampler without a proximal pass."""
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +47,7 @@ def recipes(
 
 
 def show(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")],
+    recipe: Recipe,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -63,11 +66,14 @@ def show(
 
 def explain(
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="NAME|RECIPE", help="An objective, your own as module:function, a recipe, or a .toml file."
+            metavar="NAME|RECIPE",
+            help="An objective, your own as module:function, a recipe, a .toml file, or a run directory. Without one: "
+            "all objectives, one line each.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     sets: Sets = None,
     trusted: AllowCode = False,
     as_json: Json = False,
@@ -75,21 +81,27 @@ def explain(
     """Print the equation that is minimized, with every number in place.
 
     For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, its keys (`objective.weight_max=1.5`).
-    Where both have the name, keywords without a section change both. What training refuses is refused here too.
+    Where both have the name, keywords without a section change both. Settings that contradict each other are refused,
+    as by `trimtab train`, which also checks what depends on the model and the task.
     """
     if trusted:
         allow_code()
-    from trimtab.config import recipe_names
+    from trimtab.config import is_recipe, recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.composition import COMPOSED
     from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
+    if name is None:
+        _list_objectives(sets, as_json)
+        return
     known = [*objectives(), COMPOSED]
-    recipe = name.endswith(".toml") or name in recipe_names()
+    recipe = is_recipe(name)
     is_objective = name in known or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
-        raise TrimtabError(f"unknown objective or recipe {name!r}{did_you_mean(name, [*known, *recipe_names()])}")
+        listing = "`trimtab explain` lists objectives, `trimtab recipes` recipes"
+        hint = did_you_mean(name, [*known, *recipe_names()], listing)
+        raise TrimtabError(f"unknown objective or recipe {name!r}{hint}")
     entries: list[dict[str, Any]] = []
     changes = sets or []
     if is_objective:
@@ -105,6 +117,22 @@ def explain(
         print_json(entries[-1] if len(entries) == 1 else {"objective": entries[0], "recipe": entries[1]})
         return
     echo("\n\n".join(_format_entry(entry) for entry in entries))
+
+
+def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
+    from trimtab.objectives.lookup import summaries
+
+    if sets:
+        raise TrimtabError("--set changes one objective: name it")
+    described = summaries()
+    if as_json:
+        print_json(described)
+        return
+    first = {name: described.pop(name) for name in FIRST_OBJECTIVES}
+    echo("To start with:")
+    print_pairs(first)
+    echo("\nAll others:")
+    print_pairs(described)
 
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -109,8 +110,8 @@ def diagnose(
             raise TrimtabError(
                 "--watch DIR reads that folder and writes no page: leave out FILE, --out and --tokenizer"
             )
-        if watch.exists() and not watch.is_dir():
-            raise TrimtabError(f"--watch {watch}: a folder is watched, and this is a file: name its folder")
+        if os.path.lexists(watch) and not watch.is_dir():
+            raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
         raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
     if not files:
         raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")

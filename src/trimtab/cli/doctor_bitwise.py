@@ -79,10 +79,9 @@ def _config(what: str, sets: Sequence[str]) -> Config:
 
     Raises `TrimtabError` for an engine that is not embedded, or a LoRA adapter.
     """
-    from trimtab.config import load_config, recipe_names
+    from trimtab.config import is_recipe, load_config
 
-    is_recipe = what.endswith(".toml") or what in recipe_names()
-    config = load_config(what, sets) if is_recipe else load_config(DEFAULT, [f"model.path={what}", *sets])
+    config = load_config(what, sets) if is_recipe(what) else load_config(DEFAULT, [f"model.path={what}", *sets])
     if config.engine.type != "embedded":
         raise TrimtabError(
             f'--bitwise compares single operations, which engine.type = "{config.engine.type}" does not expose: '

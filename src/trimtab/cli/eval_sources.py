@@ -133,16 +133,16 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
 def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     """Parses `NAME` or `NAME:KEY=VALUE,...`, where the name is that of a task or a recipe."""
     from trimtab import tasks
-    from trimtab.config import parse_override, recipe_names
+    from trimtab.config import is_recipe, parse_override, recipe_names
     from trimtab.evaluation import TaskSpec
 
     name, _, rest = text.partition(":")
     changes = [*_split(rest, text), *sets]
     if name in tasks.names():
         return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
-    if name.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
+    if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
-    if not name.endswith(".toml") and name not in recipe_names():
+    if not is_recipe(name):
         raise TrimtabError(f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.names(), *recipe_names()])}")
     return _recipe(name, changes)
 

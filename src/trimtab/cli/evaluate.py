@@ -166,7 +166,7 @@ def _write_scores(results: Results, path: Path) -> None:
     mode = "sampled" if "sampled" in modes else modes[0]
     measured = results.measured[results.models[0], results.tasks[0], mode]
     rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
-    write_text(path.resolve(), "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(Path(os.path.realpath(path)), "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _unwritable(path: Path) -> str:
@@ -184,7 +184,7 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
     if markdown is not None and markdown != STANDARD_OUTPUT:
         from trimtab.runs.atomic import write_text
 
-        write_text(Path(markdown).resolve(), results.markdown())
+        write_text(Path(os.path.realpath(markdown)), results.markdown())
 
 
 def _print(results: Results, markdown: str | None, as_json: bool) -> None:

@@ -29,7 +29,7 @@ EXIT_USER_ERROR = 2
 # Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
 SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
 # Commands whose recipe is a program that the user runs. All others read what others may have written.
-PROGRAM_COMMANDS = frozenset({"train", "sft"})
+PROGRAM_COMMANDS = frozenset({"train", "sft", "compare"})
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -59,7 +59,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="trimtab",
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

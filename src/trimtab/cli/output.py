@@ -15,6 +15,22 @@ import typer
 
 from trimtab.sandbox.code_result import UNPRINTABLE, clean
 
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of shipped recipes for the shell's completion; where none fits, shells complete files."""
+    from trimtab.config import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A name from `trimtab recipes`, a .toml file, or a run directory.",
+        autocompletion=complete_recipe,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the recipe; may be repeated."),
@@ -68,9 +84,11 @@ def print_pairs(pairs: Mapping[str, Any]) -> None:
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
-    """Returns the run directory: `--out`, or the recipe's `out`, or `runs/<recipe>`."""
+    """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
+    if (Path(recipe) / "config.toml").is_file():
+        return Path(recipe)
     if configured is not None:
         return Path(configured)
     path = Path(recipe)

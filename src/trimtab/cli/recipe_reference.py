@@ -90,11 +90,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
-def _keys_of(fields: Mapping[str, FieldInfo]) -> dict[str, Key]:
+def _keys_of(fields: Mapping[str, FieldInfo], *, nested: bool = False) -> dict[str, Key]:
+    """Returns the keys of a section. `nested`: tables inside are keys; otherwise they are sections of their own."""
     return {
         field.alias or name: Key(_type(field.annotation, field.metadata), _default(field), field.description or "")
         for name, field in fields.items()
-        if section_of(field.annotation) is None
+        if nested or section_of(field.annotation) is None
     }
 
 
@@ -111,7 +112,7 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
     if get_origin(annotation) in (list, tuple):
         fixed = get_origin(annotation) is tuple and arguments[-1] is not ...
         return f"{f'{len(arguments)} x' if fixed else 'list of'} {_type(arguments[0])}"
-    if get_origin(annotation) is dict:
+    if get_origin(annotation) is dict or section_of(annotation) is not None:
         return "table"
     names = {bool: "true or false", int: "integer", float: "number"}
     return names.get(annotation, "text") + _bounds(metadata)
@@ -142,7 +143,7 @@ def _section_blocks() -> Iterator[str]:
         about = [" ".join(inspect.cleandoc(model.__doc__ or "").split())]
         methods = [f"`{method}`" for method, section in REQUIRED_SECTIONS.items() if section == name]
         if methods:
-            about.append(f"Present with the objectives {', '.join(methods)} only.")
+            about.append(f"Present by default with {', '.join(methods)}.")
         title = "Top level" if not name else f"`[[{name}]]`" if name in ("reward", "eval.task") else f"`[{name}]`"
         rows = _keys_of(model.model_fields)
         if rows:
@@ -166,7 +167,9 @@ def _tasks() -> str:
     from trimtab import tasks
 
     blocks = ["## Tasks: the keywords of `[task]`\n\nWhat they mean in prose, with examples: [tasks](tasks.md).\n"]
-    blocks += [f'### `name = "{name}"`\n\n{_table(_keys_of(tasks.options(name)))}' for name in tasks.names()]
+    blocks += [
+        f'### `name = "{name}"`\n\n{_table(_keys_of(tasks.options(name), nested=True))}' for name in tasks.names()
+    ]
     return "\n".join(blocks)
 
 
@@ -177,7 +180,9 @@ def _rewards() -> str:
         "## Rewards: the keywords of `[[reward]]`\n\nBeside `name`, `weight` and `timeout`. Without any `[[reward]]` "
         "the task's own reward is used. A `module:function` of your own takes no keywords.\n"
     ]
-    blocks += [f'### `name = "{name}"`\n\n{_table(_keys_of(rewards.options(name)))}' for name in rewards.names()]
+    blocks += [
+        f'### `name = "{name}"`\n\n{_table(_keys_of(rewards.options(name), nested=True))}' for name in rewards.names()
+    ]
     return "\n".join(blocks)
 
 

@@ -56,7 +56,8 @@ def report(
         print_json(data)
         return
     if "verdict" in data:
-        echo(data["verdict"]["text"])
+        for line in filter(None, (data["verdict"]["text"], data["verdict"]["note"])):
+            echo(line)
     echo(f"report: {data['report']}")
     for line in data.get("warnings", ()):
         echo(f"note: {line}", err=True)

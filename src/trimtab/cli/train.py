@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Sets, echo, only_json, print_json, run_directory
+from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, run_directory
 from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
     from trimtab.config import Config
     from trimtab.training.observer import Observer
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
 ]
@@ -127,14 +126,19 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the model.")],
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint.")] = "last",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The LoRA adapter alone, as peft loads it, instead of the merged model.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the trained model as a folder that transformers loads (config, tokenizer, safetensors)."""
     require_extra("train", "trimtab export")
     from trimtab.training.export import export as write
+    from trimtab.training.export import export_adapter
 
-    write(run, folder, which)
+    (export_adapter if adapter else write)(run, folder, which)
+    what = "adapter" if adapter else "model"
     if as_json:
-        print_json({"model": folder})
+        print_json({what: folder})
     else:
-        echo(f"model: {folder}")
+        echo(f"{what}: {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ def train(
     """
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
-    observer, run = observer or NullObserver(), Path(out or config.out or "runs/run").resolve()
+    observer, run = observer or NullObserver(), Path(os.path.realpath(out or config.out or "runs/run"))
     check(config).close()
     stop = Stop()
     with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:

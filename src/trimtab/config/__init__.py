@@ -3,7 +3,7 @@
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.config.objective_sections import BATCH_BASELINE, TOKEN_BASELINE
 from trimtab.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
-from trimtab.config.recipes import load_config, parse_config, parse_override, recipe_names
+from trimtab.config.recipes import is_recipe, load_config, parse_config, parse_override, recipe_names
 from trimtab.config.schema import (
     GOLD,
     REQUIRED_SECTIONS,
@@ -36,6 +36,7 @@ __all__ = [
     "ShardingConfig",
     "SurgeConfig",
     "VllmConfig",
+    "is_recipe",
     "load_config",
     "parse_config",
     "parse_override",

@@ -43,10 +43,11 @@ def resolve_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         value = _value_at(resolved, key.split("."))
         if isinstance(value, str) and value not in names and (key in PATH_KEYS or _is_folder(key, value, folder)):
             resolved = _with_value(resolved, key.split("."), str(_absolute(value, folder)))
-    others = _value_at(resolved, ["eval", "task"])
-    if isinstance(others, list):  # the tasks of [[eval.task]] have the paths of [task]
-        tasks = [resolve_paths({"task": other}, folder)["task"] for other in others]
-        resolved = _with_value(resolved, ["eval", "task"], tasks)
+    for words in (["eval", "task"], ["task", "part"]):  # lists of tasks, which have the paths of [task]
+        others = _value_at(resolved, words)
+        if isinstance(others, list):
+            tasks = [resolve_paths({"task": other}, folder)["task"] for other in others]
+            resolved = _with_value(resolved, words, tasks)
     return resolved
 
 

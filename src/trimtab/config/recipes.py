@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-import tomllib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +16,8 @@ from trimtab.config.rule import Facts
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
 from trimtab.config.validation import validate
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
+from trimtab.files import parse_toml, regular_file
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
@@ -30,24 +31,45 @@ def recipe_names() -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
+def recipe_file(name: str) -> Path | None:
+    """Returns the file of a recipe that is not shipped: a .toml file, or what a run saved as its config.toml."""
+    saved = Path(name) / "config.toml"
+    if name.endswith(".toml"):
+        return Path(name)
+    return saved if name not in recipe_names() and saved.is_file() else None
+
+
+def is_recipe(name: str) -> bool:
+    """Whether the name is that of a shipped recipe, a .toml file or the directory of a run."""
+    return name in recipe_names() or recipe_file(name) is not None
+
+
 def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Loads a recipe by name, from a TOML file or from a mapping, applies overrides and validates it.
+    """Loads a recipe by name, from a TOML file, a run or a mapping, applies overrides and validates it.
 
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
     the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
+    where = "config" if isinstance(recipe, Mapping) else str(recipe)
+    try:
+        return parse_config(_read_with_overrides(recipe, overrides), where)
+    except RecursionError:
+        raise TrimtabError(f"{where}: its values, or the recipes it is based on, are nested too deeply") from None
+
+
+def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     base, unset, changes = _split_overrides(overrides)
     if isinstance(recipe, Mapping):
         data = resolve_paths(_mutable_copy(recipe), Path())
-        data, where = _apply_base(data, base, Path(), ()), "config"
+        data = _apply_base(data, base, Path(), ())
     else:
-        data, where = _read_with_base(recipe, base), str(recipe)
+        data = _read_with_base(recipe, base)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
     _unset(data, unset, "the recipe")
     # Names first: a part of another name starts without the keywords of its predecessor.
     for override in sorted(changes, key=lambda change: parse_override(change)[0] not in DEPENDENT_SECTIONS):
         _override(data, override)
-    return parse_config(data, where)
+    return data
 
 
 def parse_config(data: Mapping[str, Any], where: str) -> Config:
@@ -83,13 +105,14 @@ def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, 
         override: a base that replaces the recipe's own.
         chain: names of the recipes that are built on this one.
     """
-    is_shipped = Path(recipe).suffix != ".toml"
-    name = str(recipe) if is_shipped else str(Path(recipe).resolve())
+    file = recipe_file(str(recipe))
+    name = str(recipe) if file is None else os.path.realpath(file)
     if name in chain:
         raise TrimtabError(f"base: {' -> '.join((*chain, name))} is a circle: leave one of them out")
-    data, folder = _read(recipe), Path(recipe).parent
     # Shipped recipes contain no paths.
-    return _apply_base(data if is_shipped else resolve_paths(data, folder), override, folder, (*chain, name))
+    folder = Path() if file is None else file.parent
+    data = _read(str(recipe)) if file is None else resolve_paths(_read(file), folder)
+    return _apply_base(data, override, folder, (*chain, name))
 
 
 def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
@@ -170,21 +193,22 @@ def _name_of(key: str, section: Mapping[str, Any]) -> Any:
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
-    path = Path(recipe)
-    if path.suffix != ".toml":
-        name = str(recipe)
-        if name not in recipe_names():
-            raise TrimtabError(f"unknown recipe {name!r}{did_you_mean(name, recipe_names())}")
-        text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
+    """Returns the keys of a shipped recipe (a name) or of a file (a path)."""
+    if isinstance(recipe, str):
+        if recipe not in recipe_names():
+            listing = "`trimtab recipes` lists them; a file ends in .toml, and a run's folder holds its config.toml"
+            hint = ("/" in recipe and neighbors(Path(recipe))) or did_you_mean(recipe, recipe_names(), listing)
+            raise TrimtabError(f"unknown recipe {recipe!r}{hint}")
+        text = (importlib.resources.files("trimtab") / "recipes" / f"{recipe}.toml").read_text()
     else:
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = regular_file(recipe).read_text(encoding="utf-8-sig")
         except OSError as error:
-            raise TrimtabError(f"cannot read recipe {path}: {error.strerror}") from None
+            raise TrimtabError(f"cannot read recipe {recipe}: {error.strerror}{neighbors(recipe)}") from None
         except UnicodeDecodeError:
-            raise TrimtabError(f"cannot read recipe {path}: it is not UTF-8 text") from None
+            raise TrimtabError(f"cannot read recipe {recipe}: it is not UTF-8 text") from None
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
@@ -198,7 +222,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        value = parse_toml(f"value = {raw}")["value"]
     except ValueError:
         value = raw
     if value == raw and raw[:1] in ("'", '"'):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +26,8 @@ from trimtab.config.section import (
     Section,
     Whole,
 )
+
+NoiseStd = Annotated[float, Field(ge=0, le=100)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
 REQUIRED_SECTIONS = {
@@ -86,7 +88,11 @@ class EnvironmentConfig(PluginSection):
     format: str = Field(
         default="tag", description="how a call is written: `tag`, `fence`, `chat`, or your own class as `module:Format`"
     )
-    instructions: str = Field(default="", description="text before every prompt: worked examples of calls")
+    instructions: str = Field(
+        default="",
+        description="text before every prompt: worked examples of calls; default, with `tag` and `fence`: "
+        "what the tools do",
+    )
     max_turns: Count = Field(default=5, description="turns of the model; a call in the last one is not made")
     max_turn_tokens: Count | None = Field(default=None, description="tokens of a turn; default: sampling.max_tokens")
     max_observation_tokens: Count = Field(
@@ -178,10 +184,13 @@ class TrainerConfig(Section):
 
 
 class PerturbationConfig(Section):
-    """Learnable noise on the hidden states of the trained policy (ALP)."""
+    """Learnable noise on the hidden states of the trained policy (ALP); needs an objective whose ratio is π/μ."""
 
-    layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
-    std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
+    layers: int | str = Field(default="all", description="`all`, ranges such as `0-4,12-16`, or `logits`")
+    std: NoiseStd | list[NoiseStd] = Field(
+        default=1e-4,
+        description="initial standard deviation, or a list with one for each perturbed layer; 0: no noise",
+    )
     lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
     per_response: bool = Field(
         default=False,
@@ -191,7 +200,10 @@ class PerturbationConfig(Section):
 
 
 class PrefixConfig(Section):
-    """Responses whose prefix is from an older policy and the rest from the current one (SOUP)."""
+    """Responses whose prefix is from an older policy and the rest from the current one (SOUP).
+
+    Needs an objective whose ratio is π/μ and that allows several samplers in a response.
+    """
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
@@ -206,7 +218,7 @@ GOLD = "gold"
 
 
 class DemonstrationConfig(Section):
-    """External traces in every group (LUFFY)."""
+    """External traces in every group (LUFFY); needs an objective that trains tokens of no sampler."""
 
     path: str = Field(default=GOLD, description="JSONL file of prompt and response, or `gold`: the task's own answers")
     per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
@@ -272,9 +284,9 @@ class LogConfig(Section):
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = Field(
-        default=False, description="event files in the run directory; needs `pip install 'trimtab[tensorboard]'`"
+        default=False, description="event files in the run directory; needs the extra `tensorboard`"
     )
-    wandb: str | None = Field(default=None, description="W&B project; needs `pip install 'trimtab[wandb]'`")
+    wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
 
 
 class SftConfig(Section):

@@ -109,6 +109,18 @@ _OBJECTIVE_RULES = (
         'several: use "finish" or "discard"',
     ),
     Rule(
+        "refresh-every-step",
+        # The buffer is emptied when the sampler is refreshed.
+        lambda f: (
+            f.config.trainer.max_lag
+            and f.objective.single_behavior
+            and (f.config.trainer.sync_every or 1) <= f.config.trainer.updates_per_step
+        ),
+        "objective {objective.name!r} never trains on responses of older weights than the engine's, which are new in "
+        "every step here, so nothing could be generated ahead: set trainer.sync_every above the "
+        "{trainer.updates_per_step} updates of a step, or leave trainer.max_lag out",
+    ),
+    Rule(
         "replay-proximal-needs-pass",
         lambda f: f.config.routing.replay == "proximal" and "proximal" not in f.objective.needs,
         'routing.replay = "proximal" records experts in the proximal pass, and objective {objective.name!r} has none: '

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -328,16 +329,23 @@ class Veto(Mask):
         return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (remark,))}
 
 
+_REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (torch.ne, "≠")}
+
+
 @dataclass(frozen=True)
 class OPSM(Mask):
     """Off-policy sequence masking (DeepSeek-V3.2): rejects where A < 0 and mean_t(log mu - log pi) > delta.
 
-    It compares with mu, not pi_old, so that drift inside the update and mismatch both count. A >= 0 is always kept.
+    It compares with mu, not pi_old, so that drift inside the update and mismatch both count.
+
+    sign: the advantages that can be rejected: "negative" (the published rule), or as controls "positive" and "both".
     """
 
     delta: Number
+    sign: str = "negative"
 
     def __post_init__(self) -> None:
+        check_word(self.sign, tuple(_REJECTED), "OPSM")
         if not 0 <= self.delta < math.inf:
             raise ValueError(
                 f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"
@@ -360,12 +368,15 @@ class OPSM(Mask):
         if sequences.ids is None and evidence.advantage.shape[1] != 1:
             raise ValueError("OPSM judges whole sequences: give one advantage per row, shape (batch, 1)")
         far = -evidence.policy.log_geometric > self.delta
-        return ~(sequences.spread(far) & (evidence.advantage < 0))
+        rejected, _ = _REJECTED[self.sign]
+        return ~(sequences.spread(far) & rejected(evidence.advantage, 0))
 
     def equation(self) -> str:
-        return f"not (A < 0 and mean_t(log μ − log π) > {self.delta:g})"
+        return f"not (A {_REJECTED[self.sign][1]} 0 and mean_t(log μ − log π) > {self.delta:g})"
 
     def peers(self) -> Peers:
+        if self.sign != "negative":
+            return _absent(f"OPSM of A {_REJECTED[self.sign][1]} 0")
         return {
             "verl": Setting(remarks=("# verl has no OPSM",)),
             "TRL": Setting({"off_policy_mask_threshold": repr(self.delta)}),

@@ -55,8 +55,8 @@ class PrefixBudget(Mask):
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch time"]:
         sequences, log = evidence.sequences, evidence.policy.log
         divergence = probability_gap(evidence.behavior, log).abs()
-        elapsed = (sequences.positions - 1) / (sequences.spread(sequences.lengths) - 1).clamp(min=1)
-        weight = torch.where(sequences.mask, 1 - (1 - self.weight_min) * elapsed, 0.0).to(log.dtype)
+        place, last = sequences.positions.to(log.dtype) - 1, sequences.spread(sequences.lengths) - 1
+        weight = torch.where(sequences.mask, 1 - (1 - self.weight_min) * (place / last.clamp(min=1)), 0.0)
         spent = weight * divergence
         rate = self._quantile(divergence, sequences).clamp(self.budget, 2 * self.budget)
         earned_before = sequences.prefix_sum(weight) - weight
@@ -66,7 +66,7 @@ class PrefixBudget(Mask):
 
     def _quantile(self, values: Float[Tensor, "batch time"], sequences: Sequences) -> Float[Tensor, "sequences 1"]:
         """Returns the quantile over the trained tokens of each sequence, linear between two values; 0 without one."""
-        lengths = sequences.lengths[:, 0]
+        lengths = sequences.lengths[:, 0].to(values.dtype)
         ordered, first = _sorted_values(values, sequences)
         # The place of the quantile among the values of its sequence, in general between two of them.
         place = self.quantile * (lengths - 1).clamp(min=0)
@@ -76,7 +76,7 @@ class PrefixBudget(Mask):
         end = len(ordered) - 1
         below = ordered[(first + low.long()).clamp(max=end)]
         above = ordered[torch.minimum(first + low.long() + 1, last).clamp(max=end)]
-        value = below + (above - below) * (place - low).to(below.dtype)
+        value = below + (above - below) * (place - low)
         return torch.where(lengths > 0, value, 0.0)[:, None]
 
     def equation(self) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, bounded
 from trimtab.corrections.reduce import Selection, Sequences
 
 QUANTILES = (0.01, 0.05, 0.50, 0.95, 0.99)
@@ -44,6 +44,9 @@ def merged_fields(left: Any, right: Any) -> dict[str, Any]:
 @dataclass(frozen=True, eq=False)
 class Mergeable:
     """A record of tensors that `+` adds field by field (`merged_fields`)."""
+
+    is_histogram: ClassVar[bool] = False
+    """Whether `summary` returns bins, of which `Metrics.finalize` leaves out those without data."""
 
     def __add__(self: Part, other: Part) -> Part:
         return type(self)(**merged_fields(self, other))
@@ -83,6 +86,7 @@ class Count(Mergeable):
 class MeanByTenth(Mergeable):
     """The mean in each tenth of the trained tokens of a sequence, stored as totals and counts (10,)."""
 
+    is_histogram: ClassVar[bool] = True
     total: Tensor
     count: Tensor
 
@@ -90,13 +94,13 @@ class MeanByTenth(Mergeable):
     def of(cls, values: Tensor, sequences: Sequences) -> MeanByTenth:
         """Means of values (bool or float, already 0 where untrained)."""
         lengths = sequences.spread(sequences.lengths)
-        tenth = ((sequences.positions - 1).clamp(min=0) * 10 / lengths.clamp(min=1)).floor().long()
+        tenth = ((sequences.positions - 1).clamp(min=0) * 10 // lengths.clamp(min=1)).long()
         weights = torch.stack([values.detach().double(), sequences.mask.double()]).view(2, -1)
         sums = weights.new_zeros(2, 10).scatter_add(1, tenth.clamp(max=9).view(1, -1).expand(2, -1), weights)
         return cls(*sums)
 
     def summary(self) -> dict[str, Tensor]:
-        return {f"_{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
+        return {f"/{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +164,15 @@ class RatioStatistics(Mergeable):
     """Sums over trained tokens and sequences from which all mismatch metrics of a pair of policies are computed.
 
     l is the log-ratio numerator/denominator, rho = exp(l) inside the safety bound; p and q are the probabilities the
-    numerator and the denominator give to the sampled token; L is the sum of l over a sequence.
+    numerator and the denominator give to the sampled token; L is the sum of l over a sequence of T trained tokens.
     """
 
     tokens: Tensor
     log: Tensor  # l
     log_square: Tensor
     log_abs: Tensor
-    log_abs_max: Tensor = field(metadata={"merge": torch.maximum})
+    log_min: Tensor = field(metadata={"merge": torch.minimum})
+    log_max: Tensor = field(metadata={"merge": torch.maximum})
     excess: Tensor  # rho - 1
     excess_square: Tensor
     k3: Tensor
@@ -182,6 +187,7 @@ class RatioStatistics(Mergeable):
     product_square: Tensor
     product_log_max: Tensor = field(metadata={"merge": torch.maximum})  # L
     ppl_ratio: Tensor  # exp(-L/T)
+    ppl_train: Tensor  # exp(-1/T sum log p)
 
     @classmethod
     def of(
@@ -198,19 +204,22 @@ class RatioStatistics(Mergeable):
         `selection` and `histogram` are those of its tokens; `scratch`: two buffers of the batch's shape.
         """
         log, excess, (one, two) = ratios.log, ratios.excess, scratch
-        log_abs = torch.abs(log, out=one)
-        log_abs_sum, log_abs_max = total(log_abs), _largest(log_abs, 0.0)
+        log_abs_sum = total(torch.abs(log, out=one))
+        mask = ratios.sequences.mask
         k3 = total(torch.sub(excess, log, out=one))
         # Selected before exp, since exp of an untrained -1e4 is denormal and a hundred times slower, and after it,
         # since exp of the 0 at untrained positions is 1.
-        p = selection(selection(one.copy_(numerator)).exp_())
+        log_p = selection(one.copy_(numerator))
+        perplexity = _perplexity(ratios.sequences.mean(log_p), ratios.sequences)
+        p = selection(log_p.exp_())
         q = selection(selection(two.copy_(denominator)).exp_())
         return cls(
             tokens=total(histogram.counts),
             log=total(log),
             log_square=_dot(log, log),
             log_abs=log_abs_sum,
-            log_abs_max=log_abs_max,
+            log_min=-_largest(torch.where(mask, -log, -torch.inf), -torch.inf),
+            log_max=_largest(torch.where(mask, log, -torch.inf), -torch.inf),
             excess=total(excess),
             excess_square=_dot(excess, excess),
             k3=k3,
@@ -220,6 +229,7 @@ class RatioStatistics(Mergeable):
             q_square=_dot(q, q),
             p_q=_dot(p, q),
             histogram=histogram.counts,
+            ppl_train=perplexity,
             **_sequence_sums(ratios),
         )
 
@@ -240,9 +250,12 @@ class RatioStatistics(Mergeable):
             "ess_seq": self.product.square() / (sequences * self.product_square),
             "ratio_mean": ratio / n,
             "ppl_ratio": self.ppl_ratio / sequences,
+            "ppl_train": self.ppl_train / sequences,
             "pearson": (covariance / spread.sqrt()).clamp(-1.0, 1.0),
             "abs_diff_mean": self.log_abs / n,
-            "abs_diff_max": self.log_abs_max,
+            "abs_diff_max": torch.maximum(self.log_max, -self.log_min).clamp(min=0),
+            "ratio_min": torch.where(n > 0, bounded(self.log_min).exp(), torch.nan),
+            "ratio_max": torch.where(n > 0, bounded(self.log_max).exp(), torch.nan),
             **{f"ratio_{name}": value for name, value in histogram.summary().items()},
             "ratio_bounded": histogram.beyond / n,
             "log_ratio_seq_max": self.product_log_max,
@@ -256,14 +269,18 @@ def _sequence_sums(ratios: Ratios) -> dict[str, Tensor]:
     trained = ratios.sequences.trained
     log = ratios.log_sequence.double()
     product = log.clamp(-_SEQUENCE_BOUND, _SEQUENCE_BOUND).exp() * trained
-    perplexity_ratio = (-ratios.log_geometric.double()).clamp(max=_SEQUENCE_BOUND).exp() * trained
     return {
         "sequences": total(trained),
         "product": product.sum(),
         "product_square": product.square().sum(),
         "product_log_max": _largest(torch.where(trained, log, -torch.inf), -torch.inf),
-        "ppl_ratio": perplexity_ratio.sum(),
+        "ppl_ratio": _perplexity(ratios.log_geometric, ratios.sequences),
     }
+
+
+def _perplexity(log_mean: Float[Tensor, "sequences 1"], sequences: Sequences) -> Tensor:
+    """Returns the sum of exp(-log_mean) over sequences with a trained token."""
+    return ((-log_mean.double()).clamp(max=_SEQUENCE_BOUND).exp() * sequences.trained).sum()
 
 
 def total(values: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class DataSummary:
     dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
     finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
     analysis that each would allow. findings: other anomalies of the data, one sentence each. settings: numerics from
-    the run's recipe, if it is found beside the files.
+    the run's recipe, if it is found beside the files. masked: responses left out of the loss, if there are any.
     """
 
     framework: str
@@ -81,6 +81,20 @@ class DataSummary:
     missing: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
     settings: Settings | None = None
+    masked: MaskedResponses | None = None
+
+
+@dataclass(frozen=True)
+class MaskedResponses:
+    """The responses that a trainer masks out of its loss, which no other figure covers.
+
+    share: of all responses. k3: over them, in nats per token. k3_with: over them and the trained ones.
+    """
+
+    responses: int
+    share: float
+    k3: float
+    k3_with: float
 
 
 @dataclass(frozen=True)

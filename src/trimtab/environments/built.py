@@ -85,12 +85,15 @@ class BuiltEnvironment:
             TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
         """
         if self.spec.format == "chat":
-            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions)
+            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions, "")
         else:
             form = self._text_format()
             # The code of a block begins in a new line.
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
-            adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions)
+            description = ""
+            if isinstance(form, Tag | Fence) and not self.spec.instructions:
+                description = form.describe(self._descriptions())
+            adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions, description)
         inside = [stop for stop in task.stop if stop in shape]
         if inside:
             raise TrimtabError(
@@ -124,21 +127,18 @@ class BuiltEnvironment:
         )
 
     def _text_format(self) -> Format:
-        """Returns the format. Raises `TrimtabError` where a call of it cannot hold the arguments of a tool."""
-        form = build_format(self.spec.format, self.tools)
-        for tool in self.tools if isinstance(form, Tag | Fence) else ():
-            required = required_parameters(self.kind, tool)
-            if len(required) > 1:
-                raise TrimtabError(
-                    f"tool {tool!r} needs {' and '.join(required)}, and a call in environment.format = "
-                    f"{self.spec.format!r} has one argument: take format 'chat', or give all but one a default"
-                )
-        return form
+        several = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
+        for tool in several:
+            refuse_positional_only(self.kind, tool)
+        return build_format(self.spec.format, self.tools, several)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools. Raises `TrimtabError` for one that takes no named arguments."""
         for tool in self.tools:
             refuse_positional_only(self.kind, tool)
+        return self._descriptions()
+
+    def _descriptions(self) -> tuple[dict[str, Any], ...]:
         return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 

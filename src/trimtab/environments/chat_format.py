@@ -19,7 +19,7 @@ SHAPE = '<tool_call>\n{"name": "", "arguments": {}}\n'
 _QUESTION = {"role": "user", "content": "?"}
 # With a thought, because many templates drop those of earlier turns when a result follows them.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
-_ADVICE = "take environment.format = 'tag' or 'fence', or a chat template that only appends"
+_ADVICE = "take environment.format = 'tag', which works with every model, or a chat template that only appends"
 
 
 class _Content(BaseModel):

@@ -99,7 +99,7 @@ def refuse_positional_only(kind: Any, tool: str) -> None:
     for parameter in _parameters(kind, tool):
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise TrimtabError(
-                f"tool {tool!r}: parameter {parameter.name!r} is positional only, and calls of format 'chat' name "
+                f"tool {tool!r}: parameter {parameter.name!r} is positional only, and calls name "
                 "their arguments: take the / out"
             )
 

@@ -22,7 +22,7 @@ from trimtab.environments.background import (
 from trimtab.environments.environment import call_tool, row_for, text_of
 from trimtab.environments.formats import Call
 from trimtab.errors import TrimtabWarning
-from trimtab.types import IntArray, Prompt, TurnResult
+from trimtab.types import MAX_REWARD, IntArray, Prompt, TurnResult
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Episode:
         return self._start(partial(call_tool, self.environment, call), text_of, slots)
 
     def start_reward(self) -> BackgroundCall | None:
-        """Begins `get_reward`, whose value is a finite number; None without it, and for an episode that failed."""
+        """Begins `get_reward`, whose value is a usable reward; None without it, and for an episode that failed."""
         if self.failure is not None or not _has(self.environment, "get_reward"):
             return None
         return self._start(partial(_call, self.environment, "get_reward"), _finite)
@@ -150,4 +150,6 @@ def _finite(value: Any) -> float:
         number = float("nan")
     if not np.isfinite(number):
         raise EnvironmentFailed(f"returned {reprlib.repr(value)}, not a finite number")
+    if abs(number) > MAX_REWARD:
+        raise EnvironmentFailed(f"returned {number}, above {MAX_REWARD:g}")
     return number

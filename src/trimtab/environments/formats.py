@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,10 +55,12 @@ class Format(Protocol):
 class Tag:
     """A call inside the text: `<python>6 * 7</python>`, answered by `<output>42</output>`.
 
-    `tools` are the names of the tools, each with a tag of its own. The content is the only argument, as text.
+    `tools` are the names of the tools, each with a tag of its own. The content is the only argument, as text; for the
+    tools in `several` it is a JSON object of their arguments: `<add>{"left": 6, "right": 7}</add>`.
     """
 
     tools: tuple[str, ...]
+    several: frozenset[str] = frozenset()
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -70,10 +73,23 @@ class Tag:
     def parse(self, text: str) -> Call | None:
         names = "|".join(map(re.escape, self.tools))
         calls = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL)
-        return Call(*calls[-1]) if calls else None
+        if not calls:
+            return None
+        tool, content = calls[-1]
+        return Call(tool, _arguments(tool, content) if tool in self.several else content)
 
     def render(self, result: str) -> str:
         return f"<output>{result}</output>"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what a prompt says of the tools, whose JSON schemas are given."""
+        lines = ["Tools can be called. A call ends the turn; its result follows as <output>RESULT</output>."]
+        for tool, function in zip(self.tools, (schema["function"] for schema in schemas), strict=True):
+            names = list(function["parameters"]["properties"])
+            several = ", ".join(f'"{name}": {name.upper()}' for name in names)
+            content = f"{{{several}}}" if tool in self.several else names[0].upper() if names else ""
+            lines.append(f"<{tool}>{content}</{tool}>: {_explanation(function)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -97,19 +113,50 @@ class Fence:
     def render(self, result: str) -> str:
         return f"```output\n{result}\n```\n"
 
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Returns what a prompt says of the tool, whose JSON schema is given."""
+        (schema,) = schemas
+        return (
+            f"A tool can be called with a block that begins with ```{self.language} and ends with ```. A call ends the "
+            f"turn; its result follows as a block ```output. The tool: {_explanation(schema['function'])}"
+        )
 
-def build_format(name: str, tools: tuple[str, ...]) -> Format:
+
+def _explanation(function: Mapping[str, Any]) -> str:
+    """What a tool does and what its parameters are, in one line."""
+    parameters = [
+        f"{name} ({one.get('type', 'any')}): {one['description']}"
+        for name, one in function["parameters"]["properties"].items()
+    ]
+    return " ".join(" ".join([function["description"], *parameters]).split())
+
+
+def _arguments(tool: str, content: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{tool}: the call is not a JSON object of arguments: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ToolError(f"{tool}: the call is not a JSON object of arguments")
+    return arguments
+
+
+def build_format(name: str, tools: tuple[str, ...], several: frozenset[str] = frozenset()) -> Format:
     """Returns the format `name`: "tag", "fence", or a user's own class as `module:Format`.
 
+    `several` are the tools that need more than one argument.
+
     Raises:
-        TrimtabError: an unknown name; "fence" for several tools; a class that cannot be imported or has no `parse`,
-            `render` or `stop`.
+        TrimtabError: an unknown name; "fence" for several tools or arguments; a class that cannot be imported or has no
+            `parse`, `render` or `stop`.
     """
     if name == "tag":
-        return Tag(tools)
+        return Tag(tools, several)
     if name == "fence":
         if len(tools) != 1:
             raise TrimtabError(f"format 'fence' does not name the tool, and there are {len(tools)}: take format 'tag'")
+        if several:
+            raise TrimtabError(f"format 'fence' has one argument, and tool {tools[0]!r} needs more: take format 'tag'")
         return Fence()
     if ":" not in name:
         raise TrimtabError(f"unknown format {name!r}{did_you_mean(name, NAMES)}; write your own as module:Format")

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import BatchCounts, EpisodeCounts, ProblemResult
+from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.dotted_keys import flatten
 
@@ -89,7 +90,7 @@ class PartFile:
         self.path = path
         self._parts: dict[int, BatchCounts] = {}
         with atomic.readable_errors(path, "read"):
-            data = path.read_bytes() if path.exists() else b""
+            data = regular_file(path).read_bytes() if path.exists() else b""
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
                 os.truncate(path, len(whole))
@@ -159,13 +160,13 @@ def _short(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     with atomic.readable_errors(path, "read"):
-        return _parse_record(path.read_text(), path)
+        return _parse_record(regular_file(path).read_text(), path)
 
 
 def _parse_record(text: str, path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(text)
-    except json.JSONDecodeError:
+        record = parse_json(text)
+    except ValueError:
         raise _damaged_error(path) from None
     if not isinstance(record, dict):
         raise _damaged_error(path)

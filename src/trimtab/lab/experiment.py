@@ -11,6 +11,7 @@ from pathlib import Path
 from trimtab.config import Config, load_config, parse_override
 from trimtab.errors import TrimtabError
 from trimtab.lab.regimes import RECIPE, Regime
+from trimtab.objectives import objectives
 from trimtab.training.run import check
 
 METHODS = (
@@ -53,8 +54,8 @@ _EXPERIMENT_KEYS = {
 class Method:
     """An objective with changed keywords.
 
-    `spec` is the text given by the user, such as `icepop:weight_max=3`; a keyword with a dot is a recipe key
-    (`token-alp:perturbation.std=0.01`).
+    `objective` is the name of a method, or a user's own `module:function`. `spec` is the text given by the user, such
+    as `icepop:weight_max=3`; a keyword with a dot is a recipe key (`token-alp:perturbation.std=0.01`).
     """
 
     spec: str
@@ -100,12 +101,20 @@ class ExperimentPlan:
 
 
 def parse_method(spec: str) -> Method:
-    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`. Raises `TrimtabError` for any other text or a reserved key."""
+    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where the name is a method or a user's own `module:function`.
+
+    Raises `TrimtabError` for any other text or a reserved key.
+    """
     name, _, rest = spec.partition(":")
+    function, _, more = rest.partition(":")
+    if function and "=" not in function and name not in objectives():
+        name, rest = f"{name}:{function}", more
     changes = _split_changes(rest) if rest else []
     keys = [parse_override(change)[0] for change in changes if "=" in change]
     if not name or len(keys) < len(changes):
-        raise TrimtabError(f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE")
+        raise TrimtabError(
+            f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE, where NAME may be your own module:function"
+        )
     for key in keys:
         if key in _EXPERIMENT_KEYS:
             raise TrimtabError(f"method {spec!r}: {key} belongs to the experiment, use {_EXPERIMENT_KEYS[key]}")

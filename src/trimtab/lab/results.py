@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_json, parse_toml, regular_file
 from trimtab.lab.experiment import ExperimentPlan, PlannedRun
 from trimtab.runs import atomic
 from trimtab.runs.dotted_keys import flatten
@@ -33,7 +34,7 @@ def read(config: Config) -> RunSummary | None:
     folder = Path(str(config.out))
     _check_settings(folder, config)
     try:
-        data = json.loads((folder / FILE).read_text())
+        data = parse_json(regular_file(folder / FILE).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -58,7 +59,7 @@ def _check_settings(folder: Path, config: Config) -> None:
     if not file.is_file():
         return
     try:
-        saved = parse_config(tomllib.loads(file.read_text()), str(file))
+        saved = parse_config(parse_toml(file.read_text()), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
     old, new = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))

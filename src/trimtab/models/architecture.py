@@ -16,7 +16,7 @@ from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 # logits or hidden states (Granite, Cohere): scoring them this way would be silently wrong.
 KNOWN_ARCHITECTURES = frozenset(
     {
-        *("gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+        *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
         *("mixtral", "olmoe", "qwen3_moe"),
     }
 )
@@ -35,6 +35,15 @@ class ModelParts:
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
 
 
+def check_architecture(kind: str, where: str = "") -> None:
+    """Raises `TrimtabError` for a `model_type` that is not in `KNOWN_ARCHITECTURES`; `where` begins its message."""
+    if kind not in KNOWN_ARCHITECTURES:
+        raise TrimtabError(
+            f"{where}cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}: use a text model of "
+            "a family in docs/models.md"
+        )
+
+
 def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
 
@@ -44,8 +53,7 @@ def model_parts(model: Any) -> ModelParts:
     if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
         model = model.get_base_model()
     kind = model.config.model_type
-    if kind not in KNOWN_ARCHITECTURES:
-        raise TrimtabError(f"cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}")
+    check_architecture(kind)
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TrimtabError(

@@ -16,8 +16,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
+from trimtab.files import parse_json
 from trimtab.models import bundled, laboratory, packed_attention
+from trimtab.models.architecture import check_architecture
 from trimtab.models.matmul import use_fast_linear
 from trimtab.models.quiet import silence_transformers
 
@@ -25,6 +27,9 @@ BUNDLED = bundled.NAME
 LABORATORY, MIXTURE, SWITCH, TOOLS = laboratory.NAMES
 # Files that a tokenizer may be loaded from.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+INDEX = "model.safetensors.index.json"
+MAX_TOKEN_ID = 1 << 24
+"""Largest id of a token. The tokenizers library writes a vocabulary by counting from 0 to its largest id."""
 
 
 class LoadedModel(NamedTuple):
@@ -66,7 +71,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
     if local.is_file():
         raise TrimtabError(f"model {path!r} is a file; give the folder that holds config.json and *.safetensors")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise TrimtabError(f"model folder {path!r} does not exist")
+        raise TrimtabError(f"model folder {path!r} does not exist{neighbors(local)}")
     return _from_folder(path, path, dtype, weights)
 
 
@@ -74,8 +79,11 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
     with _readable_errors(name), silence_transformers():
+        _check_index(Path(source))
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _switch_off_dropout(config)
+    check_architecture(config.model_type, f"model {name!r}: ")
+    _switch_off_dropout(config)
+    with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
         model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
@@ -89,9 +97,34 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     return LoadedModel(model, tokenizer, source)
 
 
+def _check_index(folder: Path) -> None:
+    """Raises `ValueError` for an index of weights that names a file outside of the folder."""
+    files = _mapping(folder / INDEX, "weight_map").values() if (folder / INDEX).is_file() else ()
+    for file in files:
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{INDEX} names {file!r}, which is not a file in this folder")
+
+
+def _check_token_ids(file: Path) -> None:
+    """Raises `ValueError` for a tokenizer.json with an id above `MAX_TOKEN_ID`."""
+    vocabulary = _mapping(file, "model").get("vocab") if file.is_file() else None
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    largest = max((id_ for id_ in ids if isinstance(id_, int)), default=0)
+    if largest > MAX_TOKEN_ID:
+        raise ValueError(f"{file.name} has the id {largest}, above {MAX_TOKEN_ID}")
+
+
+def _mapping(file: Path, key: str) -> dict[str, Any]:
+    """Returns the object at `key` of a JSON file; empty if there is none."""
+    data = parse_json(file.read_bytes())
+    value = data.get(key) if isinstance(data, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
 def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
     """Returns the tokenizer. Raises `TrimtabError` for a folder without one; errors of the hub are not handled here."""
     try:
+        _check_token_ids(Path(source) / TOKENIZERS[0])
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of a damaged file, the tokenizers library raises the bare class
         if not Path(source).is_dir():
@@ -139,7 +172,7 @@ def _readable_errors(name: str) -> Iterator[None]:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "offline" in str(error)
         hint = "the hub is switched off (HF_HUB_OFFLINE)" if offline else f"from the hub: {lines[0]}"
         raise TrimtabError(
-            f"model {name!r} cannot be loaded: no such folder, and {hint}; "
+            f"model {name!r} cannot be loaded: no such folder{neighbors(Path(name))}, and {hint}; "
             f"give a local folder, a reachable HF id, or the bundled {BUNDLED!r}"
         ) from error
 

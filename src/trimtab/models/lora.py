@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from trimtab.errors import TrimtabError
@@ -28,6 +31,19 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
     except ValueError as error:
         raise TrimtabError(f"model.lora.targets = {targets!r}: {str(error).splitlines()[0]}") from None
     return wrapped.get_base_model()
+
+
+def save_adapter(model: Any, folder: Path, base: str) -> None:
+    """Writes the adapters that `add_lora` injected as peft does; `base`: name of the model they were trained on."""
+    config = copy.copy(model.peft_config["default"])
+    config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
+    config.save_pretrained(folder)
+    weights = {
+        f"base_model.model.{name.replace('.default', '')}": weight.contiguous()
+        for name, weight in model.state_dict().items()
+        if ".lora_" in name
+    }
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
 @torch.no_grad()

@@ -73,21 +73,26 @@ class PerturbationCoverage:
 class Perturbation(nn.Module):
     """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and nothing of the model.
 
-    `layers` is "all", "logits", one layer "3" or an inclusive range "0-5"; `std` is every sigma's first value.
-    Raises `TrimtabError` for other layers, a std below 0 or above `LARGEST`, or a model without decoder layers.
+    `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the first value of every sigma, or
+    a list with that of each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list
+    of another length, or a model without decoder layers.
     """
 
-    def __init__(self, model: Any, layers: str = "all", std: float = 1e-4) -> None:
+    def __init__(self, model: Any, layers: str = "all", std: float | Sequence[float] = 1e-4) -> None:
         super().__init__()
-        if not 0 <= std <= MAX_STD:
-            raise TrimtabError(f"perturbation std {std} must be a number from 0 to {MAX_STD:g}")
         self._decoder = decoder_stack(model)
         # In a tuple: a module as an attribute would be registered, trained and saved as a submodule.
         self._head: tuple[object, ...] = (model_parts(model).head,) if layers == LOGITS else ()
         self._chosen = [] if layers == LOGITS else select_layers(layers, len(self._decoder.layers))
-        start = math.log(std) if std > 0 else -math.inf
-        size = len(self.names)
-        self.log_sigma = nn.Parameter(torch.full((size,), start, device=next(model.parameters()).device))
+        stds = list(std) if isinstance(std, Sequence) else [std] * len(self.names)
+        if not all(0 <= value <= MAX_STD for value in stds):
+            raise TrimtabError(f"perturbation std {std} must be a number from 0 to {MAX_STD:g}, or a list of them")
+        if len(stds) != len(self.names):
+            raise TrimtabError(
+                f"perturbation std lists {len(stds)} values: give one for each of {len(self.names)} perturbed layers"
+            )
+        start = torch.tensor(stds, dtype=torch.float64).log().float()
+        self.log_sigma = nn.Parameter(start.to(next(model.parameters()).device))
         self._seed: int | None = None  # of the current pass
 
     @property
@@ -101,7 +106,7 @@ class Perturbation(nn.Module):
 
     @property
     def diverged(self) -> bool:
-        """Whether some sigma is NaN or above `LARGEST`."""
+        """Whether some sigma is NaN or above `MAX_STD`."""
         return not bool((self.log_sigma.detach() <= math.log(MAX_STD)).all())
 
     @contextmanager
@@ -109,7 +114,7 @@ class Perturbation(nn.Module):
         """Perturbs every forward of the model inside, with the noise of `seed` (not negative).
 
         A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
-        checkpointing recomputes with the noise of its own forward. `watch` counts changed entries.
+        checkpointing recomputes with the noise of its own forward. `coverage` counts changed entries.
         """
         if self._seed is not None:
             raise TrimtabError(
@@ -147,17 +152,26 @@ class Perturbation(nn.Module):
 
 
 def select_layers(layers: str, count: int) -> list[int]:
-    """Returns the layer numbers that "all", "3" or "0-5" denotes in a model of `count` layers."""
+    """Returns the layer numbers that "all", "3", "0-5" or "0-4,12" denotes in a model of `count` layers."""
     if layers == "all":
         return list(range(count))
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", layers)
-    if match is None:
-        raise TrimtabError(f'perturbation layers {layers!r}: give "all", "logits", one layer "3" or a range "0-5"')
-    low = int(match[1])
-    high = int(match[2] or low)
-    if not low <= high < count:
-        raise TrimtabError(f"perturbation layers {layers!r}: the model's layers are 0-{count - 1}, lower number first")
-    return list(range(low, high + 1))
+    chosen: list[int] = []
+    for part in layers.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise TrimtabError(
+                f'perturbation layers {layers!r}: give "all", "logits", or layers and ranges such as "3" or "0-4,12-16"'
+            )
+        low = int(match[1])
+        high = int(match[2] or low)
+        if not low <= high < count:
+            raise TrimtabError(
+                f"perturbation layers {layers!r}: the model's layers are 0-{count - 1}, lower number first"
+            )
+        chosen += range(low, high + 1)
+    if len({*chosen}) < len(chosen):
+        raise TrimtabError(f"perturbation layers {layers!r}: name each layer once")
+    return chosen
 
 
 def _perturb(

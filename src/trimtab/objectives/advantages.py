@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
+from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
+FAILED = "drop failed samples before computing advantages"
 STD_EPS = 1e-6
 WEIGHT_EPS = 1e-8
 
 
 def advantages(
     kind: str,
-    rewards: Tensor | Sequence[Number],
-    groups: Tensor | Sequence[int],
+    rewards: Tensor | NDArray[Any] | Sequence[Number],
+    groups: Tensor | NDArray[Any] | Sequence[Hashable],
     *,
     value_beta: Number | None = None,
 ) -> Float[Tensor, "batch 1"]:
     """Returns advantages (batch, 1) of `rewards` (batch,), relative to the rewards of the same group id (batch,).
+
+    A group id is a number or any hashable value, such as the text ids of verl.
 
         grpo     (r - mean) / (std + 1e-6), std with n - 1               arXiv 2402.03300
         dr-grpo  r - mean                                                arXiv 2503.20783
@@ -33,19 +42,19 @@ def advantages(
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
     A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
-    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite, and `value_beta` of another kind.
+    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers of at most 1e18, ids that
+    are missing, and `value_beta` of another kind.
     """
     if kind not in KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
-    rewards = torch.as_tensor(rewards)
+    if len(_shape(rewards)) != 1 or _shape(groups) != _shape(rewards):
+        raise TrimtabError(f"rewards {_shape(rewards)} and groups {_shape(groups)} must both be (batch,)")
+    rewards = _numbers(rewards)
     values = rewards.detach().to(torch.float64)
-    members = torch.as_tensor(groups, device=values.device)
-    if values.ndim != 1 or members.shape != values.shape:
-        raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
-    if not bool(torch.isfinite(values).all()):
-        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    members = _group_numbers(groups).to(values.device)
+    _check(values)
     if kind == "optimal":
         result = _optimal(values, members, 1.0 if value_beta is None else value_beta)
     elif kind == "batch-mean":
@@ -71,8 +80,7 @@ def optimal_token_advantages(
     the longest response gets its full return, as its own return for a baseline would leave nothing to train. Optimal
     token baseline, arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
     """
-    if not bool(torch.isfinite(rewards).all()):
-        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    _check(rewards)
     values = rewards.detach().double()[:, None]
     energy = torch.where(mask, 1 - 2 * logp.double().exp() + squares.double(), 0.0)
     # Trained tokens to the left, so that a column is a position.
@@ -87,6 +95,41 @@ def optimal_token_advantages(
     products, weights, members = sums[:, group]
     baseline = torch.where(members > 1, products / (weights + WEIGHT_EPS), 0.0)
     return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
+
+
+def _shape(values: Tensor | NDArray[Any] | Sequence[Any]) -> tuple[int, ...]:
+    return (len(values),) if isinstance(values, Sequence) else tuple(np.shape(values))
+
+
+def _numbers(rewards: Tensor | NDArray[Any] | Sequence[Number]) -> Tensor:
+    if isinstance(rewards, Tensor):
+        return rewards
+    for index, reward in enumerate(rewards):
+        if not isinstance(reward, Real | np.bool_ | Tensor):
+            raise TrimtabError(f"reward {index} is {reward!r}, not a number: {FAILED}")
+    # An array of Python objects, such as verl's non-tensor batch, has no dtype that torch knows.
+    return torch.as_tensor(rewards.tolist() if isinstance(rewards, np.ndarray) and rewards.dtype.hasobject else rewards)
+
+
+def _group_numbers(groups: Tensor | NDArray[Any] | Sequence[Hashable]) -> Tensor:
+    """Integers that are equal where the group ids are."""
+    if isinstance(groups, Tensor):
+        return groups
+    ids = [group.item() if isinstance(group, Tensor) else group for group in groups]
+    for index, group in enumerate(ids):
+        if not isinstance(group, Hashable) or group is None or group != group:
+            raise TrimtabError(f"group id {index} is {group!r}: name the group of each response by a number or text")
+    numbers = {group: number for number, group in enumerate(ids)}
+    return torch.tensor([numbers[group] for group in ids], dtype=torch.int64)
+
+
+def _check(rewards: Tensor) -> None:
+    """Raises `TrimtabError` for a reward that is not finite or larger than `MAX_REWARD`."""
+    failed = (~(rewards.abs() <= MAX_REWARD)).nonzero()
+    if len(failed):
+        index = int(failed[0])
+        reward = float(rewards[index])
+        raise TrimtabError(f"reward {index} is {reward:g}, rewards must be finite and at most {MAX_REWARD:g}: {FAILED}")
 
 
 def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
@@ -104,8 +147,8 @@ def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
 
 
 def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
-    if not beta > 0:
-        raise TrimtabError(f"value_beta = {beta:g} must be more than 0")
+    if not 0 < beta < math.inf:
+        raise TrimtabError(f"value_beta = {beta:g} must be finite and more than 0")
     group = torch.unique(members, return_inverse=True)[1]
     size = _per_group(torch.ones_like(values), group, "sum")
     shifted = values - _per_group(values, group, "amax")

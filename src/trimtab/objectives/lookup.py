@@ -20,10 +20,17 @@ from trimtab.plugins import load_function
 UNSET = " (unset it where a recipe's base sets it)"
 """Ends a message that asks to leave a keyword out."""
 
+LISTING = "`trimtab explain` lists them, `trimtab.objectives()` in Python"
+
 
 def objectives() -> list[str]:
     """Returns the names of all presets."""
     return list(PRESETS)
+
+
+def summaries() -> dict[str, str]:
+    """What each preset does, in a line: the first of its docstring."""
+    return {name: inspect.cleandoc(PRESETS[name].__doc__ or "").partition("\n")[0] for name in objectives()}
 
 
 def is_custom(name: str) -> bool:
@@ -140,7 +147,7 @@ def _constructor(name: str) -> Preset:
             raise TrimtabError(f"objective {name!r} is {type(function).__name__}, not a function of its keywords")
         return function
     if name not in PRESETS and name != COMPOSED:
-        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, [*PRESETS, COMPOSED])}")
+        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, [*PRESETS, COMPOSED], LISTING)}")
     return PRESETS.get(name, Objective)
 
 

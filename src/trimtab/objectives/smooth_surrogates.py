@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded
@@ -16,6 +17,11 @@ from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import State
 from trimtab.objectives.surrogate import Surrogate, Terms, Value
 from trimtab.objectives.surrogates import Unclipped
+
+
+def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) -> Tensor:
+    """`positive` at True and `negative` elsewhere; `torch.where` of two numbers would round them to float32."""
+    return torch.where(where, like.new_full((), positive), like.new_full((), negative))
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class SoftGate(Surrogate):
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         advantage = terms.advantage
-        tau = torch.where(advantage > 0, self.positive, self.negative).to(advantage.dtype)
+        tau = _by_sign(advantage > 0, self.positive, self.negative, advantage)
         gate = torch.sigmoid(tau * torch.expm1(bounded(terms.log_ratio)))
         weight = 4.0 * gate * (1 - gate) * terms.ratio
         return 4.0 / tau * gate * advantage, {"clip/weight": Mean.of(weight.detach() * terms.mask, terms.mask)}
@@ -86,8 +92,8 @@ class GammaWeight(Surrogate):
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         positive, log = terms.advantage >= 0, bounded(terms.log_ratio.detach())
-        power = torch.where(positive, self.k1_positive, self.k1_negative).to(log.dtype)
-        rate = torch.where(positive, self.k2_positive, self.k2_negative).to(log.dtype)
+        power = _by_sign(positive, self.k1_positive, self.k1_negative, log)
+        rate = _by_sign(positive, self.k2_positive, self.k2_negative, log)
         # One exponent, whose maximum was checked: no factor can overflow.
         weight = (power * log - rate * torch.expm1(log)).exp()
         return weight * terms.advantage * terms.logp, {"clip/weight": Mean.of(weight * terms.mask, terms.mask)}

@@ -53,9 +53,8 @@ class Terms:
         return {name: Mean.of(where & self.mask, self.mask)}
 
     def share_by_tenth(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
-        """Returns `share`, and the share in each tenth of the response."""
-        where = where & self.mask
-        return {name: Mean.of(where, self.mask), f"{name}_tenth": MeanByTenth.of(where, self.sequences)}
+        """Returns the share of trained tokens at which `where` holds in each tenth of the response, as a histogram."""
+        return {name: MeanByTenth.of(where & self.mask, self.sequences)}
 
 
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]

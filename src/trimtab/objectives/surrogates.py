@@ -44,9 +44,11 @@ class Clipped(Surrogate):
         ratio, advantage = terms.ratio, terms.advantage
         low, high = 1.0 - self.low, 1.0 + self.high
         value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        below, above = (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high)
         statistics = {
-            **terms.share_by_tenth("clip/low", (advantage < 0) & (ratio < low)),
-            **terms.share_by_tenth("clip/high", (advantage > 0) & (ratio > high)),
+            **terms.share("clip/low", below),
+            **terms.share("clip/high", above),
+            **terms.share_by_tenth("clip/tenth", below | above),
         }
         if self.dual is not None:
             # For A < 0 only: at A >= 0 the floor dual * A would raise the value of every token.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -49,6 +49,22 @@ def short(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
+
+
+def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] = short) -> str:
+    """Returns `form(value)`, with more digits where these would not show on which side of a bound the value lies."""
+    text = form(value)
+    if not math.isfinite(value):
+        return text
+    for digits in range(3, 17):
+        if all(_side(float(text.replace(",", "")), bound) == _side(value, bound) for bound in bounds):
+            break
+        text = short_exponent(f"{value:.{digits}g}")
+    return text
+
+
+def _side(value: float, bound: float) -> int:
+    return (value > bound) - (value < bound)
 
 
 def power(value: float, digits: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.files import parse_json, regular_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ SHAPES = {
         Shape("qwen2.5-14b", 48, 5120, 40, 8, intermediate=13824, **_QWEN2),
         Shape("qwen2.5-32b", 64, 5120, 40, 8, intermediate=27648, **_QWEN2),
         Shape("qwen2.5-72b", 80, 8192, 64, 8, intermediate=29568, **_QWEN2),
+        Shape("qwen3-0.6b", 28, 1024, 16, 8, intermediate=3072, **{**_QWEN3, "tied": True}),
+        Shape("qwen3-1.7b", 28, 2048, 16, 8, intermediate=6144, **{**_QWEN3, "tied": True}),
         Shape("qwen3-4b", 36, 2560, 32, 8, intermediate=9728, **{**_QWEN3, "tied": True}),
         Shape("qwen3-8b", 36, 4096, 32, 8, intermediate=12288, **_QWEN3),
         Shape("qwen3-14b", 40, 5120, 40, 8, intermediate=17408, **_QWEN3),
@@ -128,7 +130,7 @@ def find_shape(model: str) -> Shape:
 
 def _read(path: Path) -> Shape:
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(regular_file(path).read_text())
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}; give a model's folder or its config.json") from None
     except ValueError:

@@ -14,6 +14,7 @@ RUN_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         "Learning",
         (
             Chart("Reward", "reward/mean", (("mean", "reward/mean"), ("", "reward/<name>"))),
+            Chart("Reward by task", "mixture/<task>/reward", (("", "mixture/<task>/reward"),)),
             Chart("Held-out accuracy", "eval/<task>/greedy", (("", "eval/<task>/greedy"),), kind="accuracy"),
             Chart("Response length", "length/mean", (("mean", "length/mean"), ("longest", "length/max"))),
             Chart(
@@ -74,7 +75,19 @@ RUN_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 what="The share of the data that counts under importance weights, before any bound.",
             ),
             _quantiles("Raw ratio trainer / sampler", "mismatch/ratio_", "mismatch/ratio_q99"),
+            Chart(
+                "Geometric drift of a response",
+                "drift/mismatch_q05",
+                tuple(
+                    (f"{part} {quantile}", f"drift/{part}_{quantile}")
+                    for part in ("mismatch", "staleness")
+                    for quantile in ("q05", "q50")
+                ),
+                what="Mean log-ratio of a response, as trainer over sampler and as current over proximal policy; OPSM "
+                "drops what falls below minus its delta in the sum.",
+            ),
             Chart("Perplexity ratio", "mismatch/ppl_ratio", (("trainer / sampler", "mismatch/ppl_ratio"),)),
+            Chart("Training perplexity", "mismatch/ppl_train", (("of the responses", "mismatch/ppl_train"),)),
             Chart("Pearson correlation", "mismatch/pearson", (("of token probabilities", "mismatch/pearson"),)),
         ),
     ),

@@ -50,9 +50,8 @@ def clipping(config: Mapping[str, Any], tokens: TokenTable) -> Clipping | str:
     return Clipping(low & tokens.mask, high & tokens.mask, f"{ratio}{level}; {rule}")
 
 
-def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
-    """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
-    from trimtab.objectives import Clipped, SecondMoment
+def objective_of(config: Mapping[str, Any]) -> Objective | str:
+    """Returns the objective of a run, or a clause that says why it is not known."""
     from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
@@ -60,9 +59,18 @@ def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
     try:
         if "code" in section or is_custom(section["name"]):
             return f"{section['name']} is no preset, and a report runs no code that a run names"
-        objective = from_section(section)
+        return from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
+
+
+def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
+    """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
+    from trimtab.objectives import Clipped, SecondMoment
+
+    objective = objective_of(config)
+    if isinstance(objective, str):
+        return objective
     if objective.ratio.over == "proximal":
         return f"{objective.name} {ONE_UPDATE}"
     if not isinstance(objective.surrogate, Clipped | SecondMoment):

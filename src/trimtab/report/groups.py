@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import parse_config
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
@@ -54,7 +54,7 @@ def find_runs(path: Path) -> list[Path]:
         return [path]
     runs = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}")}, key=_natural_key)
     if not runs:
-        raise TrimtabError(f"{path} holds no run (config.toml is missing): check the path")
+        raise TrimtabError(f"{path} holds no run (config.toml is missing): check the path{neighbors(path)}")
     return runs
 
 

@@ -13,17 +13,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.pages.render import number, short
+from trimtab.pages.render import beside, number, short
 from trimtab.report import perturbation_verdict
+from trimtab.report.clipping import objective_of
+from trimtab.report.learning_verdict import collapse, equal_parts, nothing_learned, reward_rose
 from trimtab.runs.metric_catalog import metric
-from trimtab.runs.metric_ranges import K3, band_text, judge, k3_range
+from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_range
 from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside", ""]
-MAX_PHASES, MIN_PHASE_STEPS = 4, 5
-# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; others follow
-# from it.
-CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size", "mismatch/pearson": "the correlation"}
+# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
+# from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
+# same small differences of log-probs weigh more.
+CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size"}
 # The run trains correctly, but uses less of its data than it could.
 MILD = {
     "length/truncated": "the share of responses cut by the length limit",
@@ -39,7 +41,8 @@ LOSSES = {
     "trajectories/dropped": "response{s} dropped",
     "metrics/nonfinite": "figure{s} logged as not finite",
 }
-COLLAPSED_SHARE, MIN_STANDARD_ERRORS = 0.5, 3.0
+MANY_CLIPPED = 0.5
+"""Share of clipped updates above which a verdict notes them."""
 MAX_CLAUSES = 4
 
 
@@ -83,10 +86,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key."""
+    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key.
+
+    note: what is worth knowing and no fault, as a line; empty without any.
+    """
 
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     text: str
+    note: str
     judged: str
     findings: Mapping[str, Finding]
 
@@ -94,8 +101,13 @@ class HealthVerdict:
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
-    critical = [*_failure(run), *_mismatch(findings), *_ineffective_noise(run), *_collapse(run)]
-    mild = [*_losses(run), *_signal(findings, run), *_clipped(run), *_mild_findings(findings)]
+    mismatch, idle, fallen = (list(found) for found in (_mismatch(findings), nothing_learned(run), collapse(run)))
+    corrected = list(_corrected_lag(run, findings)) if mismatch and not (idle or fallen) else []
+    critical = [*_failure(run), *idle, *([] if corrected else mismatch), *_ineffective_noise(run), *fallen]
+    waste = [] if idle else list(_mild_findings(findings))
+    signal, learned = ([] if idle else list(_signal(findings, run))), reward_rose(run)
+    mild = [*corrected, *_losses(run), *([] if learned else signal), *waste]
+    notes = [*(signal if learned else []), *_clipped(run)]
     length = _length_text(run)
     measured = any(key in findings for key in CRITICAL)
     if critical:
@@ -107,7 +119,8 @@ def health(run: Run) -> HealthVerdict:
         state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
     else:
         state, text = "healthy", f"Healthy over {length}"
-    return HealthVerdict(state, f"{text}.{_ending(run)}", _rule_text(run), findings)
+    note = f"To note: {'; '.join(notes)}." if notes else ""
+    return HealthVerdict(state, f"{text}.{_ending(run)}", note, _rule_text(run), findings)
 
 
 def judge_metric(run: Run, key: str) -> Finding | None:
@@ -119,7 +132,7 @@ def judge_metric(run: Run, key: str) -> Finding | None:
     outside = np.array([state == "outside" for state in states])
     phases = [
         Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
-        for part in _phases(len(values))
+        for part in equal_parts(len(values))
     ]
     worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
@@ -154,10 +167,6 @@ def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
-def _phases(count: int) -> list[np.ndarray]:
-    return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))
-
-
 def _median(values: np.ndarray) -> float:
     return float(np.median(values))
 
@@ -169,7 +178,7 @@ def _length_text(run: Run) -> str:
 
 
 def _rule_text(run: Run) -> str:
-    parts = len(_phases(len(run.rows)))
+    parts = len(equal_parts(len(run.rows)))
     of = "of them" if parts == 1 else f"of those of one of {parts} equal parts of the run"
     return (
         f"Judged over all logged steps: a metric is outside its range where more than half {of} are, and at times "
@@ -200,43 +209,42 @@ def _ending(run: Run) -> str:
     return ""
 
 
+def _outside_mismatch(findings: Mapping[str, Finding]) -> Finding | None:
+    """Returns the first of the critical mismatch metrics that is outside its range."""
+    return next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+
+
 def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:
-    finding = next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+    finding = _outside_mismatch(findings)
     if finding is not None:
         meaning = k3_range(finding.worst.median).text if finding.key == K3 else f"healthy: {band_text(finding.key)}"
         yield f"{CRITICAL[finding.key]} is {_value_text(finding)}: {meaning}"
+
+
+def _corrected_lag(run: Run, findings: Mapping[str, Finding]) -> Iterator[str]:
+    """Yields the mismatch of a run with stale samples whose objective corrects for them.
+
+    The published ranges are for numerics alone; of stale samples the ratio to the behavior policy is what the recipe
+    asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault.
+    """
+    finding, built, (_, lags) = _outside_mismatch(findings), objective_of(run.config), run.series("lag/max")
+    if (
+        finding is not None
+        and len(lags)
+        and lags.max() > 0
+        and not isinstance(built, str)
+        and "behavior" in built.needs
+    ):
+        yield (
+            f"{CRITICAL[finding.key]} is {_value_text(finding)}, of samples up to {lags.max():.0f} updates old, for "
+            f"which {built.name} corrects"
+        )
 
 
 def _ineffective_noise(run: Run) -> Iterator[str]:
     noise = perturbation_verdict.perturbation_verdict(run)
     if noise is not None and not noise.acts:
         yield "the noise of the perturbation is in effect a no-op"
-
-
-def _collapse(run: Run) -> Iterator[str]:
-    """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
-
-    The difference must also exceed three standard errors.
-    """
-    steps, rewards = run.series("reward/mean")
-    parts = _phases(len(rewards))
-    if len(parts) < 2:
-        return
-    means, last = [float(rewards[part].mean()) for part in parts], parts[-1]
-    best = int(np.argmax(means[:-1]))
-    standard_error = math.hypot(
-        *(float(rewards[part].std(ddof=1)) / math.sqrt(len(part)) for part in (parts[best], last))
-    )
-    if (
-        means[best] > 0
-        and means[-1] < COLLAPSED_SHARE * means[best]
-        and means[best] - means[-1] > MIN_STANDARD_ERRORS * standard_error
-    ):
-        top = parts[best]
-        yield (
-            f"the reward fell from {short(means[best])} (steps {steps[top[0]]:.0f} to {steps[top[-1]]:.0f}) to "
-            f"{short(means[-1])} (steps {steps[last[0]]:.0f} to {steps[last[-1]]:.0f})"
-        )
 
 
 def _losses(run: Run) -> Iterator[str]:
@@ -266,8 +274,9 @@ def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _clipped(run: Run) -> Iterator[str]:
+    """Yields how many updates were clipped: no fault, since the step of AdamW hardly depends on the gradient's size."""
     share = clipped_share(run)
-    if share is None or judge("optim/grad_clipped", share) != "outside":
+    if share is None or share <= MANY_CLIPPED:
         return
     _, norms = run.series("optim/grad_norm")
     bound = run.config.get("optim", {}).get("grad_clip")
@@ -284,7 +293,7 @@ def _mild_findings(findings: Mapping[str, Finding]) -> Iterator[str]:
 
 def _value_text(finding: Finding) -> str:
     """Returns `0.12, 0.81 in steps 21 to 40`, or only the second part if the median over the run is healthy."""
-    whole, worst = short(finding.median), short(finding.worst.median)
+    whole, worst = (beside(value, bounds(finding.key)) for value in (finding.median, finding.worst.median))
     if judge(finding.key, finding.median) != "outside":
         return f"{worst} in steps {span(finding.worst)}"
     return f"{whole}, {worst} in steps {span(finding.worst)}" if worst != whole else whole
@@ -303,6 +312,7 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
     return {
         "state": verdict.state,
         "text": verdict.text,
+        "note": verdict.note,
         "judged": verdict.judged,
         "outside": {
             key: {

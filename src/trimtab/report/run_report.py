@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from trimtab.pages.render import number, render, short
+from trimtab.pages.render import beside, number, render, short
 from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
 from trimtab.report.chart_specs import Chart, ResolvedChart, resolve
 from trimtab.report.differences import equation_of
@@ -21,6 +21,7 @@ from trimtab.report.perturbation_verdict import perturbation_verdict
 from trimtab.report.token_section import token_section
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import Metric, metric
+from trimtab.runs.metric_ranges import bounds
 from trimtab.runs.origins import described, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
 
@@ -203,9 +204,13 @@ def _entry(run: Run, key: str, finding: Finding | None) -> dict[str, Any]:
         "median": number(float(np.median(values))) if len(values) else "",
         "state": state,
         "steps": "" if finding is None else finding.steps,
-        "judged": "" if finding is None else number(finding.worst.median if finding.outside else finding.median),
+        "judged": "" if finding is None else beside(_judged_value(finding), bounds(key), number),
         "tone": {"healthy": "good", "outside": "warn", "at times": "plain"}.get(state, ""),
     }
+
+
+def _judged_value(finding: Finding) -> float:
+    return finding.worst.median if finding.outside else finding.median
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

@@ -88,22 +88,22 @@ def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
     return draw("Entropy by position", paint, legend=True)
 
 
-def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
-    """Stacked fractions (10,) of tokens below and above the bounds in each tenth of the response."""
+def clipped_svg(shares: Mapping[str, np.ndarray]) -> str:
+    """Stacked fractions (10,) of clipped tokens in each tenth of the response, by label; at most two."""
 
     def paint(axes: Axes) -> None:
         axes.set_axisbelow(True)  # no grid across the bars
-        axes.bar(_decile_centers(), np.nan_to_num(low), width=8, color=ORANGE, label="below, A < 0")
-        axes.bar(
-            _decile_centers(), np.nan_to_num(high), width=8, bottom=np.nan_to_num(low), color=BLUE, label="above, A > 0"
-        )
-        highest = float(np.nanmax(low + high))
+        total = np.zeros(DECILES)
+        for (label, share), color in zip(shares.items(), (ORANGE, BLUE), strict=False):
+            axes.bar(_decile_centers(), np.nan_to_num(share), width=8, bottom=total, color=color, label=label)
+            total = total + np.nan_to_num(share)
+        highest = float(total.max())
         axes.set_ylim(0, 1.08 * highest if highest > 0 else 0.01)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
         axes.set_ylabel("clipped tokens")
         _position_axis(axes)
 
-    return draw("Clipped tokens by position", paint, legend=True)
+    return draw("Clipped tokens by position", paint, legend=len(shares) > 1)
 
 
 def _decile_centers() -> np.ndarray:

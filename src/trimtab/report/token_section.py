@@ -251,25 +251,25 @@ def _clipped(data: TokenSectionData, run: Run) -> Panel:
         "Share of tokens without gradient in the first update on the batch, in each tenth of the response's length, "
         f"over all steps read. Here {rule}."
     )
-    svg = token_figures.clipped_svg(low, high)
+    svg = token_figures.clipped_svg({"below, A < 0": low, "above, A > 0": high})
     return _panel("Clipped tokens by position", f"{100 * share:.3g}% of all", svg, what)
 
 
 def _clipped_in_later_updates(run: Run) -> Panel | None:
     """Returns the panel of an objective over the proximal policy, whose updates logged the shares; None without."""
-    keys = [[f"clip/{side}_tenth_{tenth}" for tenth in range(1, DECILES + 1)] for side in ("low", "high")]
-    shares = [[np.asarray(run.series(key)[1], dtype=np.float64) for key in side] for side in keys]
-    if not all(len(values) for side in shares for values in side):
+    shares = np.full(DECILES, np.nan)
+    for tenth in range(1, DECILES + 1):
+        _, values = run.series(f"clip/tenth/{tenth}")
+        if len(values):
+            shares[tenth - 1] = values.mean()
+    if np.isnan(shares).all():
         return None
-    low, high = (np.array([np.nanmean(values) for values in side]) for side in shares)
     what = (
         "Share of tokens without gradient in each tenth of the response's length, over all updates and steps. In the "
         "first update on a batch the ratio to π_old is 1 and nothing is clipped."
     )
-    share = float((low + high).mean())
-    return _panel(
-        "Clipped tokens by position", f"{100 * share:.3g}% of all", token_figures.clipped_svg(low, high), what
-    )
+    svg = token_figures.clipped_svg({"clipped": shares})
+    return _panel("Clipped tokens by position", f"{100 * float(np.nanmean(shares)):.3g}% of all", svg, what)
 
 
 def _takeover_table(path: Path, data: TokenSectionData) -> dict[str, Any] | None:

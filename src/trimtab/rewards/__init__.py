@@ -26,6 +26,8 @@ _BUILT_IN = {
     "length": ("builtin", "Length"),
     "overlong": ("builtin", "Overlong"),
     "reasoning-gym": ("gym_scorer", "GymScore"),
+    "python-tests": ("python_tests", "PythonTests"),
+    "by-task": ("by_task", "ByTask"),
 }
 """Name -> module and class, imported when used: some need heavy libraries."""
 

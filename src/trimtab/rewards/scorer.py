@@ -103,7 +103,10 @@ class Scorer:
         failed = [f"reward {name!r} {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
         if failed:
             return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
-        return Score(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+        total = checked(sum(reward.weight * parts[reward.name] for reward in self.rewards))
+        if total.error:
+            return Score(None, parts, f"problem {problem.id!r}: the weighted sum of the rewards {total.error}")
+        return Score(total.value, parts)
 
 
 def _by_recipe(outcome: EpisodeOutcome | None) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.config.schema import TrainerConfig
 from trimtab.rollout.collector import Group, RolloutStats, has_reward_variance, oldest
-from trimtab.rollout.schedule import STALE, GroupRange, Schedule
+from trimtab.rollout.schedule import GroupRange, Schedule
 from trimtab.runs import trajectories
 
 PENDING = "pending.parquet"
@@ -22,14 +23,22 @@ class Buffer:
     Args:
         relative_to_group: whether the advantage compares the responses to one prompt, so that a group of equal rewards
             has no signal.
+        single_behavior: whether the buffer is emptied when the engines get new weights, so that only responses of
+            these are consumed from then on (OAPL, Algorithm 1).
     """
 
-    def __init__(self, trainer: TrainerConfig, *, relative_to_group: bool = True) -> None:
+    def __init__(
+        self, trainer: TrainerConfig, *, relative_to_group: bool = True, single_behavior: bool = False
+    ) -> None:
         self.changed = threading.Condition()
+        max_lag = math.inf if trainer.max_lag is None else trainer.max_lag
+        if single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
+            max_lag = min(max_lag, (trainer.sync_every or 1) - 1)
         self.schedule = Schedule(
             prompts=trainer.prompts,
             updates=trainer.updates_per_step,
-            max_lag=trainer.max_lag,
+            max_lag=max_lag,
+            ahead=bool(trainer.max_lag),
             in_order=trainer.in_flight != "discard",
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
@@ -87,13 +96,6 @@ class Buffer:
                 self._stats.stale += self._samples if group is None else len(group)
                 self._stats.discarded_lengths += [t.completion.sampled_tokens for t in group or ()]
             self.changed.notify_all()
-
-    def discard(self) -> None:
-        """Drop every ready group and count its responses as stale."""
-        with self.changed:
-            for number in self.schedule.ready():
-                self.schedule.drop(number, STALE)
-                self._stats.stale += len(self._groups.pop(number))
 
     def take(
         self, version: int, *, partial: bool = False, on_wait: Callable[[], None] | None = None

@@ -19,8 +19,8 @@ updates may be skipped but not added, so the left side only decreases after the 
 batch of groups without signal advances the version without consuming admitted groups; groups that are then too old
 expire.
 
-Without a lag (`max_lag` 0 or None) groups are admitted only for the batch that the trainer is waiting for: generation
-and training take turns.
+Without `ahead` groups are admitted only for the batch that the trainer is waiting for: generation and training take
+turns.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ class Schedule:
     Args:
         prompts: groups in a batch.
         updates: optimizer updates in a step, the largest number between two batches.
-        max_lag: largest age of a token when it is consumed, in updates; None: unlimited, but generated while the
-            trainer waits.
+        max_lag: largest age of a token when it is consumed, in updates.
+        ahead: whether groups are generated before the trainer waits for them.
         in_order: a batch consists of the next `prompts` groups; otherwise of the first `prompts` that are ready.
         max_no_signal: groups without signal after which a batch is made of the groups there are. None: unlimited.
     """
 
     prompts: int
     updates: int
-    max_lag: int | None = None
+    max_lag: float = math.inf
+    ahead: bool = True
     in_order: bool = True
     max_no_signal: int | None = None
     drawn: int = 0
@@ -144,9 +145,9 @@ class Schedule:
         for number in numbers:
             if self._live[number].state not in ("ready", "no_signal"):
                 raise ValueError(f"group {number} is {self._live[number].state}: it cannot be consumed")
-            if self.age(number, now) > (self.max_lag if self.max_lag is not None else float("inf")):
+            if self.age(number, now) > self.max_lag:
                 raise ValueError(
-                    f"group {number} is {self.age(number, now):g} updates old, the bound is {self.max_lag}"
+                    f"group {number} is {self.age(number, now):g} updates old, the bound is {self.max_lag:g}"
                 )
             del self._live[number]
             self.consumed += 1
@@ -162,8 +163,6 @@ class Schedule:
 
     def expire(self) -> list[int]:
         """Drop groups that are too old for every later batch; returns their numbers."""
-        if self.max_lag is None:
-            return []
         stale = [number for number, entry in self._sorted() if self.latest - entry.oldest > self.max_lag]
         stale = [number for number in stale if self._live[number].state in ("running", "ready")]
         for number in stale:
@@ -220,9 +219,9 @@ class Schedule:
     def _fits(self, batches: int, version: int) -> bool:
         if self.batches_left is not None and batches >= self.batches_left:
             return False
-        if not self.max_lag and (batches or not self.waiting):
+        if not self.ahead and (batches or not self.waiting):
             return False
-        return self.max_lag is None or self.latest + batches * self.updates - version <= self.max_lag
+        return self.latest + batches * self.updates - version <= self.max_lag
 
     def _has_state(self, number: int, state: State) -> bool:
         return number in self._live and self._live[number].state == state

@@ -71,15 +71,11 @@ class RolloutSource(Protocol):
 
 @dataclass
 class SyncSource:
-    """Generates each batch when the trainer asks for it, with the engine of this process.
-
-    `single`: every group in the buffer must come from the current weights of the sampler (OAPL, Algorithm 1).
-    """
+    """Generates each batch when the trainer asks for it, with the engine of this process."""
 
     collector: Collector
     buffer: Buffer
     canary: Canary | None = None
-    single: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -107,8 +103,6 @@ class SyncSource:
         self.buffer.deliver(request, self.collector.sample(request, stats), stats)
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
-        if self.single:
-            self.buffer.discard()
         self.engine.update_weights(weights, version)
         if self.canary is not None and expected is not None:
             self.canary.check(self.engine, expected)

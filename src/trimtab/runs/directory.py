@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import RESUME, TrimtabError
+from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, LOCK, METRICS, MODEL, PROVENANCE, list_checkpoints, move_aside_after
 
@@ -191,7 +192,7 @@ class RunDirectory:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads a metrics.jsonl, also while it is being written: an incomplete last line is left out."""
     try:
-        return parse_metrics(path.read_bytes(), path)
+        return parse_metrics(regular_file(path).read_bytes(), path)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}") from None
 
@@ -206,7 +207,7 @@ def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if not isinstance(value, dict) or not isinstance(value.get("step"), int | float):

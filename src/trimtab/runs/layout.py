@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
@@ -47,7 +47,7 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
     if not path.exists():
         return None
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(regular_file(path).read_text())
         return BestCheckpoint(int(data["step"]), str(data["metric"]), float(data["value"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise TrimtabError(f"{path} is damaged: delete it, the next evaluation marks a best checkpoint again") from None

@@ -37,6 +37,14 @@ def band_text(key: str) -> str:
     return f"at least {row.low:g}" if row.high is None else f"{row.low:g} to {row.high:g}"
 
 
+def bounds(key: str) -> list[float]:
+    """Returns the ends of the healthy band and of the named ranges of the metric `key`."""
+    row = metric(key)
+    if row is None:
+        return []
+    return [bound for bound in (row.low, row.high, *(part.high for part in row.ranges)) if bound is not None]
+
+
 def k3_ranges() -> dict[str, Range]:
     """Returns the named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
     return {part.name: part for part in _k3().ranges}

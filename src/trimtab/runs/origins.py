@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_json, regular_file
 from trimtab.runs.layout import PROVENANCE
 
 GIB = 1024**3
@@ -21,7 +21,7 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
     """
     file = run / PROVENANCE
     try:
-        starts = json.loads(file.read_text(encoding="utf-8"))
+        starts = parse_json(regular_file(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

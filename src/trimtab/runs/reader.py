@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
+from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.origins import read_origins
@@ -110,14 +111,14 @@ _EMPTY = (np.empty(0), np.empty(0))
 def read_run(path: Path) -> Run:
     """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
-        raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
+        raise TrimtabError(f"no run directory {path}: check the path{neighbors(path)}; `trimtab train` prints it")
     return Run(path, read_config(path), read_steps(path), read_origins(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     try:
-        return tomllib.loads(_read_bytes(file).decode())
+        return parse_toml(_read_bytes(file).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): restore it from the recipe") from None
 
@@ -149,7 +150,7 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 def open_trajectories(file: Path) -> Iterator[pq.ParquetFile]:
     """Opens a trajectory file for the block. Raises `TrimtabError` if it is missing or damaged."""
     try:
-        with pq.ParquetFile(file) as parquet:
+        with open_parquet(file) as parquet:
             yield parquet
     except FileNotFoundError:
         raise TrimtabError(
@@ -186,9 +187,11 @@ def _sample(row: Mapping[str, Any]) -> Sample:
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        data = regular_file(file).read_bytes()
     except FileNotFoundError:
-        raise TrimtabError(f"{file.parent} holds no run ({file.name} is missing): give a run directory") from None
+        raise TrimtabError(
+            f"{file.parent} holds no run ({file.name} is missing): check the path{neighbors(file.parent)}"
+        ) from None
     except OSError as error:
         raise TrimtabError(f"cannot read {file}: {error.strerror}") from None
     if not data.strip():

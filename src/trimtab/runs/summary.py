@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet
 from trimtab.runs import atomic
 from trimtab.runs.reader import Accuracy, Run
 
@@ -148,7 +149,8 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """
     file = path / TABLE if path.is_dir() else path
     try:
-        table = pq.read_table(file)
+        with open_parquet(file) as parquet:
+            table = parquet.read()
     except FileNotFoundError:
         raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
     except (pa.ArrowException, OSError) as error:

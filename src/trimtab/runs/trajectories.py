@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet
 from trimtab.runs import atomic, expert_column, sampling_mask_column
 from trimtab.types import (
     EXTERNAL_VERSION,
@@ -35,6 +36,7 @@ from trimtab.types import (
 
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
+_DRIFT_COLUMNS = ("drift_mismatch", "drift_staleness")
 _DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "logprobs")
 _LIMIT_FIELDS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
 _SAMPLING_TYPE = pa.struct(
@@ -54,6 +56,7 @@ _LIMITS_TYPE = pa.struct(
 class Row:
     """A trajectory with the values that training added. Per-token arrays have the length of `response_ids`.
 
+    `drift` holds mismatch and staleness, the means of log π_old/μ and log π/π_old (`StepStatistics.drifts`).
     `logp_current` is of the clean policy at the first update of the batch, `logp_perturbed` of the perturbed policy at
     the same update (ALP). A value must be present in all rows of a file or in none; the entropy of external traces is
     written as NaN.
@@ -65,6 +68,7 @@ class Row:
     advantage: float | None = None
     proximal_version: int | None = None
     logp_perturbed: FloatArray | None = None
+    drift: FloatArray | None = None
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
@@ -79,10 +83,13 @@ def read(path: Path) -> list[Row]:
     Raises `TrimtabError` if the file was not written by the trainer.
     """
     try:
-        data = path.read_bytes()
+        with open_parquet(path) as file:
+            table = file.read()
     except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror}") from None
-    return _decode(data, str(path))
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
+    except pa.ArrowException as error:
+        raise _foreign(str(path), error) from None
+    return _decode(table, str(path))
 
 
 def to_bytes(pending: Sequence[Trajectory]) -> bytes:
@@ -92,7 +99,7 @@ def to_bytes(pending: Sequence[Trajectory]) -> bytes:
 
 def from_bytes(data: bytes) -> list[Trajectory]:
     """Returns the trajectories of `to_bytes`."""
-    return [row.trajectory for row in _decode(data, "pending trajectories")]
+    return [row.trajectory for row in _decode(pq.read_table(pa.BufferReader(data)), "pending trajectories")]
 
 
 def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
@@ -120,6 +127,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
         "sampling": pa.array([_fields(s, _DISTRIBUTION_FIELDS) for s in samplings], _SAMPLING_TYPE),
         "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        **_drift_columns([row.drift for row in rows]),
         "turn": _turns(completions),
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
@@ -150,13 +158,16 @@ def _row_group_size(completions: Sequence[Completion]) -> int:
     return max(1, ROW_GROUP_BYTES // max(routes, kept, top, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
 
 
-def _decode(data: bytes, name: str) -> list[Row]:
+def _decode(table: pa.Table, name: str) -> list[Row]:
     try:
-        table = pq.read_table(pa.BufferReader(data))
         columns = {column: _values(table[column]) for column in table.column_names}
         return [_row(columns, index) for index in range(table.num_rows)]
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
+        raise _foreign(name, error) from None
+
+
+def _foreign(name: str, error: Exception) -> TrimtabError:
+    return TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})")
 
 
 def _row(columns: dict[str, Any], index: int) -> Row:
@@ -201,6 +212,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         optional("advantage"),
         optional("proximal_version"),
         optional("logp_perturbed"),
+        np.array([value(name) for name in _DRIFT_COLUMNS], np.float32) if _DRIFT_COLUMNS[0] in columns else None,
     )
 
 
@@ -231,6 +243,13 @@ def _top(ids: IntArray | None, logps: FloatArray | None, tokens: int) -> TopToke
         return None
     shape = (tokens, len(ids) // max(1, tokens))
     return TopTokens(ids.reshape(shape), logps.reshape(shape))
+
+
+def _drift_columns(drifts: Sequence[FloatArray | None]) -> dict[str, pa.Array | None]:
+    return {
+        name: _scalar_column(name, [drift if drift is None else drift[part] for drift in drifts], pa.float32())
+        for part, name in enumerate(_DRIFT_COLUMNS)
+    }
 
 
 def _turns(completions: Sequence[Completion]) -> pa.ListArray | None:

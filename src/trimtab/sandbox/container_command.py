@@ -23,7 +23,7 @@ from trimtab.sandbox.seccomp import code_filter
 INIT = Path(__file__).with_name("container_init.py")
 OLDEST = "0.8"  # the first version with --disable-userns
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped: memory that no limit counts
 PYTHON, PACKAGES, SCRIPT = "/python", "/packages", "/container_init.py"  # inside
 DIRECTORIES = ("/dev", "/etc", "/usr", PYTHON, f"{PYTHON}/bin", PACKAGES)  # otherwise closed to all but their maker
 ISOLATION = [

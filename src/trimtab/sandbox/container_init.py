@@ -35,15 +35,16 @@ MAX_THREADS = 128
 MAX_FILES = 4096  # in the temporary directory
 MAX_OPEN_FILES = 256
 MAX_REPORT = 1 << 16  # bytes
+MAX_PIPE = 1 << 20  # bytes that an ordinary user may keep in a pipe: the default of fs.pipe-max-size
 BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 DUMPABLE, SECCOMP, SECCOMP_FILTER = 4, 22, 2  # PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER of prctl(2)
 CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process, of capset(2)
 NO_CAPABILITIES = bytes(24)  # effective, permitted and inheritable, twice 32 of each
 FILTER_STEP = 8  # bytes
+SIGNALS = {int(member): member.name for member in signal.Signals}  # all but most real-time signals
 HOME = "/tmp"
 NOBODY = 65534  # user and group of everything that runs in the container
 HIDDEN = "/hidden"  # a directory without permissions, in which /proc is mounted
-PAGE = resource.getpagesize()
 
 
 def main(
@@ -121,8 +122,8 @@ class Supervisor:
         self.code_filter = code_filter
         self.child: Child | None = None
         self.ended = False
-        size, resident, *_ = self.read_proc("self/statm").split()
-        self.address_space, self.resident = int(size) * PAGE, int(resident) * PAGE  # of the child at its start
+        fields = self.status("self")
+        self.address_space, self.memory = int(fields[b"VmSize"]) << 10, memory(fields)  # of the child at its start
 
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
         """Returns whether it timed out, the output and the error. The child lives on if its variables do."""
@@ -140,21 +141,31 @@ class Supervisor:
             self.ended = True
         return run.timed_out, output, ended or run.error()
 
-    def read_proc(self, name: str) -> bytes:
-        with open(os.open(name, os.O_RDONLY, dir_fd=self.proc), "rb") as file:
-            return file.read()
+    def status(self, process: str) -> dict[bytes, bytes]:
+        """Returns the first word of each line that the kernel shows about a process, by name."""
+        with open(os.open(f"{process}/status", os.O_RDONLY, dir_fd=self.proc), "rb") as file:
+            lines = [line.split(maxsplit=2) for line in file]
+        return {name.rstrip(b":"): words[0] for name, *words in lines if words}
 
     def excess(self, child: int) -> bytes:
         """Returns which limit the child exceeds; empty if none."""
-        fields = self.read_proc(f"{child}/stat").rpartition(b")")[2].split()
-        threads, resident = int(fields[17]), int(fields[21]) * PAGE
+        fields = self.status(str(child))
+        if b"VmRSS" not in fields:  # its first thread has ended, and with it the account of its memory
+            os.kill(child, signal.SIGKILL)
+            return b""
+        threads = int(fields[b"Threads"])
         if threads > MAX_THREADS:
             return b"started more than %d threads" % MAX_THREADS
         disk = os.statvfs(HOME)
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
-        used = resident - self.resident + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        used = memory(fields) - self.memory + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         return b"used more than %d MB of memory" % self.memory_mb if used > self.memory_mb << 20 else b""
+
+
+def memory(fields: dict[bytes, bytes]) -> int:
+    """Returns the bytes a process holds: its pages, in memory or not, and the tables that point to them."""
+    return sum(int(fields[name]) << 10 for name in (b"VmRSS", b"VmSwap", b"VmPTE"))
 
 
 class Run:
@@ -233,7 +244,9 @@ class Run:
         _, status = os.waitpid(self.child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
-            return b"ended its process (signal %s)" % signal.Signals(-code).name.encode()
+            return (
+                b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
+            )
         return b"ended its process (exit code %d)" % code
 
     def drained(self) -> bytes:
@@ -268,16 +281,18 @@ class Child:
         self.descriptor = os.pidfd_open(self.pid)
 
     def discard(self) -> None:
-        """Drops what threads of a stopped child wrote after the end of a run."""
+        """Drops what threads of a stopped child wrote after the end of a run.
+
+        Reads once: of a child that found a way to write on, there would be no end.
+        """
         for descriptor in (self.output, self.reports):
-            while read(descriptor):
-                pass
+            read(descriptor, MAX_PIPE)
 
 
-def read(descriptor: int) -> bytes | None:
+def read(descriptor: int, size: int = 1 << 16) -> bytes | None:
     """Returns what can be read now: None if nothing, empty at the end."""
     try:
-        return os.read(descriptor, 1 << 16)
+        return os.read(descriptor, size)
     except BlockingIOError:
         return None
 
@@ -291,6 +306,7 @@ def serve(requests: int, output: int, reports: int, address_space: int, code_fil
     for limit, value in (
         (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
+        (resource.RLIMIT_CORE, 1),  # byte: at 0 the kernel still passes the memory to a program of the machine
     ):
         resource.setrlimit(limit, (value, value))
     forbid_processes(code_filter)

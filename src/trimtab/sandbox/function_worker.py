@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.processes import signal_name
+from trimtab.types import MAX_REWARD
 
 Function = Callable[..., Any]
 LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
@@ -39,11 +41,13 @@ class Outcome:
 
 
 def checked(value: Any) -> Outcome:
-    """Returns the outcome of a returned value: a finite number, or the error that says what it is instead."""
+    """Returns the outcome of a returned value: a usable reward, or the error that says what it is instead."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
     number = float(value)
-    return Outcome(number) if math.isfinite(number) else Outcome(error=f"returned {number}, not a finite number")
+    if not math.isfinite(number):
+        return Outcome(error=f"returned {number}, not a finite number")
+    return Outcome(number) if abs(number) <= MAX_REWARD else Outcome(error=f"returned {number}, above {MAX_REWARD:g}")
 
 
 def describe(error: BaseException) -> str:
@@ -126,7 +130,7 @@ class Worker:
         if status is None:
             return "closed the pipe it answers through"
         code = os.waitstatus_to_exitcode(status)
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
 
 
 def _work(pipe: socket.socket, functions: list[Function], memory: int, parent: int) -> None:

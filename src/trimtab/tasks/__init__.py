@@ -16,9 +16,11 @@ _KINDS = {
     "arithmetic": "trimtab.tasks.arithmetic",
     "sort": "trimtab.tasks.sort",
     "swap-sort": "trimtab.tasks.swap_sort",
+    "program": "trimtab.tasks.program",
     "reasoning-gym": "trimtab.tasks.reasoning_gym",
     "file": "trimtab.tasks.file",
     "hf": "trimtab.tasks.hub",
+    "mixture": "trimtab.tasks.mixture",
 }
 
 

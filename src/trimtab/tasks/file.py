@@ -1,17 +1,18 @@
-"""A JSONL, JSON or parquet file as a task; see `RowOptions` for its columns."""
+"""A JSONL, JSON, CSV or parquet file as a task; see `RowOptions` for its columns."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet, regular_file
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
 from trimtab.tasks.task import BuiltTask
 
@@ -19,7 +20,7 @@ JSONL = (".jsonl", ".ndjson", ".json")
 
 
 class Options(RowOptions):
-    path: Path = Field(description="JSONL (.jsonl, .ndjson, .json), a JSON array (.json) or .parquet file")
+    path: Path = Field(description="JSONL (.jsonl, .ndjson, .json), a JSON array (.json), .csv or .parquet file")
     test_path: Path | None = Field(None, description="another file for the test split; then holdout is not used")
 
 
@@ -40,14 +41,40 @@ def read_rows(path: Path) -> Iterator[Row]:
         return _json(path)
     if path.suffix == ".parquet":
         return _parquet(path)
-    raise TrimtabError(f"{path}: unknown kind of file; give a .jsonl, .json or .parquet file")
+    if path.suffix == ".csv":
+        return _csv(path)
+    raise TrimtabError(f"{path}: unknown kind of file; give a .jsonl, .json, .csv or .parquet file")
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """Yields the rows below the header; a cell is text, and an empty one is missing."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise TrimtabError(f"{path} has two columns of one name: rename one")
+            for number, cells in enumerate((cells for cells in reader if cells), start=1):
+                if len(cells) != len(header):
+                    raise TrimtabError(
+                        f"{path}, row {number}: {len(cells)} cells below a header of {len(header)}; quote commas in "
+                        "text"
+                    )
+                yield number, {name: text or None for name, text in zip(header, cells, strict=True)}
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror}; check the path") from None
+    except csv.Error as error:
+        raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
+    except UnicodeDecodeError:
+        raise TrimtabError(f"{path}: not UTF-8 text after row {number}; save it as UTF-8") from None
 
 
 def _json(path: Path) -> Iterator[Row]:
     """Yields the rows of JSONL; a .json file may also be one array of objects over any number of lines."""
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as lines:
+        with regular_file(path).open(encoding="utf-8-sig") as lines:
             if path.suffix == ".json" and lines.read(1024).lstrip().startswith("["):
                 lines.seek(0)
                 yield from _array(lines.read(), path)
@@ -91,7 +118,7 @@ def _object(value: Any, location: str) -> dict[str, Any]:
 def _parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

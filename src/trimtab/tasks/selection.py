@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_json, regular_file
 from trimtab.tasks.style import StyleOptions
 from trimtab.types import Problem
 
@@ -116,10 +116,18 @@ def mean_score(value: Any, column: str, location: str) -> float | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    values: list[Any] = value if isinstance(value, list) and value else [value]
+    values: list[Any] = value if isinstance(value, list) and value else [_from_text(value)]
     if not all(_is_score(item) for item in values):
         raise TrimtabError(f"{location}: column {column!r} holds {str(value)[:40]!r}, not a score from 0 to 1")
     return sum(values) / len(values)
+
+
+def _from_text(value: Any) -> Any:
+    """Returns a number that a CSV file holds as text; any other value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _is_score(value: Any) -> bool:
@@ -129,13 +137,13 @@ def _is_score(value: Any) -> bool:
 def _read(path: Path) -> Mapping[str, float]:
     """Reads lines of `{"id": ..., "score": ...}`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular_file(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TrimtabError(f"cannot read {path}: {error}; check scores") from None
     scores: dict[str, float] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             name, score = str(row["id"]), row["score"]
         except (ValueError, KeyError, TypeError):
             raise TrimtabError(

@@ -50,13 +50,16 @@ class BuiltTask:
         first = beginning(tokenizer)
         return first + self.instructions + prompt.removeprefix(first)
 
-    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> BuiltTask:
+    def with_tools(
+        self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str
+    ) -> BuiltTask:
         """Returns the task as part of multi-turn episodes.
 
         Args:
             stop: the strings that end a call.
             schemas: JSON schemas of the tools, for the chat template.
             instructions: text before every prompt.
+            description: of the tools, for prompts that have neither instructions nor a system turn of the user's.
 
         Raises:
             TrimtabError: schemas without a chat template, or instructions with one.
@@ -65,14 +68,21 @@ class BuiltTask:
         if schemas and not chat:
             raise TrimtabError(
                 f"environment.format = 'chat' needs prompts in the chat template, and those of task {self.name!r} are "
-                f'{self.prompt_style}: take another format, or a task with style = "chat" (file, hf, reasoning-gym)'
+                f'{self.prompt_style}: take format "tag", or a task with style = "chat" (file, hf, reasoning-gym)'
             )
         if instructions and chat:
             raise TrimtabError(
                 "environment.instructions go before plain prompts: with prompts in the chat template, write them to "
                 "task.system"
             )
-        return replace(self, stop=self.stop + stop, schemas=tuple(schemas), instructions=instructions)
+        template = self.template
+        if isinstance(template, Chat):
+            template = replace(template, system=template.system or description or None)
+        elif description and not instructions:
+            instructions = f"{description}\n\n"
+        return replace(
+            self, stop=self.stop + stop, schemas=tuple(schemas), instructions=instructions, template=template
+        )
 
     def gold(self, problem: Problem) -> str:
         target = self.template.target(problem.answer)

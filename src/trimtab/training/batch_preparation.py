@@ -63,6 +63,7 @@ class Batch:
                 logp_perturbed=perturbed.get(index),
                 advantage=float(self.advantages[index]),
                 proximal_version=stats.versions.get(index),
+                drift=stats.drifts.get(index),
             )
             for index, trajectory in enumerate(self.trajectories)
         ]

@@ -1,20 +1,23 @@
-"""Exports a model of a run as a Hugging Face folder: config, tokenizer and safetensors."""
+"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft, with a model card."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.config import Config, load_config
-from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.models.lora import add_lora, named_weights
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
+from trimtab.models.lora import add_lora, named_weights, save_adapter
 from trimtab.models.quiet import silence_transformers
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
+from trimtab.training.model_card import FILE, model_card
 
 GENERATION = "generation_config.json"
 
@@ -35,32 +38,59 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
     `TrimtabError` if the run, the checkpoint or a part of it is missing.
     """
-    files = run / MODEL
-    if not (run / CONFIG).is_file():
-        raise TrimtabError(f"{run} holds no run: {CONFIG} is missing")
-    if not (files / "config.json").is_file():
-        raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
-    config, checkpoint = load_config(run / CONFIG), _checkpoint(run, which)
-    weights = checkpoint.tensors["model"]
+    config, checkpoint = _saved(run, which)
+    files, weights = run / MODEL, checkpoint.tensors["model"]
     model = _untrained(files, config)
     if config.model.lora.rank:
-        adapted = add_lora(_untrained(files, config), **config.model.lora.model_dump())
-        state_tensors.load_model_state(adapted, weights)
         untied = state_tensors.model_state(model)  # tied weights once
+        adapted = _with_adapters(files, config, weights)
         weights = {name: weight for name, weight in named_weights(adapted) if name in untied}
     state_tensors.load_model_state(model, weights)
     return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), checkpoint.step
+
+
+def _saved(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
+    files = run / MODEL
+    if not (run / CONFIG).is_file():
+        raise TrimtabError(f"{run} holds no run ({CONFIG} is missing): check the path{neighbors(run)}")
+    if not (files / "config.json").is_file():
+        raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
+    return load_config(run / CONFIG), _checkpoint(run, which)
+
+
+def _with_adapters(files: Path, config: Config, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    adapted = add_lora(_untrained(files, config), **config.model.lora.model_dump())
+    state_tensors.load_model_state(adapted, weights)
+    return adapted
+
+
+def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
+    """Writes the LoRA adapter of a checkpoint to the new folder `dest`, as peft loads it, and returns it.
+
+    Raises `TrimtabError` if the run trained every weight.
+    """
+    if dest.exists():
+        raise TrimtabError(f"{dest} already exists: choose another folder")
+    config, checkpoint = _saved(run, which)
+    if not config.model.lora.rank:
+        raise TrimtabError(f"{run} trained every weight (model.lora.rank = 0): export it without --adapter")
+    adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
+    with atomic.new_folder(dest) as temporary:
+        save_adapter(adapted, temporary, config.model.path)
+        (temporary / FILE).write_text(model_card(run, config, checkpoint.step, adapter=True))
+    return dest
 
 
 def export(run: Path, dest: Path, which: str = "last") -> Path:
     """Writes `restore(run, which)` to the new folder `dest` and returns it; no partial folder is left on failure."""
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
-    model, _, _ = restore(run, which)
+    model, _, step = restore(run, which)
     with atomic.new_folder(dest) as temporary, silence_transformers():
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
+        (temporary / FILE).write_text(model_card(run, load_config(run / CONFIG), step, adapter=False))
     return dest
 
 

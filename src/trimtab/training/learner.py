@@ -166,13 +166,14 @@ class Learner:
         probe = first and any(feature.probes for feature in self.features)
         perturbs = any(feature.perturbs_policy for feature in self.features)
         state = self._prepare(assigned)
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once an update, by the step guard
         for index, micro in assigned:
             clean = self.logp(micro) if probe else None
             scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
             out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
             (out.loss if micro.rows else scores.logp.sum()).backward()
-            loss_sum += float(out.loss.detach()) if micro.rows else 0.0
+            if micro.rows:
+                loss_sum += out.loss.detach()
             stats.objective = add_metrics(stats.objective, out.metrics, micro)
             logps = clean if perturbs else scores.logp.detach()
             logps = logps if micro.proximal is None else micro.proximal
@@ -181,8 +182,10 @@ class Learner:
                 scored_by = self.updates if micro.proximal is None else version
                 perturbed = None if clean is None else scores.logp.detach()
                 stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
+            if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
+                stats.add_drifts(micro, scores.logp.detach())
             stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
-        self._guarded_step(loss_sum, stats)
+        self._guarded_step(float(loss_sum), stats)
 
     def _guarded_step(self, loss: float, stats: StepStatistics) -> None:
         """Step the optimizer, or skip the update if the loss or a gradient is not finite.

@@ -276,12 +276,16 @@ def _build_source(
 ) -> RolloutSource:
     collector = _build_collector(config, parts, loaded, engines[0])
     advantage = config.advantage.kind or parts.objective.advantage
-    buffer = Buffer(config.trainer, relative_to_group=advantage != BATCH_BASELINE)
+    buffer = Buffer(
+        config.trainer,
+        relative_to_group=advantage != BATCH_BASELINE,
+        single_behavior=parts.objective.single_behavior,
+    )
 
     def build() -> RolloutSource:
         if config.is_async:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
-        return SyncSource(collector, buffer, canary, single=parts.objective.single_behavior)
+        return SyncSource(collector, buffer, canary)
 
     return shared_source(collector, build)
 

@@ -58,12 +58,12 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
     """Returns the folder of a warm-started laboratory model; the first call trains it in a few seconds.
 
-    The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start and, for the task
-    of the model, the number of digits; runs that differ only in their seed share one model.
+    The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start, and its task if that
+    is one the model's characters can write; runs that differ only in their seed share one model.
     """
     config = load_config(name if name == TOOLS else LABORATORY, [f"model.path={name}"])
     if run is not None:
-        task = run.task if run.task.name == config.task.name else config.task
+        task = run.task if run.task.name in (config.task.name, "program", "mixture") else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
     recipe = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
     key = sha256(recipe.encode()).hexdigest()[:12]
@@ -90,9 +90,9 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
             part = -score(model, micro.tokens).logp.sum() / tokens
             part.backward()
             loss += float(part.detach())
-        if not np.isfinite(loss):
-            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}; lower sft.lr")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip))
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower sft.lr")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         observer.step({"step": step + 1, "sft/loss": loss})

@@ -92,12 +92,23 @@ def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: fl
     return {
         **measured,
         "mismatch/anchor": mismatch_policy,
+        **_drift(stats),
         **(stats.objective.finalize() if stats.objective else {}),
         "optim/lr": stats.lr,
         "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
         **({"optim/grad_clipped": float(np.mean(np.array(stats.grad_norms) > grad_clip))} if stats.grad_norms else {}),
         "optim/skipped": stats.skipped,
         **({"ranks/idle": stats.idle / stats.turns} if ranks > 1 and stats.turns else {}),
+    }
+
+
+def _drift(stats: StepStatistics) -> dict[str, float]:
+    """Quantiles over responses of the two parts of their mean log π/μ."""
+    known = [drift for drift in stats.drifts.values() if not np.isnan(drift).any()]
+    return {
+        f"drift/{part}_q{round(100 * level):02d}": float(np.quantile(values, level))
+        for part, values in zip(("mismatch", "staleness"), np.array(known, float).T, strict=False)
+        for level in (0.05, 0.5, 0.95)
     }
 
 

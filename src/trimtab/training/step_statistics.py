@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from trimtab.corrections.statistics import Mergeable
+from trimtab.corrections import Mergeable, Sequences, log_ratio
 from trimtab.objectives import mismatch
 from trimtab.objectives.metrics import Metrics
 from trimtab.training.batching import MicroBatch
@@ -32,6 +32,8 @@ class StepStatistics:
         mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
         perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
         versions: for each row, the version of the policy that computed `mismatch_logps`.
+        drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
+            where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
         turns: micro-batch slots of all ranks; idle: slots without a micro-batch.
     """
@@ -41,6 +43,7 @@ class StepStatistics:
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    drifts: dict[int, np.ndarray] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -65,6 +68,15 @@ class StepStatistics:
                 if perturbed is not None:
                     self.perturbed[row] = perturbed[index][real].cpu().numpy()
                 self.versions[row] = version
+
+    def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
+        """Keep the drift of each row of a micro-batch, in place of what an earlier epoch measured."""
+        proximal = current if micro.proximal is None else micro.proximal
+        trained = Sequences(micro.on_policy)
+        parts = [log_ratio(proximal, micro.behavior, trained.mask), log_ratio(current, proximal, trained.mask)]
+        drifts = torch.cat([trained.mean(part) for part in parts], dim=1)
+        known = torch.where(trained.trained, drifts, torch.nan).cpu().numpy()
+        self.drifts |= dict(zip(micro.rows, known, strict=True))
 
 
 def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> Metrics:
@@ -122,7 +134,8 @@ def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
         stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
     local = {f"mismatch_logps|{row}": torch.from_numpy(logps) for row, logps in stats.mismatch_logps.items()}
     local |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
-    kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed}
+    local |= {f"drifts|{row}": torch.from_numpy(drift) for row, drift in stats.drifts.items()}
+    kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
     for name, tensor in all_gather_tensors(local, ranks).items():
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()

@@ -16,9 +16,9 @@ WAITING_MESSAGE = b"\nstopping: this step is finished and saved first; once more
 
 
 class Stop:
-    """A request to end a run, by a signal or by `ask`. Each run has its own.
+    """A request to end a run, by a signal or by `request`. Each run has its own.
 
-    `asked` is the number of the signal, None until then. `line` is written to standard error if a signal has to wait.
+    `signal_number` is that of the signal, None until then. `line` is written to standard error if a signal has to wait.
     """
 
     def __init__(self, line: bytes = WAITING_MESSAGE) -> None:

@@ -86,7 +86,7 @@ def test_one_advantage_a_response_where_the_objective_judges_responses() -> None
 
 
 def test_a_foreign_log_gets_no_positions_and_no_means_over_nothing() -> None:
-    values = {"clip/low": 0.5, "clip/low_tenth_1": 0.5, "kl/mean": float("nan")}
+    values = {"clip/low": 0.5, "clip/tenth/1": 0.5, "kl/mean": float("nan")}
     assert reported(values) == {"trimtab/clip/low": 0.5}
 
 

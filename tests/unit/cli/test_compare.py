@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_words_after_a_list_option_belong_to_it_until_the_next_option() -> None:
         (["--set", "trainer.epoch=2"], "unknown key 'trainer.epoch'"),
         (["--markdown", "nowhere/table.md"], "there is no folder nowhere; make it first"),
         (["dapo"], "unexpected extra argument"),
+        (["--columns", "reward=r"], "--columns names columns of the file that --advise reads"),
         (["--advise", "nowhere", "--regimes", "int3"], "leave --regimes and --model out"),
     ],
 )
@@ -176,3 +178,16 @@ def test_the_level_of_a_run_without_trajectories_comes_from_its_metrics(tmp_path
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     measured = advise.measure(tmp_path)
     assert (measured.level.k3, measured.length, measured.lagged) == (pytest.approx(0.15), 15.0, True)
+
+
+def test_columns_of_another_trainer_are_read_as_by_diagnose(tmp_path: Path) -> None:
+    file = tmp_path / "dump.jsonl"
+    rows = [{"mu": [-0.5, -1.0], "pi": [-0.5 + 0.01 * i, -1.0]} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(TrimtabError, match="--columns"):
+        advise.measure(file)
+    measured = advise.measure(file, {"logp_behavior": "mu", "logp_proximal": "pi"})
+    x = [0.01 * i for i in range(8)]
+    # k3 of log-ratio x is exp(x) - 1 - x; half of the tokens agree exactly.
+    assert measured.level.k3 == pytest.approx(sum(math.expm1(v) - v for v in x) / 16, rel=1e-4)
+    assert measured.length == 2

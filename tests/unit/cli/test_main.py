@@ -12,7 +12,8 @@ import pytest
 from trimtab.cli import doctor, main
 from trimtab.cli.output import run_directory
 from trimtab.config import load_config, recipe_names
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import objectives
 
 COMMANDS = ("train", "sft", "recipes", "show", "explain", "eval", "report", "export", "doctor", "diagnose")
 
@@ -226,7 +227,7 @@ def test_the_directory_of_a_run(recipe: str, out: str | None, configured: str | 
 
 
 def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "trimtab", "no-such-library": "trimtab[train]"})
+    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
     assert main.run(["doctor", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["ok"] is False
@@ -236,7 +237,12 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, caps
         assert sandbox["value"].startswith("runs Python tools: ") == (sandbox["advice"] == "")
     missing = [check for check in values["checks"] if check["name"] == "no-such-library"]
     assert missing == [
-        {"name": "no-such-library", "value": "missing", "advice": "pip install 'trimtab[train]'", "required": True}
+        {
+            "name": "no-such-library",
+            "value": "missing",
+            "advice": "pip install '.[train]' in a checkout of Trimtab",
+            "required": True,
+        }
     ]
 
 
@@ -248,3 +254,66 @@ def test_doctor_only_notes_what_some_recipes_need(
     line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
     assert line.startswith("note")
     assert "the quickstart needs" in line
+
+
+def test_the_folder_of_a_run_is_a_recipe_and_where_it_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "config.toml").write_text(load_config("laboratory", ["objective.name=icepop"]).dump())
+    assert load_config(str(run)).objective.name == "icepop"
+    assert run_directory(str(run), None, "runs/laboratory") == run
+    assert main.run(["explain", str(run)]) == 0
+    assert "objective icepop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [["report"], ["diagnose"], ["export", "--which", "last"], ["train", "--resume"], ["eval"]]
+)
+def test_a_run_that_is_not_there_is_looked_for_beside_it(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "quickstart-20260801-101500"
+    there.mkdir()
+    arguments = [*command, str(tmp_path / "quickstart"), *(["out"] if command[0] == "export" else [])]
+    assert main.run([*arguments, "--task", "sort"] if command[0] == "eval" else arguments) == 2
+    assert f"(did you mean {there}?)" in capsys.readouterr().err
+
+
+def test_explain_alone_lists_every_objective_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain"]) == 0
+    first, others = capsys.readouterr().out.split("\n\n")
+    names = [[line.split()[0] for line in block.splitlines()[1:]] for block in (first, others)]
+    assert len(names[0]) == 3
+    assert sorted(names[0] + names[1]) == sorted(objectives())
+    assert all(len(line.split()) > 3 for line in (first + others).splitlines() if line.split()[0] in objectives())
+    assert main.run(["explain", "vtrace"]) == 2
+    assert len(capsys.readouterr().err) < 150
+
+
+def test_a_suggestion_is_made_once() -> None:
+    assert did_you_mean("soop", ["soup", "soup", "luffy"]) == " (did you mean 'soup'?)"
+    assert did_you_mean("x", ["soup", "soup"]) == " (known: soup)"
+    assert did_you_mean("x", ["soup"], "`list` lists them") == " (`list` lists them)"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trimtab expl", ["explain"]),
+        ("trimtab train quickstart-t", ["quickstart-tools", "quickstart-tools-vllm"]),
+        ("trimtab show true", ["true-on-policy"]),
+        ("trimtab report --o", ["--out"]),
+        ("trimtab train mine.to", []),
+    ],
+)
+def test_the_shell_completes_commands_options_and_recipes(
+    words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TRIMTAB_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        main.run([])
+    assert capsys.readouterr().out.split() == expected

@@ -69,7 +69,7 @@ def test_a_measured_run_is_predicted_from(tmp_path: Path, capsys: pytest.Capture
         (["--model", "qwen2.5-7b", "--gpus", "8", "--device", "h1000"], "unknown device"),
         (["--model", "qwen2.5-7b", "--gpus", "8", "--mean", "99999"], "--mean 99999 is above"),
         (["--model", "qwen2.5-7b", "--gpus", "8", "--assume", "x=1"], "unknown assumption"),
-        (["--run", "/nowhere"], "give a run directory"),
+        (["--run", "/nowhere"], "holds no run"),
         (["--run", "/nowhere", "--gpus", "8"], "leave --model, --gpus and --assume out"),
     ],
 )

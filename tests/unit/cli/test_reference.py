@@ -44,6 +44,15 @@ def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == DOCS.read_text(), "run: trimtab recipes --keys > docs/recipes.md"
 
 
+@pytest.mark.parametrize(("section", "names"), [("perturbation", "`token-alp`, `seq-alp`"), ("prefix", "`soup`")])
+def test_an_optional_section_says_what_it_needs_and_names_no_objective_as_the_only_one(
+    section: str, names: str
+) -> None:
+    about = PAGE.partition(f"## `[{section}]`\n\n")[2].partition("\n\n")[0]
+    assert f"Present by default with {names}." in about
+    assert "an objective whose ratio is π/μ" in about
+
+
 def test_every_key_is_there_with_the_default_that_a_recipe_really_has() -> None:
     data: dict[str, Any] = {"objective": {"name": "token-tis"}}
     result = 0

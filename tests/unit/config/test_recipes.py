@@ -300,6 +300,7 @@ def test_an_objective_adds_the_section_it_requires(objective: str, section: str)
         "sampling.temperature=1e39",
         "sampling.top_k=9223372036854775808",
         "perturbation.std=1e39",
+        "perturbation.std=[0.1, -0.1]",
         "perturbation.lr=1000",
         "objective.clip_high=1e39",
         "optim.lr=1e39",

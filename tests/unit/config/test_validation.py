@@ -181,6 +181,13 @@ BROKEN = {
             "'oapl' needs one behavior policy per resp",
         ),
     ],
+    "refresh-every-step": [
+        ("objective.name=oapl trainer.max_lag=2", "trainer.sync_every above the 1 updates of a step"),
+        (
+            "objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4",
+            "'oapl' never trains on responses of older weights",
+        ),
+    ],
     "replay-proximal-needs-pass": [
         ("objective.name=token-bypass routing.replay=proximal trainer.epochs=2", "'token-bypass' has none"),
     ],
@@ -229,6 +236,8 @@ ACCEPTED = [
     f"{SOUP} prefix.refresh=1 engine.workers=1",
     f"{SOUP} trainer.sync_every=1",
     f"{LUFFY} engine.workers=0 demonstrations.per_group=7",
+    "objective.name=dppo perturbation.std=0.1",
+    "objective.name=dppo prefix.ratio=0.25",
     "engine.hang_timeout=60.0 engine.workers=1",
     "engine.hang_timeout=60.0 trainer.max_lag=2",
     f"engine.hang_timeout=60.0 {RAY}",
@@ -240,7 +249,7 @@ ACCEPTED = [
     "trainer.max_lag=4 trainer.minibatches=2 trainer.epochs=2",
     "trainer.oversample=2.0 trainer.dynamic_sampling=true",
     "trainer.max_lag=2 trainer.in_flight=continue",
-    "objective.name=oapl trainer.max_lag=2 trainer.in_flight=discard",
+    "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
     "objective.name=oapl advantage.value_beta=0.5",
     "objective.name=dapo trainer.max_lag=0",
     "advantage.kind=rloo",

@@ -127,6 +127,25 @@ def test_opsm_needs_both_a_bad_advantage_and_distance_from_the_sampler():
     assert upward.keep.all(), "a sequence that became more likely is kept"
 
 
+@pytest.mark.parametrize(
+    ("sign", "kept_rows", "condition"),
+    [
+        ("negative", [False, True, True], "not (A < 0 and"),
+        ("positive", [True, True, False], "not (A > 0 and"),
+        ("both", [False, True, False], "not (A ≠ 0 and"),
+    ],
+)
+def test_opsm_of_the_other_sign_is_its_control(sign: str, kept_rows: list[bool], condition: str):
+    """Rows that drifted by 0.06 nats with advantages -1, 0 and 1; the same three without drift are kept."""
+    behavior, drift = torch.full((6, 2), -1.0), torch.tensor([[0.06]] * 3 + [[0.0]] * 3)
+    mask, advantage = torch.ones(6, 2, dtype=torch.bool), torch.tensor([[-1.0], [0.0], [1.0]] * 2)
+    rule = OPSM(0.05, sign)
+    result = compute_correction(behavior, behavior, mask, masks=[rule], current=behavior - drift, advantage=advantage)
+    assert result.keep[:, 0].tolist() == kept_rows + [True] * 3
+    assert condition in rule.equation()
+    assert ("TRL" in rule.peers() and "off_policy" in str(rule.peers()["TRL"])) == (sign == "negative")
+
+
 def test_opsm_refuses_per_token_advantages():
     with pytest.raises(ValueError, match=r"\(batch, 1\)"):
         kept(OPSM(0.1), 1.0, 1.0, current=torch.zeros(1, 2), advantage=torch.zeros(1, 2))

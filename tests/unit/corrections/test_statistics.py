@@ -37,9 +37,12 @@ def test_two_tokens_by_hand():
         "ess_seq": 1.0,
         "ratio_mean": 1.25,
         "ppl_ratio": 1.0,
+        "ppl_train": 8**0.5,
         "pearson": -1.0,
         "abs_diff_mean": log2,
         "abs_diff_max": log2,
+        "ratio_min": 0.5,
+        "ratio_max": 2.0,
         "ratio_q50": 1.25,
         "ratio_bounded": 0.0,
         "log_ratio_seq_max": 0.0,
@@ -61,6 +64,8 @@ def test_sequence_statistics_by_hand():
     assert statistics["chi2_seq"] == pytest.approx((9 + 1 / 16) / 2 - 1)
     assert statistics["ess_seq"] == pytest.approx(3.25**2 / (2 * (9 + 1 / 16)))
     assert statistics["ppl_ratio"] == pytest.approx((1 / 3 + 2) / 2)
+    assert statistics["ppl_train"] == pytest.approx(math.e * (1 / 3 + 2) / 2)  # the sampler's is e
+    assert (statistics["ratio_min"], statistics["ratio_max"]) == pytest.approx((1 / 2, 3))  # not of untrained tokens
     assert statistics["log_ratio_seq_max"] == pytest.approx(math.log(3))
     assert (statistics["tokens"], statistics["sequences"]) == (3, 2)
 

@@ -116,7 +116,7 @@ def test_runs_of_two_vocabularies_have_no_texts(tmp_path: Path) -> None:
 def test_the_option_and_the_json(tmp_path: Path) -> None:
     data = responses(tmp_path / "a.jsonl")
     arguments = ["diagnose", str(data), "--out", str(tmp_path / "a.html"), "--json"]
-    done = CliRunner().invoke(app, [*arguments, "--tokenizer", str(tokenizer(tmp_path / "tokenizer.json"))])
+    done = CliRunner().invoke(app, [*arguments, "--tokenizer", str(tokenizer(tmp_path / "tokenizer.json"))], obj=[])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["token_texts"]["7"] == "␣<seven>"
     assert "&lt;seven&gt;" in (tmp_path / "a.html").read_text()

@@ -139,7 +139,7 @@ def test_bounds_come_from_the_table_of_metrics_unless_given(tmp_path: Path) -> N
         ("ess_token", 0.95, False),
     }
     given = parse_bounds(["k3=0.1,ess_token=", "pearson"])
-    assert [(bound.name, bound.value) for bound in given] == [("k3", 0.1), ("pearson", 0.99)]
+    assert [(bound.name, bound.value) for bound in given] == [("k3", 0.1), ("pearson", 0.95)]
     assert opening_line(watched(tmp_path, ["k3=0.1", "ess_token="]), 2.0).endswith(
         "every 2 s; alarm at: k3 above 0.1; end with Ctrl-C"
     )

@@ -293,6 +293,17 @@ def test_a_reward_that_is_no_number_costs_its_episode(tokenizer: Any, value: Any
     assert one.outcome.failure == f"get_reward returned {value!r}, not a finite number"
 
 
+def test_an_absurd_reward_costs_its_episode(tokenizer: Any) -> None:
+    class Odd(Counter):
+        def get_reward(self) -> float:
+            return -1e308
+
+    turn = append(tokenizer, None, "5")
+    [[one, _]] = start(tokenizer, Odd).finish([[turn, turn]])
+    assert one.outcome is not None
+    assert one.outcome.failure == "get_reward returned -1e+308, above 1e+18"
+
+
 def test_long_results_are_cut_in_the_middle(tokenizer: Any) -> None:
     result = answer(start(tokenizer), append(tokenizer, None, "<long></long>"))
     text = text_of(tokenizer, result)

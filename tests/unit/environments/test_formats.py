@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from trimtab import environments
-from trimtab.environments.formats import Call, Fence, Tag, build_format
+from trimtab.environments.formats import Call, Fence, Tag, ToolError, build_format
 from trimtab.errors import TrimtabError
+from trimtab.models import bundled
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Chat, Plain
 from trimtab.types import Problem
+
+TOKENIZER = AutoTokenizer.from_pretrained(bundled.folder())
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,12 @@ class Three(Two):
         return left + right
 
 
+class OnlyBoth:
+    def reset(self, **row: Any) -> None: ...
+
+    both = Three.both
+
+
 class Single:
     def reset(self, **row: Any) -> None: ...
 
@@ -138,13 +149,60 @@ def task(stop: tuple[str, ...]) -> BuiltTask:
     return BuiltTask("numbers", [problem], [problem], Plain(), (), stop, 8)
 
 
-def test_a_tool_with_two_arguments_has_no_place_in_a_tag() -> None:
-    spec = environments.EnvironmentSpec(Three)
-    with pytest.raises(
-        TrimtabError, match=r"tool 'both' needs left and right, and a call.*'tag' has one argument.*chat"
-    ):
-        environments.build(spec).adapt(task(("\n",)))
-    environments.build(replace(spec, name=Two)).adapt(task(("\n",)))
+def test_the_arguments_of_a_tool_that_needs_several_are_a_json_object() -> None:
+    form = Tag(("both", "add"), frozenset({"both"}))
+    assert form.parse('<both>{"left": 6, "right": 7}</both>') == Call("both", {"left": 6, "right": 7})
+    assert form.parse('<add>{"left": 6}</add>') == Call("add", '{"left": 6}')
+    for content in ("6, 7", "[6, 7]", "[" * 100_000):
+        with pytest.raises(ToolError, match="both: the call is not a JSON object of arguments"):
+            form.parse(f"<both>{content}</both>")
+    built = environments.build(environments.EnvironmentSpec(Three)).adapt(task(("\n",)))
+    assert built.stop == ("\n", "</add>", "</both>", "</one>")
+
+
+def test_advice_about_formats_ends_at_one_that_works() -> None:
+    """A tool with two arguments, and the bundled model, whose chat template shows no tools."""
+    for form in ("fence", "chat", "tag"):
+        for style in (Plain(), Chat()):
+            tried, advised = [], form
+            while advised is not None:
+                assert advised not in tried
+                tried.append(advised)
+                advised = refused(advised, style)
+            assert tried[-1] == "tag"
+
+
+def refused(form: str, style: Plain | Chat) -> str | None:
+    """The format that the refusal of a format advises; None where it works."""
+    built = environments.build(environments.EnvironmentSpec(OnlyBoth, format=form))
+    try:
+        built.adapt(replace(task(("###",)), template=style))
+        built.runner(TOKENIZER, 64, lambda *_: None)  # type: ignore[arg-type]
+    except TrimtabError as error:
+        return re.findall(r"take (?:environment\.)?format (?:= )?[\'\"](\w+)[\'\"]", str(error))[0]
+    return None
+
+
+def test_prompts_describe_the_tools_where_nobody_else_does() -> None:
+    problem = Problem("1", "How much?", "3")
+
+    def prompt(form: str, template: Plain | Chat, instructions: str = "", kind: type = Single) -> str:
+        built = environments.build(environments.EnvironmentSpec(kind, format=form, instructions=instructions))
+        return built.adapt(replace(task(("###",)), template=template)).prompt_text(problem, TOKENIZER)
+
+    line = "<python>CODE</python>: Repeats. code (string): what is repeated."
+    assert line in prompt("tag", Plain())
+    assert prompt("tag", Plain()).endswith(f"{line}\n\nHow much?")
+    assert "<|im_start|>system\nTools can be called. A call ends the turn; its result" in prompt("tag", Chat())
+    assert line in prompt("tag", Chat())
+    assert "begins with ```python and ends with ```" in prompt("fence", Chat())
+    assert "code (string): what is repeated." in prompt("fence", Chat())
+    assert '<both>{"left": LEFT, "right": RIGHT}</both>: Adds. left (integer): a number. right' in prompt(
+        "tag", Plain(), kind=OnlyBoth
+    )
+    # What the user wrote stays as it is.
+    assert prompt("tag", Plain(), "Example. ") == "Example. How much?"
+    assert "Tools can be called" not in prompt("tag", Chat(system="Call <python>."))
 
 
 @pytest.mark.parametrize(("form", "stop"), [("fence", "\n"), ("fence", "```"), ("tag", ">"), ("tag", "<python")])

@@ -75,6 +75,15 @@ def test_keywords_of_a_method() -> None:
     assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")
 
 
+def test_a_method_of_one_s_own_is_named_as_in_recipes() -> None:
+    own = "tests.unit.objectives.own_rule:dppo"
+    plain, changed = parse_method(own), parse_method(f"{own}:divergence_max=0.1,perturbation.std=0.01")
+    assert plain.objective == changed.objective == own
+    assert plain.overrides == ()
+    assert changed.overrides == ("objective.divergence_max=0.1", "perturbation.std=0.01")
+    assert plain.folder == "tests.unit.objectives.own_rule_dppo"
+
+
 def test_the_folder_of_a_method_is_a_file_name() -> None:
     assert parse_method("m2po:form=mask,tau=[1,2]").folder == "m2po_form_mask_tau_1_2_"
     long = [f"grpo:mask=[{','.join([one] * 12)}]" for one in ('{kind="veto",min=0.1}', '{kind="veto",min=0.2}')]

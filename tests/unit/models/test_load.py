@@ -44,6 +44,23 @@ def only_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def index_of(shard: str) -> Callable[[Path], object]:
+    """Moves the weights beside the folder, and names them by an index inside of it."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        names = load_file(folder.parent / "outside.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+
+    return damage
+
+
+def give_a_huge_id(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["?"] = 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
@@ -53,6 +70,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing parameter": (drop_parameter, r"1 parameters are missing or misshapen .* 'model\.norm\.weight'"),
     "wrong shape": (lambda f: edit(f / "config.json", intermediate_size=100), r"misshapen .* 'model\.layers"),
     "unknown architecture": (lambda f: edit(f / "config.json", model_type="marvin"), "marvin"),
+    # The weights, which would be read for minutes, are not looked at.
+    "architecture that cannot be scored": (
+        lambda f: [edit(f / "config.json", model_type="gemma3"), (f / "model.safetensors").unlink()],
+        r"cannot score architecture 'gemma3' .*'gemma3_text'.*docs/models.md",
+    ),
     "code of its own": (
         lambda f: edit(f / "config.json", model_type="own", auto_map={"AutoConfig": "code.Config"}),
         "custom code",
@@ -63,6 +85,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer but its settings": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     "cut tokenizer": (lambda f: os.truncate(f / "tokenizer.json", 200), "its tokenizer cannot be loaded"),
+    "an index that leaves the folder": (
+        index_of("../outside.safetensors"),
+        r"names '\.\./outside\.safetensors', which is not a file in this folder",
+    ),
+    "an index of another kind": (index_of(None), "names None, which is not a file in this folder"),  # type: ignore[arg-type]
+    "a huge id": (give_a_huge_id, "tokenizer.json has the id 1000000000, above 16777216"),
     "no token to pad with": (
         lambda f: edit(f / "tokenizer_config.json", pad_token=None, eos_token=None, unk_token=None),
         "no padding, end-of-text or unknown token",

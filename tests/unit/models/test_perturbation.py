@@ -170,7 +170,7 @@ def test_one_sigma_of_zero_among_others_has_gradient_zero_not_nan() -> None:
     assert perturbation.log_sigma.grad[1] != 0
 
 
-@pytest.mark.parametrize(("layers", "chosen"), [("1-2", ["1", "2"]), ("0", ["0"]), ("3", ["3"])])
+@pytest.mark.parametrize(("layers", "chosen"), [("1-2", ["1", "2"]), ("0", ["0"]), ("0-1,3", ["0", "1", "3"])])
 def test_layers_outside_the_set_have_no_parameter_and_no_noise(layers: str, chosen: list[str]) -> None:
     model = build("llama", num_hidden_layers=4)
     perturbation = Perturbation(model, layers, std=0.1)
@@ -182,6 +182,20 @@ def test_layers_outside_the_set_have_no_parameter_and_no_noise(layers: str, chos
     assert changed == chosen
     assert perturbation.log_sigma.grad is not None
     assert (perturbation.log_sigma.grad != 0).all()
+
+
+def test_every_layer_has_its_own_standard_deviation_in_the_order_of_the_layers() -> None:
+    """exp(log sigma) is the listed value, and the noise of a layer is that many times the standard normal draw."""
+    model = build("llama", num_hidden_layers=4)
+    perturbation = Perturbation(model, "2-3,0", std=[0.3, 0.0, 0.1])
+    expected = {"2": 0.3, "3": 0.0, "0": 0.1}
+    assert perturbation.sigmas() == pytest.approx(expected, rel=1e-6)
+    with inputs_of_layers(model) as clean, perturbation.attached(seed=1), inputs_of_layers(model) as noisy:
+        loss(model).backward()
+    noise = normals(tuple(clean[0].shape), 1, (0,), device=clean[0].device, dtype=clean[0].dtype)
+    assert (noisy[0] - clean[0] - 0.1 * noise).abs().max() < 1e-5
+    assert perturbation.log_sigma.grad is not None
+    assert [bool(value) for value in perturbation.log_sigma.grad] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -288,7 +302,13 @@ def test_adapters_are_perturbed_like_their_base(dtype: torch.dtype) -> None:
     ("layers", "std", "message"),
     [
         ("some", 1e-4, "layers 'some': give \"all\""),
-        ("1,2", 1e-4, "layers '1,2': give \"all\""),
+        ("1;2", 1e-4, "layers '1;2': give \"all\""),
+        ("0-1,", 1e-4, "layers '0-1,': give \"all\""),
+        ("0,0-1", 1e-4, "layers '0,0-1': name each layer once"),
+        ("0,2", 1e-4, "layers '0,2': the model's layers are 0-1"),
+        ("all", [0.1], "std lists 1 values: give one for each of 2 perturbed layers"),
+        ("logits", [0.1, 0.1], "std lists 2 values: give one for each of 1 perturbed layers"),
+        ("all", [0.1, -0.1], r"std \[0\.1, -0\.1\] must be a number from 0 to "),
         ("2", 1e-4, "layers '2': the model's layers are 0-1"),
         ("0-2", 1e-4, "layers '0-2': the model's layers are 0-1"),
         ("1-0", 1e-4, "layers '1-0': the model's layers are 0-1, lower number first"),
@@ -297,7 +317,7 @@ def test_adapters_are_perturbed_like_their_base(dtype: torch.dtype) -> None:
         ("all", float("inf"), "std inf must be"),
     ],
 )
-def test_mistakes_are_refused(layers: str, std: float, message: str) -> None:
+def test_mistakes_are_refused(layers: str, std: float | list[float], message: str) -> None:
     with pytest.raises(TrimtabError, match=message):
         Perturbation(build("llama"), layers, std)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from uuid import UUID
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import advantages
 from trimtab.objectives.advantages import KINDS as OFFERED
 from trimtab.objectives.advantages import optimal_token_advantages
+from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
@@ -75,6 +78,28 @@ def test_float32_rewards_are_centred_in_float64():
     assert result[:3, 0].tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ["a", "b", "a", "b"],
+        np.array(["a", "b", "a", "b"]),
+        np.array(["a", "b", "a", "b"], dtype=object),
+        np.array([7, 2, 7, 2], dtype=object),
+        np.array([7, 2, 7, 2], dtype=np.uint16),
+        [torch.tensor(7), torch.tensor(2), 7, 2],
+        [UUID(int=1), UUID(int=2), UUID(int=1), UUID(int=2)],
+    ],
+)
+@pytest.mark.parametrize("kind", ["dr-grpo", "optimal"])
+def test_group_ids_are_numbers_or_text(kind, groups):
+    """With groups (0, 2) and (1, 3), means 2 and 5; V = 1 + ln((1 + e^2) / 2) and 3 + ln((1 + e^4) / 2)."""
+    rewards = [1.0, 3.0, 3.0, 7.0]
+    values = [2.0, 5.0] if kind == "dr-grpo" else [1 + math.log((1 + math.e**d) / 2) + s for d, s in ((2, 0), (4, 2))]
+    expected = [1 - values[0], 3 - values[1], 3 - values[0], 7 - values[1]]
+    for taken in (rewards, np.array(rewards), np.array(rewards, dtype=object)):
+        assert advantages(kind, taken, groups)[:, 0].tolist() == pytest.approx(expected)
+
+
 def test_integers_and_lists_are_taken():
     assert advantages("dr-grpo", [1, 0], [0, 0]).tolist() == [[0.5], [-0.5]]
     assert advantages("grpo", torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
@@ -84,13 +109,30 @@ def test_integers_and_lists_are_taken():
     ("call", "message"),
     [
         (lambda: advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64)), "did you mean 'grpo'"),
-        (lambda: of("grpo", [float("nan"), 1.0], [0, 0]), "finite"),
+        (lambda: of("grpo", [1.0, float("nan")], [0, 0]), "reward 1 is nan, rewards must be finite"),
         (lambda: of("grpo", [1.0], [0], value_beta=1.0), "value_beta has no effect"),
         (lambda: of("optimal", [1.0], [0], value_beta=0.0), "more than 0"),
         (lambda: of("grpo", [1.0, 2.0], [0]), "both be"),
     ],
 )
 def test_mistakes_are_named(call, message):
+    with pytest.raises(TrimtabError, match=message):
+        call()
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantages("grpo", [1.0, None], [0, 0]), "reward 1 is None, not a number: drop failed samples"),
+        (lambda: advantages("grpo", np.array([1, None], dtype=object), [0, 0]), "reward 1 is None, not a number"),
+        (lambda: advantages("grpo", ["1.0", 2.0], [0, 0]), "reward 0 is '1.0', not a number"),
+        (lambda: advantages("grpo", [1.0, 2.0], ["a", None]), "group id 1 is None: name the group"),
+        (lambda: advantages("grpo", [1.0, 2.0], [math.nan, 1]), "group id 0 is nan: name the group"),
+        (lambda: advantages("grpo", [1.0, 2.0], [["a"], "b"]), r"group id 0 is \['a'\]: name the group"),
+    ],
+)
+def test_the_reward_or_group_id_that_is_missing_is_named(call, message):
     with pytest.raises(TrimtabError, match=message):
         call()
 
@@ -129,3 +171,34 @@ def test_equal_rewards_and_equal_norms() -> None:
         torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), torch.zeros(2, 1), torch.ones(2, 1), torch.ones(2, 1).bool()
     )
     assert alone.tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reward", [1e308, -1e308, math.inf, -math.inf, math.nan, 1.1e18])
+def test_a_reward_that_would_overflow_is_named_with_its_index(kind: str, reward: float):
+    with pytest.raises(ValueError, match=rf"reward 2 is {reward:g}, ".replace("+", r"\+")):
+        of(kind, [1.0, 0.0, reward, -reward], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_rewards_give_finite_advantages_and_squares_in_float32(kind: str):
+    rewards = torch.tensor([MAX_REWARD, -MAX_REWARD, MAX_REWARD, 0.0], dtype=torch.float32)
+    result = advantages(kind, rewards, [0, 0, 0, 0])
+    assert bool(result.isfinite().all())
+    assert bool(result.square().isfinite().all())
+    assert result[0].item() > result[1].item()
+
+
+@pytest.mark.parametrize("reward", [1e308, math.nan])
+def test_a_token_baseline_names_the_reward_too(reward: float):
+    logp = torch.full((2, 3), -1.0)
+    with pytest.raises(ValueError, match=r"reward 1 is "):
+        optimal_token_advantages(
+            torch.tensor([0.0, reward], dtype=torch.float64), torch.tensor([0, 0]), logp, logp.exp(), logp < 0
+        )
+
+
+def test_a_temperature_of_infinity_is_refused():
+    """The mean of the group is its limit, but inf * 0 is not a number."""
+    with pytest.raises(TrimtabError, match="value_beta = inf must be finite and more than 0"):
+        of("optimal", [1.0, 0.0], [0, 0], value_beta=math.inf)

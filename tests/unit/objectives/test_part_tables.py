@@ -110,6 +110,7 @@ def test_parts_may_be_given_as_objects():
         ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0.5, "max": 0.9}]}, "must enclose 1"),
         ("grpo", {"mask": [{"kind": "veto"}, {"kind": "veto"}]}, "the same rejection rule is given twice"),
         ("grpo", {"mask": [{"kind": "opsm", "delta": True}]}, "delta = True has the wrong type"),
+        ("grpo", {"mask": [{"kind": "opsm", "delta": 0.1, "sign": "none"}]}, "negative, positive"),
         ("opsm", {"mask": [{"kind": "opsm", "delta": 0.05}]}, "the same rejection rule is given twice"),
         ("token-bypass", {"weight": {"level": "token"}}, "already contains proximal/behavior"),
         (
@@ -155,7 +156,7 @@ def test_parts_may_be_given_as_objects():
         ),
         ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"max=2.0, .* rejects nothing beside .*max=1.5,"),
         ("k3-mask", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.5}]}, "rejects nothing beside"),
-        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2\) rejects nothing beside OPSM"),
+        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
         ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
         ("pnpo", {"clip_low": 1.0, "clip_high": math.inf}, 'clip_high = inf: nothing is dropped, use .* "unclipped"'),
         ("ctpo", {"clip_low": math.inf, "clip_high": math.inf, "clip_dual": None}, "nothing is clipped"),

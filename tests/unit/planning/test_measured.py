@@ -49,7 +49,7 @@ def test_an_asynchronous_run_is_no_measurement(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match="give a run directory"):
+    with pytest.raises(TrimtabError, match="holds no run"):
         read_phases(tmp_path / "nothing")
     with pytest.raises(TrimtabError, match="has 2 steps"):
         read_phases(run(tmp_path, [STEP] * 2))

@@ -69,6 +69,13 @@ def test_alp_draws_its_noise_as_the_paper_does(name: str) -> None:
     assert (objective.kl.coef, objective.entropy_coef, config.optim.weight_decay) == (1e-3, 1e-3, 0.01)
 
 
+def test_alp_is_evaluated_on_its_five_benchmarks() -> None:
+    tasks_of = built("paper-alp")[0].eval.task
+    names = [str(task.keywords["dataset"]).rpartition("/")[2] for task in tasks_of]
+    assert names == ["MATH-500", "minervamath", "olympiadbench", "aime24", "aime25"]
+    assert {task.samples for task in tasks_of} == {32}
+
+
 def test_soup_selects_by_the_mean_of_two_tasks() -> None:
     config, _ = built("paper-soup")
     assert config.eval.best_metrics == ["eval/aime24/avg@32", "eval/aime25/avg@32"]
@@ -77,9 +84,10 @@ def test_soup_selects_by_the_mean_of_two_tasks() -> None:
     assert (config.prefix.ratio, config.prefix.refresh, config.prefix.whole) == (0.5, 8, True)
 
 
-def test_oapl_samples_fifty_updates_behind() -> None:
+def test_oapl_refreshes_its_sampler_every_fifty_updates() -> None:
+    """The first update after a refresh already trains on new responses: no token is 50 updates old."""
     trainer = built("paper-oapl")[0].trainer
-    assert (trainer.sync_every, trainer.max_lag, trainer.in_flight) == (50, 50, "discard")
+    assert (trainer.sync_every, trainer.max_lag, trainer.in_flight) == (50, 49, "discard")
 
 
 def test_the_four_configurations_of_miles_add_one_part_each() -> None:
@@ -109,6 +117,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"prompt": "1 + {n}", "solution": "{n}", "source_prompt": MESSAGES["prompt"]},
     ),
     "math-ai/aime24": ("test.jsonl", {"id": "{n}", "problem": "1 + {n}", "solution": "\\boxed{{n}}", "url": ""}),
+    "HuggingFaceH4/MATH-500": (
+        "test.jsonl",
+        {"problem": "1 + {n}", "solution": "", "answer": "{n}", "subject": "Algebra", "level": 2, "unique_id": "{n}"},
+    ),
+    "math-ai/minervamath": ("test.jsonl", {"question": "1 + {n}", "answer": "{n}"}),
+    "math-ai/olympiadbench": ("test.jsonl", {"question": "1 + {n}", "final_answer": ["{n}"], "unit": None}),
     "math-ai/aime25": ("test.jsonl", {"id": "{n}", "problem": "1 + {n}", "answer": "{n}"}),
 }
 ROWS = 100

@@ -21,6 +21,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 751_632_384 - 1024 * 151_936,  # the file holds the head, which is tied, once more
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,

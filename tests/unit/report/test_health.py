@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.report.health import as_data, health, judge_metric
+from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
 from trimtab.runs.reader import Run
 
 GOOD = {
@@ -63,15 +63,87 @@ def test_groups_without_signal_are_named_beside_health() -> None:
     assert health(run(groups__no_signal=8)).state == "healthy", "half of them is the end of the range"
 
 
+def test_equal_rewards_that_a_rising_reward_leaves_are_a_note() -> None:
+    """What the prompts can teach was learned: 12 of 16 groups are right as a whole when nine in ten answers are."""
+    noise = 0.02 * np.random.default_rng(0).standard_normal(80)
+    learned = health(run(groups__no_signal=phases(2, 4, 9, 12), reward__mean=list(phases(0.2, 0.5, 0.8, 0.9) + noise)))
+    assert (learned.state, learned.text, learned.note) == (
+        "healthy",
+        "Healthy over 80 steps.",
+        "To note: 12 of 16 groups give no signal in steps 61 to 80.",
+    )
+    assert health(run(groups__no_signal=12, reward__mean=list(0.5 + noise))).state == "healthy, but"
+
+
+def test_a_run_that_teaches_nothing_is_not_healthy_and_says_why_first() -> None:
+    nothing = {"groups__no_signal": 16, "reward__std": 0.0, "reward__mean": 0.0, "optim__grad_norm": 0.0}
+    cut = health(run(steps=6, length__truncated=1.0, **nothing))
+    assert (cut.state, cut.text) == (
+        "not healthy",
+        "Not healthy over 6 steps: nothing was learned in 6 of 6 steps: every response got reward 0, and 100% of the "
+        "responses were cut by the length limit.",
+    )
+    assert health(run(**nothing)).text == (
+        "Not healthy over 80 steps: nothing was learned in 80 of 80 steps: every response got reward 0."
+    )
+    # Groups of equal rewards that differ between groups; and a baseline over the batch, which counts no groups.
+    assert "the rewards of every group were equal" in health(run(groups__no_signal=16, reward__std=0.5)).text
+    assert health(run(groups__no_signal=0, reward__std=0.0)).state == "not healthy"
+    # A policy that solves everything after a quarter of the run has learned it.
+    solved = run(
+        groups__no_signal=phases(4, 16, 16, 16), reward__mean=phases(0.5, 1, 1, 1), reward__std=phases(0.5, 0, 0, 0)
+    )
+    assert health(solved).state == "healthy"
+    short = run(steps=4, groups__no_signal=[4, 16, 16, 16], reward__mean=[0.7, 1.0, 1.0, 1.0])
+    assert health(short).state == "healthy, but", "no part of it is long enough to be called risen"
+    # One that answers nothing right any more, within its first part.
+    fallen = run(groups__no_signal=[2] * 10 + [16] * 70, reward__mean=[0.4, 0.1] * 5 + [0.0] * 70)
+    assert health(fallen).text.startswith("Not healthy over 80 steps: nothing was learned in 70 of 80 steps")
+    assert health(run(reward__std=0.0, reward__mean=0.0, expert__traces=16)).state == "healthy", "expert traces teach"
+
+
+def test_stale_samples_are_a_fault_only_where_nothing_corrects_for_them() -> None:
+    """Three cases of one k3: corrected lag, the same lag without a correction, and a correction without lag."""
+
+    def judged(objective: str, lag: int, **changed: Any) -> HealthVerdict:
+        stale = run(mismatch__k3=0.2, lag__max=lag, **changed)
+        return health(replace(stale, config={**stale.config, "objective": {"name": objective}}))
+
+    corrected = judged("token-tis", 31)
+    assert corrected.state == "healthy, but"
+    assert corrected.text == (
+        "Healthy over 80 steps, but k3 is 0.2, of samples up to 31 updates old, for which token-tis corrects."
+    )
+    assert judged("dapo", 31).state == "not healthy"
+    assert judged("token-tis", 0).state == "not healthy"
+    assert judged("my_module:own", 31).state == "not healthy", "code that a run names is not run to learn more"
+    fallen = judged("token-bypass", 31, reward__mean=phases(0.4, 0.2, 0.05, 0.05))
+    assert fallen.text.startswith("Not healthy over 80 steps: k3 is 0.2: beyond everything published")
+
+
+def test_a_lower_correlation_alone_is_no_fault() -> None:
+    """The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99."""
+    dips = [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2
+    assert health(run(mismatch__pearson=dips)).text == "Healthy over 80 steps."
+
+
+def test_figures_beside_a_range_have_the_digits_that_tell_them_apart() -> None:
+    assert "k3 is 0.01004: too much for a dense model" in health(run(mismatch__k3=0.01004)).text
+    assert "the effective sample size is 0.9496: healthy: 0.95 to 1" in health(run(mismatch__ess_token=0.9496)).text
+    assert "is 0.102 (healthy: 0 to 0.1)" in health(run(length__truncated=0.1018)).text
+
+
 def test_clipping_of_every_update_is_reported_with_its_norms() -> None:
     norms = list(np.linspace(1.9, 6.5, 80))
     result = health(run(optim__grad_norm=norms, optim__grad_clipped=1.0))
-    assert result.text == (
-        "Healthy over 80 steps, but every update was clipped (gradient norm 1.9 to 6.5, optim.grad_clip 1)."
+    assert (result.state, result.text, result.note) == (
+        "healthy",  # AdamW divides by the size of the gradient
+        "Healthy over 80 steps.",
+        "To note: every update was clipped (gradient norm 1.9 to 6.5, optim.grad_clip 1).",
     )
     most = health(run(optim__grad_norm=norms, optim__grad_clipped=phases(1, 1, 1, 0)))
-    assert "75% of the updates were clipped" in most.text
-    assert health(run(optim__grad_clipped=phases(1, 1, 0, 0))).state == "healthy"
+    assert "75% of the updates were clipped" in most.note
+    assert health(run(optim__grad_clipped=phases(1, 1, 0, 0))).note == ""
 
 
 def test_the_last_step_alone_does_not_decide() -> None:
@@ -163,7 +235,7 @@ def test_a_run_that_did_not_reach_its_last_step_says_why() -> None:
 
 def test_a_long_list_ends_with_how_many_more() -> None:
     result = health(
-        run(mismatch__k3=0.5, groups__no_signal=16, optim__grad_clipped=1.0, optim__skipped=1, length__truncated=0.9)
+        run(mismatch__k3=0.5, groups__no_signal=14, trajectories__dropped=1, optim__skipped=1, length__truncated=0.9)
     )
     assert result.text.endswith("; 1 more below.")
     assert "\n" not in result.text

@@ -88,3 +88,23 @@ def test_a_deleted_scorer_ends_its_processes():
     del scorer
     with pytest.raises(ProcessLookupError):
         os.kill(supervisor, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "error"),
+    [
+        (1e308, 1.0, "reward 'absurd' returned 1e+308, above 1e+18"),
+        (-1e19, 1.0, "reward 'absurd' returned -1e+19, above 1e+18"),
+        (1e17, 1e3, "the weighted sum of the rewards returned 1e+20, above 1e+18"),
+    ],
+)
+def test_an_absurd_reward_costs_its_sample_only(value: float, weight: float, error: str):
+    def absurd(completion, problem):  # noqa: ARG001
+        return value if completion.strip() == "large" else 0.5
+
+    items = [(ITEM[0], Response(f" {word}", "stop", 4)) for word in ("large", "fine")]
+    with rewards.build([RewardSpec(absurd, weight)], SUM) as scorer:
+        large, fine = scorer.score(items)
+    assert (large.total, large.error) == (None, f"problem '23+45': {error}")
+    if weight == 1.0:
+        assert (fine.total, fine.error) == (0.5, None)

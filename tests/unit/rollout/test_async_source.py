@@ -14,6 +14,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 
 from trimtab import rewards
 from trimtab.config import load_config
+from trimtab.config.schema import TrainerConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.environments.formats import Tag
@@ -40,7 +41,7 @@ def scorer() -> Iterator[rewards.Scorer]:
 def desk(scorer: rewards.Scorer) -> Iterator[Open]:
     opened: list[Desk] = []
 
-    def open_desk(*engines: Engine, **trainer: object) -> Desk:
+    def open_desk(*engines: Engine, **trainer: Any) -> Desk:
         opened.append(Desk(engines, scorer, **trainer))
         opened[-1].publish(0)
         return opened[-1]
@@ -285,6 +286,29 @@ def test_finish_writes_every_response_under_one_version(desk: Open) -> None:
     published.set()
     groups, _ = one.feed.take(1, 1)
     assert versions(groups) == [[0] * LENGTH] * 8
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "discard"])
+def test_a_buffer_for_one_sampler_is_empty_after_every_publication(desk: Open, in_flight: str) -> None:
+    """The bound of 9 updates alone would let responses of version 0 into every batch below."""
+    one = desk(Scripted(), Scripted(), single_behavior=True, sync_every=3, max_lag=9, in_flight=in_flight)
+    for now in range(9):
+        groups, stats = one.feed.take(now, 9 - now)
+        assert versions(groups) == [[now // 3 * 3] * LENGTH] * 8, now
+        assert stats.stale == 0  # what could not be consumed was never begun
+        if now % 3 == 2:
+            one.publish(now + 1)
+
+
+@pytest.mark.parametrize("max_lag", [None, 9])
+def test_what_older_weights_wrote_is_stale_after_a_publication(max_lag: int | None) -> None:
+    """Without a lag too: a batch of groups without signal leaves groups over that were generated for it."""
+    buffer = Buffer(TrainerConfig(prompts=2, samples=2, sync_every=3, max_lag=max_lag), single_behavior=True)
+    buffer.reserve(2, version=0)
+    for now, stale in ((2, 0), (3, 2 * 2)):
+        buffer.schedule.wait(now)
+        buffer.expire()
+        assert buffer.state()[0]["stale"] == stale
 
 
 def slow_and_ready() -> tuple[Scripted, Scripted]:

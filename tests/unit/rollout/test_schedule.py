@@ -51,7 +51,9 @@ class World:
 
     def _empty(self) -> Schedule:
         patience = self.prompts * self.refill if self.refill else None
-        return Schedule(self.prompts, self.updates, self.lag, in_order=self.in_order, max_no_signal=patience)
+        return Schedule(
+            self.prompts, self.updates, self.lag, self.lag > 0, in_order=self.in_order, max_no_signal=patience
+        )
 
     def live(self) -> None:
         """To the last step, killed now and then while there are kills left."""

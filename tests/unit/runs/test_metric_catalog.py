@@ -34,7 +34,7 @@ def test_docs_are_generated_from_the_table() -> None:
         ("reject/veto", "reject/<rule>"),
         ("reject/band_token_2/positive", "reject/<rule>/<sign>"),
         ("reject/opsm/sequences_negative", "reject/<rule>/sequences_<sign>"),
-        ("clip/low_tenth_10", "clip/low_tenth_<tenth>"),
+        ("clip/tenth/10", "clip/tenth/<tenth>"),
         ("time/collect", "time/<phase>"),
     ],
 )

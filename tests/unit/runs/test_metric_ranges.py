@@ -8,15 +8,18 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.fake_run import fake_run
 
 import trimtab
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.output.words import outside
+from trimtab.pages.render import beside, number
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import metric, sections
-from trimtab.runs.metric_ranges import band_text, judge, k3_range, k3_ranges
+from trimtab.runs.metric_ranges import band_text, bounds, judge, k3_range, k3_ranges
 
 
 def test_both_ends_of_a_band_are_healthy() -> None:
@@ -34,12 +37,12 @@ def test_a_value_is_judged_by_the_band_of_its_row() -> None:
         *["healthy"] * 2,
         *["outside"] * 2,
     ]
-    assert [judge("mismatch/pearson", value) for value in (0.98, 0.995)] == ["outside", "healthy"]
+    assert [judge("mismatch/pearson", value) for value in (0.94, 0.97)] == ["outside", "healthy"]
     assert judge("mismatch/ratio_q01", 0.7) == "outside"
     # Nothing to judge: no number, no band, no row.
     assert [judge("mismatch/k3", value) for value in (None, "proximal", math.nan, True)] == [""] * 4
     assert judge("reward/mean", 0.5) == judge("nobody/knows", 0.5) == ""
-    assert band_text("mismatch/pearson") == "0.99 to 1"
+    assert band_text("mismatch/pearson") == "0.95 to 1"
     assert band_text("mismatch/k3") == "at most 0.01"
     assert band_text("reward/std") == "at least 1e-06"
 
@@ -82,3 +85,23 @@ def _marks(report: Path) -> dict[str, str]:
     """What the table of metrics of report.html says of each figure of the mismatch."""
     rows = re.findall(r'<td class="mono">mismatch/(\w+)</td>(.*?)</tr>', report.read_text(), re.DOTALL)
     return {key: next(iter(re.findall(r">(healthy|outside)<", rest)), "") for key, rest in rows}
+
+
+@given(st.sampled_from([row.key for part in sections() for row in part.metrics]), st.floats(1e-6, 1e3), st.booleans())
+def test_a_figure_beside_its_bounds_is_on_the_same_side_of_them_as_the_value(
+    key: str, near: float, above: bool
+) -> None:
+    for bound in bounds(key):
+        value = bound * (1 + 1e-3 * (1 if above else -1)) if math.isfinite(bound) and bound else near
+        shown = float(beside(value, bounds(key)))
+        assert [shown > end for end in bounds(key)] == [value > end for end in bounds(key)]
+        assert [shown < end for end in bounds(key)] == [value < end for end in bounds(key)]
+
+
+def test_digits_are_added_only_where_two_would_mislead() -> None:
+    assert [beside(value, [0.95, 1.0]) for value in (0.97, 0.9697, 0.9499, 0.999, 1.0, 0.9999999)] == [
+        *("0.97", "0.97", "0.9499", "0.999", "1", "0.9999999"),
+    ]
+    assert beside(0.01004, [0.01]) == "0.01004"
+    assert beside(1.2e-5, [0.01]) == "1.2e-5"
+    assert beside(math.nan, [0.01], number) == "–"

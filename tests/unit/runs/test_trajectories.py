@@ -189,6 +189,17 @@ def test_perturbed_log_probs_come_back_beside_the_clean_ones(tmp_path: Path) -> 
     assert "logp_perturbed" not in pq.read_schema(path).names
 
 
+def test_both_parts_of_a_drift_are_columns_of_their_own(tmp_path: Path) -> None:
+    drifted = row(drift=floats(-0.25, np.nan))
+    trajectories.write(tmp_path / "a.parquet", [drifted], 1)
+    (read,) = pq.read_table(tmp_path / "a.parquet", columns=["drift_mismatch", "drift_staleness"]).to_pylist()
+    assert read["drift_mismatch"] == -0.25
+    assert np.isnan(read["drift_staleness"])
+    assert same(trajectories.read(tmp_path / "a.parquet")[0], drifted)
+    with pytest.raises(ValueError, match="drift_mismatch: 1 of 2 rows have it"):
+        trajectories.write(tmp_path / "b.parquet", [row(), drifted], 1)
+
+
 @pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "advantage", "proximal_version"])
 def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: 1 of 2 rows have it"):

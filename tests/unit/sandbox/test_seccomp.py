@@ -7,15 +7,18 @@ import struct
 import pytest
 
 from trimtab.sandbox import seccomp
-from trimtab.sandbox.seccomp import ALLOW, ARCHITECTURES, DENIED, EAFNOSUPPORT, ENOSYS, EPERM, KILL, SCHEDULING
+from trimtab.sandbox.seccomp import ALLOW, ARCHITECTURES, CONDITIONS, DENIED, ENOSYS, EPERM, KILL, THREADS
 
 CLONE_NEWUSER, SIGCHLD = 0x10000000, 17
+AF_UNIX = 1
+MAP_SHARED, MAP_PRIVATE, MAP_SHARED_VALIDATE, MAP_ANONYMOUS, MAP_NORESERVE = 1, 2, 3, 0x20, 0x4000
 
 
-def answer(program: bytes, number: int, argument: int = 0, *, architecture: int) -> int:
+def answer(program: bytes, number: int, *arguments: int, architecture: int) -> int:
     """Returns what the kernel does with a call: classic BPF over seccomp_data."""
     steps = [struct.unpack("HBBI", program[start : start + 8]) for start in range(0, len(program), 8)]
-    data = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: architecture, seccomp.FIRST_ARGUMENT: argument}
+    data = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: architecture}
+    data |= {16 + 8 * index: argument for index, argument in enumerate((*arguments, 0, 0, 0, 0)[:4])}
     position = value = 0
     while True:
         code, if_true, if_false, operand = steps[position]
@@ -25,10 +28,12 @@ def answer(program: bytes, number: int, argument: int = 0, *, architecture: int)
         if code == seccomp.LOAD:
             value = data[operand]
             continue
+        if code == seccomp.AND:
+            value &= operand
+            continue
         tests = {
             seccomp.JUMP_EQUAL: value == operand,
             seccomp.JUMP_AT_LEAST: value >= operand,
-            seccomp.JUMP_IF_SET: bool(value & operand),
         }
         position += if_true if tests[code] else if_false
 
@@ -37,15 +42,37 @@ def answer(program: bytes, number: int, argument: int = 0, *, architecture: int)
 def test_the_filter_of_the_container(machine: str) -> None:
     column, architecture = ARCHITECTURES[machine]
     program = seccomp.container_filter(machine)
-    denied = {row[column] for row in DENIED.values()} | {seccomp.SOCKET[column]}  # of no family
     results = [answer(program, number, architecture=architecture) for number in range(500)]
-    assert {number for number, result in enumerate(results) if result != ALLOW} == denied
-    assert {results[row[column]] for row in DENIED.values()} == {EPERM}
+    pairs = CONDITIONS[0].numbers[column]  # of no family
+    denied = {row[column] for row in DENIED.values()} - {seccomp.NONE} | {pairs}
+    assert {number for number, result in enumerate(results) if result == EPERM} == denied
+    assert {number for number, result in enumerate(results) if result == ENOSYS} == set(range(435, 500))
+    assert set(results) == {ALLOW, EPERM, ENOSYS}
     assert answer(program, 1, architecture=architecture + 1) == KILL
-    assert answer(program, seccomp.X32 + 1, architecture=architecture) == EPERM
-    families = [answer(program, seccomp.SOCKET[column], family, architecture=architecture) for family in range(46)]
-    assert [family for family, result in enumerate(families) if result == ALLOW] == [1, 2, 10]
-    assert set(families) == {ALLOW, EAFNOSUPPORT}
+    assert [answer(program, 0x40000000 + number, architecture=architecture) for number in (0, 41)] == [ENOSYS] * 2
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_what_the_container_may_ask_of_four_calls(machine: str) -> None:
+    column, architecture = ARCHITECTURES[machine]
+    program = seccomp.container_filter(machine)
+    pairs, limits, files, memory = (condition.numbers[column] for condition in CONDITIONS)
+
+    def allowed(number: int, position: int, values: list[int]) -> list[int]:
+        arguments = [[0] * position + [value] for value in values]
+        return [
+            value
+            for value, row in zip(values, arguments, strict=True)
+            if answer(program, number, *row, architecture=architecture) == ALLOW
+        ]
+
+    assert allowed(pairs, 0, list(range(46))) == [AF_UNIX]
+    assert allowed(limits, 0, [0, 1, 2]) == [0]
+    assert set(range(2000)) - set(allowed(files, 1, list(range(2000)))) == {1024, 1026}  # F_SETLEASE, F_NOTIFY
+    anonymous = [MAP_ANONYMOUS | kind for kind in (MAP_PRIVATE, MAP_PRIVATE | MAP_NORESERVE)]
+    of_files = [MAP_SHARED, MAP_SHARED_VALIDATE, MAP_PRIVATE]
+    shared = [MAP_ANONYMOUS | kind for kind in (MAP_SHARED, MAP_SHARED_VALIDATE, MAP_SHARED | MAP_NORESERVE)]
+    assert allowed(memory, 3, [*anonymous, *of_files, *shared]) == anonymous + of_files
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
@@ -56,11 +83,9 @@ def test_the_filter_of_the_code(machine: str) -> None:
     def result(number: int, argument: int = 0) -> int:
         return answer(program, number, argument, architecture=architecture)
 
-    clone, clone3, fork, vfork = (row[column] for row in seccomp.STARTS)
-    denied = {row[column]: EPERM for row in SCHEDULING.values()}
-    denied |= {clone: EPERM, fork: EPERM, vfork: EPERM, clone3: ENOSYS}
-    assert [result(number) for number in range(500)] == [denied.get(number, ALLOW) for number in range(500)]
-    assert result(clone, seccomp.CLONE_THREAD | 0x3D0F00) == ALLOW  # as pthread_create does
-    assert [result(clone, SIGCHLD), result(clone, CLONE_NEWUSER | SIGCHLD)] == [EPERM, EPERM]
-    limits = seccomp.PRLIMIT[column]
-    assert [result(limits, 0), result(limits, 1)] == [ALLOW, EPERM]
+    clone, fork, vfork = (row[column] for row in (THREADS.numbers, *seccomp.PROCESSES))
+    assert {number for number in range(500) if result(number) != ALLOW} == {clone, fork, vfork} - {seccomp.NONE}
+    assert result(clone, 0x3D0F00) == ALLOW  # as pthread_create does
+    without_files = 0x3D0F00 - seccomp.CLONE_FILES
+    process = 0x3D0F00 - seccomp.CLONE_THREAD
+    assert {result(clone, flags) for flags in (SIGCHLD, CLONE_NEWUSER | SIGCHLD, without_files, process)} == {EPERM}

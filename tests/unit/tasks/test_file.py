@@ -1,5 +1,6 @@
 """Files as tasks: small files written here, every kind of damage, and the real benchmark rows where they exist."""
 
+import csv
 import json
 
 import datasets
@@ -55,6 +56,24 @@ def test_parquet_and_jsonl_give_the_same_task(file, tmp_path):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "sums.parquet")
     one, two = (tasks.build("file", path=path) for path in (file, tmp_path / "sums.parquet"))
     assert (list(one.train), list(one.test)) == (list(two.train), list(two.test))
+
+
+def test_csv_and_jsonl_give_the_same_task(file, tmp_path):
+    rows = [*ROWS, {"question": 'Say "two, three"\nand stop.', "answer": "007"}]
+    jsonl(file, rows)
+    with (tmp_path / "sums.csv").open("w", newline="", encoding="utf-8-sig") as out:
+        writer = csv.DictWriter(out, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+    one, two = (tasks.build("file", path=path) for path in (file, tmp_path / "sums.csv"))
+    assert (list(one.train), list(one.test)) == (list(two.train), list(two.test))
+
+
+def test_scores_in_a_csv_are_numbers_and_an_empty_cell_is_none(tmp_path):
+    (tmp_path / "s.csv").write_text("question,answer,score\nq0,a,0.1\nq1,a,0.5\nq2,a,\nq3,a,1\n")
+    options = {"score_column": "score", "score_min": 0.3, "score_max": 0.9, "holdout": 0, "examples": 0}
+    task = tasks.build("file", path=tmp_path / "s.csv", **options)
+    assert [problem.question for problem in task.train] == ["q1"]
 
 
 def test_a_data_set_folder_gives_the_same_task(file, tmp_path, monkeypatch):
@@ -141,13 +160,22 @@ def test_damage_is_one_line_that_names_file_and_row(tmp_path, damage):
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "latin.jsonl").write_bytes(GOOD.encode() + '{"question": "caf\xe9"}'.encode("latin-1"))
-    (tmp_path / "table.csv").write_text("question,answer")
+    (tmp_path / "table.tsv").write_text("question,answer")
+    (tmp_path / "latin.csv").write_bytes(b"question,answer\na,b\n" + "caf\xe9,c".encode("latin-1"))
+    (tmp_path / "comma.csv").write_text("question,answer\na,b\nhow much, then,3")
+    (tmp_path / "quote.csv").write_text('question,answer\n"a" b,c')
+    (tmp_path / "twice.csv").write_text("answer,answer\na,b")
     for name, words in {
         "absent.jsonl": "cannot read",
         "absent.parquet": "cannot read",
         "bad.parquet": "not a readable parquet file",
         "latin.jsonl": "not UTF-8",
-        "table.csv": "unknown kind of file; give a .jsonl, .json or .parquet file",
+        "table.tsv": "unknown kind of file; give a .jsonl, .json, .csv or .parquet file",
+        "absent.csv": "cannot read",
+        "latin.csv": "not UTF-8 text",
+        "comma.csv": "row 2: 3 cells below a header of 2; quote commas in text",
+        "quote.csv": "row 1 is not CSV .*: mend its quotes",
+        "twice.csv": "two columns of one name",
     }.items():
         with pytest.raises(TrimtabError, match=words) as error:
             tasks.build("file", path=tmp_path / name)

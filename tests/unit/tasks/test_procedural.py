@@ -52,7 +52,7 @@ def test_arithmetic_splits_share_no_problem_not_even_mirrored(options):
     assert not {frozenset(pair) for pair in worked} & (sides[0] | sides[1])
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "sort", "swap-sort"])
+@pytest.mark.parametrize("name", ["arithmetic", "sort", "swap-sort", "program"])
 def test_same_seed_same_problems(name):
     one, two, other = (tasks.build(name, seed=seed) for seed in (1, 1, 2))
     assert one.train[:50] == two.train[:50]
@@ -107,7 +107,11 @@ def test_sequences_behave_like_sequences():
     ("name", "options", "words"),
     [
         ("arithmatic", {}, "unknown task 'arithmatic' (did you mean 'arithmetic'?)"),
-        ("zzz", {}, "unknown task 'zzz' (known: arithmetic, file, hf, reasoning-gym, sort, swap-sort)"),
+        (
+            "zzz",
+            {},
+            "unknown task 'zzz' (known: arithmetic, file, hf, mixture, program, reasoning-gym, sort, swap-sort)",
+        ),
         ("sort", {"digit": 4}, "unknown option 'digit' (did you mean 'digits'?)"),
         ("sort", {"digits": "many"}, "digits: Input should be a valid integer"),
         ("sort", {"digits": 2, "holdout": 51}, "holdout = 51 leaves too few of the 100 problems"),
@@ -125,8 +129,17 @@ def test_mistakes_are_named(name, options, words):
 
 
 def test_every_task_lists_its_options():
-    assert tasks.names() == ["arithmetic", "file", "hf", "reasoning-gym", "sort", "swap-sort"]
+    assert tasks.names() == [
+        "arithmetic",
+        "file",
+        "hf",
+        "mixture",
+        "program",
+        "reasoning-gym",
+        "sort",
+        "swap-sort",
+    ]
     for name in tasks.names():
         described = tasks.options(name)
-        assert "seed" in described
+        assert ("seed" in described) == (name != "mixture")  # its tasks have seeds of their own
     assert "format" in tasks.options("file")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import trimtab
+from trimtab.cli import main
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models import laboratory
 from trimtab.models.lora import add_lora
 from trimtab.runs.directory import RunDirectory
 from trimtab.training.checkpoint import state_tensors, store
-from trimtab.training.export import export, restore, save_model_files
+from trimtab.training.export import export, export_adapter, restore, save_model_files
 
 
 @contextmanager
@@ -122,6 +126,45 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
     assert (answers(model) - answers(trained)).abs().max() > 0.01, "the adapters did nothing: this test showed nothing"
 
 
+@pytest.mark.parametrize("name", ["laboratory", "tied-llama"])
+def test_peft_loads_the_adapter_alone(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run, trained = make_run(tmp_path / "run", name, rank=2)
+    assert main.run(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert capsys.readouterr().out == f"adapter: {tmp_path / 'adapter'}\n"
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
+    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
+    torch.manual_seed(3)  # as in make_run
+    base = BUILD[name]()  # the weights that the run began with and froze
+    assert (answers(base) - answers(trained)).abs().max() > 0.01
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert torch.equal(answers(loaded), answers(trained))
+    merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out"))
+    assert (answers(loaded) - answers(merged)).abs().max() < 1e-5
+
+
+def test_a_model_card_says_what_was_trained_and_how_well(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path / "run")
+    rows = [{"step": 1, "eval/sort/before": 0.25}, {"step": 2, "eval/sort/greedy": 0.5}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    card = (export(run, tmp_path / "out") / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    objective = load_config(run / "config.toml").objective
+    assert all(f"    {line}" in card for line in trimtab.objective(objective.name).equation().splitlines())
+    assert "| sort | 0.250 | 0.500 |" in card
+    assert str(tmp_path) not in card
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path / "run")
+    with pytest.raises(TrimtabError, match=r"trained every weight \(model.lora.rank = 0\)"):
+        export_adapter(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_restore_gives_the_model_ready_to_use(tmp_path: Path) -> None:
     run, trained = make_run(tmp_path / "run", "gpt2")
     before = torch.get_rng_state()
@@ -163,7 +206,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"absent holds no run: config.toml is missing"):
+    with pytest.raises(TrimtabError, match=r"absent holds no run \(config.toml is missing\)"):
         export(tmp_path / "absent", tmp_path / "out")
     RunDirectory.create(tmp_path / "run", load_config({}).dump()).close()
     with pytest.raises(TrimtabError, match=r"has no model/config.json"):

@@ -61,13 +61,13 @@ def test_without_sinks_nothing_is_opened(tmp_path: Path) -> None:
 
 def test_missing_tensorboard_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(TrimtabError, match=r"pip install 'trimtab\[tensorboard\]'"):
+    with pytest.raises(TrimtabError, match=r"pip install '\.\[tensorboard\]' in a checkout"):
         open_sinks(LogConfig(tensorboard=True), tmp_path)
 
 
 def test_missing_wandb_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrimtabError, match=r"pip install 'trimtab\[wandb\]'"):
+    with pytest.raises(TrimtabError, match=r"pip install '\.\[wandb\]' in a checkout"):
         open_sinks(LogConfig(tensorboard=True, wandb="project"), tmp_path)
 
 

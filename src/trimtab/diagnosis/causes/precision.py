@@ -52,9 +52,10 @@ FIX_ROUTING = (
 class Noise:
     """The zero-mean residual between trainer and sampler.
 
-    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from. bound: whether
-    rms is only a lower bound. persistent: share of the variance explained by token ids; None if unknown, 0 if not
-    significant. far, far_k3: share of the undecided tokens beyond five times the usual shift, and of k3 in them.
+    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from.
+    is_lower_bound: whether rms is only a lower bound. persistent: share of the variance explained by token ids; None if
+    unknown, 0 if not significant. far, far_k3: share of the undecided tokens beyond five times the usual shift, and of
+    k3 in them.
     """
 
     rms: float

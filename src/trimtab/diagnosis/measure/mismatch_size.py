@@ -35,6 +35,7 @@ _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "ess_token": _SHARE,
     "ratio_mean": _POSITIVE,
     "ppl_ratio": _POSITIVE,
+    "ppl_train": _POSITIVE,
     "pearson": (torch.atanh, torch.tanh),
     "abs_diff_mean": _POSITIVE,
     "ess_seq": _SHARE,
@@ -47,7 +48,7 @@ class SizeSums:
 
     def __init__(self) -> None:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
-        self._largest = np.full((1, 2), -np.inf)
+        self._largest = np.full((1, 3), -np.inf)
         self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
         self._steps = KeyedSums(STEPS)
         self._columns = (RoundingDetector(), RoundingDetector())
@@ -93,9 +94,9 @@ class SizeSums:
         """Returns the figures of each step; of more than `STEPS`, neighbors share a row."""
         rows: list[dict[str, float]] = []
         for _, (sums, largest, histogram) in self._steps.rows():
-            figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()
+            figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:3]), self._histogram).summary()
             ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
-            row = {"step": float(-int(largest[3])), "step_last": float(largest[2])}
+            row = {"step": float(-int(largest[4])), "step_last": float(largest[3])}
             row |= {name: float(figures[name]) for name in _STEP_FIGURES}
             rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
         return rows
@@ -133,7 +134,7 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
         clusters[:, [FIELDS.index("product"), FIELDS.index("product_square")]] = 1.0
 
     def statistics(sums: Tensor) -> dict[str, Tensor]:
-        values = _statistics(sums, torch.zeros(2), _EMPTY).summary()
+        values = _statistics(sums, torch.zeros(3), _EMPTY).summary()
         return {name: _SCALES[name][0](values[name]) for name in names}
 
     intervals = cluster_intervals(clusters, statistics, seed)
@@ -151,7 +152,9 @@ def _unscaled(name: str, value: float, scaled: Interval) -> Interval:
 def _statistics(sums: Tensor, largest: Tensor, histogram: Histogram) -> RatioStatistics:
     """Returns the statistics of `trimtab.mismatch` from sums (..., FIELDS); all but the quantiles are (...,)."""
     columns = dict(zip(FIELDS, sums.unbind(-1), strict=True))
-    return RatioStatistics(**columns, log_abs_max=largest[0], product_log_max=largest[1], histogram=histogram.counts)
+    most, least, product = largest
+    extremes = {"log_max": most, "log_min": -least, "product_log_max": product}
+    return RatioStatistics(**columns, **extremes, histogram=histogram.counts)
 
 
 def _histogram(log: np.ndarray) -> Histogram:

@@ -129,13 +129,15 @@ class TrainedTokens:
             "product": product,
             "product_square": np.square(product),
             "ppl_ratio": np.exp(np.minimum(-geometric, _SEQUENCE_BOUND)),
+            "ppl_train": np.exp(np.minimum(-self.over(self.trainer) / self.lengths, _SEQUENCE_BOUND)),
         }
         return np.stack([columns[name] for name in FIELDS], axis=1)
 
     @cached_property
     def largest(self) -> np.ndarray:
-        """Largest |log-ratio| of a token and log-ratio of the product, per response: (responses, 2)."""
-        return np.stack([np.maximum.reduceat(self.size, self.starts[:-1]), self.sums[:, FIELDS.index("log")]], axis=1)
+        """Largest log-ratio and -log-ratio of a token, and log-ratio of the product: (responses, 3)."""
+        of_tokens = np.maximum.reduceat(np.stack([self.log, -self.log]), self.starts[:-1], axis=1)
+        return np.stack([*of_tokens, self.sums[:, FIELDS.index("log")]], axis=1)
 
     def over(self, values: np.ndarray) -> np.ndarray:
         """Returns the sum over each response (responses,)."""
@@ -194,6 +196,7 @@ FIELDS = (
     "product",
     "product_square",
     "ppl_ratio",
+    "ppl_train",
 )
 """The summed fields of `corrections.statistics.RatioStatistics`, in the order of `Trained.sums`."""
 

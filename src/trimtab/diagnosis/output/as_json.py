@@ -44,6 +44,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             "trained": origin.trained,
             "anchor": origin.anchor,
             "dropped": dict(origin.dropped),
+            "masked": None if origin.masked is None else asdict(origin.masked),
             "nonfinite": dict(origin.nonfinite),
             "missing": dict(origin.missing),
             "findings": list(origin.findings),

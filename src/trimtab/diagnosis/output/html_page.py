@@ -10,9 +10,9 @@ from trimtab.diagnosis.output import panels, words
 from trimtab.diagnosis.output.issue_facts import issue_facts
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Diagnosis, MismatchSize
-from trimtab.pages.render import number, render
+from trimtab.pages.render import beside, number, render
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_ranges import band_text, judge
+from trimtab.runs.metric_ranges import band_text, bounds, judge
 
 # Key, name, what it says; in reading order.
 FIGURES = (
@@ -25,6 +25,7 @@ FIGURES = (
     ("ess_seq", "ESS, sequence", "share of the responses that count under importance weights"),
     ("ratio_mean", "mean ratio", "1 for correct log-probs of untruncated sampling"),
     ("ppl_ratio", "perplexity ratio", "trainer over sampler, mean over responses"),
+    ("ppl_train", "perplexity", "of the trainer, mean over responses"),
     ("pearson", "Pearson r", "of the two probabilities of each token"),
     ("abs_diff_mean", "mean |log-ratio|", "nats per token"),
     ("abs_diff_max", "largest |log-ratio|", "nats"),
@@ -55,7 +56,7 @@ def page(diagnosis: Diagnosis, command: str = "") -> str:
             "floor": size.floor_note,
             "contract": words.contract(size),
             "figures": _figures(size),
-            "outside": words.outside_text(size),
+            "outside": "; ".join(filter(None, (words.outside_text(size), words.masked_text(origin)))),
             "large": panels.size_panels(measured),
             "where": words.where_text(measured, diagnosis.texts),
             "split": words.split_text(measured),
@@ -104,7 +105,7 @@ def _value(size: MismatchSize, key: str) -> str:
     value = size.mismatch.get(key, math.nan)
     if key in ("ratio_mean", "pearson", "ppl_ratio") and math.isfinite(value):
         return f"{value:.5f}"
-    return words.format_number(value) if key == "k3" else number(value)
+    return beside(value, bounds(f"mismatch/{key}"), words.format_number if key == "k3" else number)
 
 
 def _interval(size: MismatchSize, key: str) -> str:

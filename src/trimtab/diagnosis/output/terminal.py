@@ -14,6 +14,7 @@ from trimtab.diagnosis.output.words import (
     faults,
     format_number,
     format_with_interval,
+    masked_text,
     method_text,
     opening,
     outside_text,
@@ -77,6 +78,7 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("size", f"k3 {k3} nats per token: {size_text(size)}; rounding alone makes {floor}"),
         ("", figures),
         ("", outside_text(size)),
+        *([("", masked)] if (masked := masked_text(diagnosis.measured.origin)) else ()),
     ]
 
 

@@ -11,8 +11,8 @@ from trimtab.diagnosis.advice.rules import MUST_FIX
 from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.intervals import Interval
-from trimtab.pages.render import number, short
-from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
+from trimtab.pages.render import beside, number, short
+from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
 WIDE = 3.0
 """Ratio of the ends of an interval of the mean ratio beyond which it is no evidence that 1 is inside."""
@@ -63,16 +63,19 @@ def outside(size: MismatchSize) -> dict[str, str]:
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
+def _four_digits(value: float) -> str:
+    return f"{value:.4g}" if abs(value) >= 0.1 else format_number(value)
+
+
 def outside_text(size: MismatchSize) -> str:
     """Lists the statistics outside their healthy range."""
     bands = outside(size)
     if not bands:
         return "every figure is within its healthy range"
-    # Four digits, since two would hide on which side of a bound of .99 a value lies.
-    values = {
-        key: f"{value:.4g}" if abs(value) >= 0.1 else format_number(value) for key, value in size.mismatch.items()
-    }
-    items = [f"{key} {values[key]} ({band})" for key, band in bands.items()]
+    items = [
+        f"{key} {beside(size.mismatch[key], bounds(f'mismatch/{key}'), _four_digits)} ({band})"
+        for key, band in bands.items()
+    ]
     return f"outside their healthy ranges: {', '.join(items)}"
 
 
@@ -110,6 +113,17 @@ def read_text(origin: DataSummary) -> str:
 
 def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def masked_text(origin: DataSummary) -> str:
+    """Describes the responses that the trainer masks out of its loss; empty without any."""
+    if origin.masked is None:
+        return ""
+    masked = origin.masked
+    return (
+        f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
+        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
+    )
 
 
 def dropped_text(origin: DataSummary) -> str:
@@ -190,9 +204,11 @@ def effect_text(outcome: PresetOutcome) -> str:
 
 
 def tone(diagnosis: Diagnosis) -> str:
-    """Returns good if k3 is healthy and the only cause, if any, is `precision`, else warn."""
+    """Returns good if k3 is healthy, also with masked responses, and the only cause, if any, is `precision`."""
     harmless = all(cause.name == "precision" for cause in diagnosis.causes)
-    return "good" if harmless and judge(K3, diagnosis.measured.size.mismatch["k3"]) == "healthy" else "warn"
+    measured = diagnosis.measured
+    k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
+    return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
 
 
 def opening(diagnosis: Diagnosis) -> list[str]:
@@ -215,6 +231,8 @@ def headline(diagnosis: Diagnosis) -> list[str]:
     size, recommendation, lines = diagnosis.measured.size, diagnosis.recommendation, opening(diagnosis)
     k3 = format_with_interval(size, "k3")
     lines.append(f"The mismatch is k3 = {k3} nats per token: {size_text(size)}.")
+    if masked := masked_text(diagnosis.measured.origin):
+        lines.append(f"That is {masked}.")
     if recommendation.preset:
         lines.append(f"Use {method_text(recommendation.preset, recommendation.overrides)}.")
     return lines

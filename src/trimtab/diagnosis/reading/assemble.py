@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
+from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, FlatRows, ListColumn, RowBlock, numbers
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, ReadCounts
+from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, SINGLE, WRONG, FlatRows, ListColumn, RowBlock, numbers
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, ONE_NUMBER, OUT_OF_LOSS, ReadCounts
 from trimtab.diagnosis.tokens import TokenTable
 
 
@@ -126,14 +127,17 @@ _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "paddin
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
-def assemble(block: RowBlock, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> TokenTable | None:
+def assemble(
+    block: RowBlock, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int, *, in_loss: bool = True
+) -> TokenTable | None:
     """Returns the usable responses of a block, or None without any. Dropped responses are counted in `tally`.
 
     roles: the columns that every block of the source has. file: number that distinguishes prompt groups without steps.
+    in_loss: False for the responses that the trainer masks out of its loss, in place of those that it trains on.
     """
     roles = frozenset(roles)
     keep = _RowFilter(block.rows)
-    _drop_rows(block, keep, tally)
+    _drop_rows(block, keep, tally, in_loss)
     flat = _align(block, keep)
     flat, keep_rows = _trim(flat, layout, keep.rows(), keep)
     flat, finite = _remove_nonfinite(flat, layout, tally)
@@ -174,16 +178,17 @@ class _RowFilter:
         return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
 
 
-def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts) -> None:
+def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts, in_loss: bool) -> None:
     if "off_policy" in block.scalars:
         keep.drop(numbers(block.scalars["off_policy"]) == 1, EXTERNAL_TRACE)
     if "sample_mask" in block.scalars:
-        keep.drop(numbers(block.scalars["sample_mask"]) == 0, OUT_OF_LOSS)
+        keep.drop((numbers(block.scalars["sample_mask"]) == 0) == in_loss, OUT_OF_LOSS)
     if "sample_id" in block.scalars:
         keep.drop(_repeated_samples(block, tally), "the same response in the file of another rank")
     for role, column in block.lists.items():
         keep.drop(column.fault == ABSENT, f"no {role}")
         keep.drop(column.fault == WRONG, f"{role} is not a list of numbers")
+        keep.drop(column.fault == SINGLE, f"{role} is {ONE_NUMBER}")
     for role in ("policy_version", "response_length", *_ROW_NUMBERS):
         if role in block.scalars:
             keep.drop(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
@@ -340,6 +345,9 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
     if table.anchor:
         tally.equal += int((trained & (table.trainer == table.behavior)).sum())
         tally.zero_trainer += int((trained & (table.trainer == 0)).sum())
+        log_ratio = (table.trainer - table.behavior)[trained].astype(np.float64)
+        bounded = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        tally.k3_sum += float((np.expm1(bounded) - log_ratio).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is None:

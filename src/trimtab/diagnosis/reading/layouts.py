@@ -109,9 +109,9 @@ VERL = Layout(
         frozenset({"rollout_log_probs", "old_log_probs"}),
         frozenset({"input", "output", "score", "step"}),
     ),
-    "set actor_rollout_ref.rollout.calculate_log_probs=True and add the lines of docs/frameworks.md to the dump",
-    "verl computes old_log_probs in every step with algorithm.rollout_correction.bypass_mode=False (the default); the "
-    "lines of docs/frameworks.md write it to the dump",
+    "set actor_rollout_ref.rollout.calculate_log_probs=True and TRIMTAB_DUMP=DIR (docs/frameworks.md)",
+    "verl computes old_log_probs in every step with algorithm.rollout_correction.bypass_mode=False (the default); "
+    "TRIMTAB_DUMP=DIR writes it (docs/frameworks.md)",
     padded=True,
 )
 TRL = Layout(
@@ -132,10 +132,10 @@ TRL = Layout(
         frozenset({"old_per_token_logps"}),
         frozenset({"prompt", "completion", "advantage"}),
     ),
-    "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and the trainer subclass of "
-    "docs/frameworks.md",
-    "TRL computes old_per_token_logps with use_vllm=True and vllm_importance_sampling_correction=True; the trainer "
-    "subclass of docs/frameworks.md writes it",
+    "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and dump=DIR of "
+    "trimtab.adapters.trl.GRPOTrainer (docs/frameworks.md)",
+    "TRL computes old_per_token_logps with use_vllm=True and vllm_importance_sampling_correction=True; dump=DIR of "
+    "trimtab.adapters.trl.GRPOTrainer writes it (docs/frameworks.md)",
     padded=True,
     repeats=True,
 )

@@ -13,10 +13,10 @@ from trimtab.diagnosis.reading.assemble import assemble
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
 from trimtab.diagnosis.reading.ragged import RowBlock, Table
-from trimtab.diagnosis.reading.read_counts import ReadCounts
+from trimtab.diagnosis.reading.read_counts import ONE_NUMBER, ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
-from trimtab.diagnosis.records import DataSummary
+from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -28,6 +28,7 @@ class LogSource:
         self._tables = tables
         self._resolved = resolved
         self.counts = counts
+        self._masked = ReadCounts()  # of the responses that the trainer masks out of its loss
 
     @property
     def files(self) -> list[Path]:
@@ -54,10 +55,13 @@ class LogSource:
             why = counts.reasons(5)
             odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
-            raise TrimtabError(
-                f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} (a column that is not needed "
-                f"is left out with --columns NAME=)"
-            )
+            advice = "(a column that is not needed is left out with --columns NAME=)"
+            if counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
+                advice = (
+                    "and a row is read as a response, not as a token: join the tokens of each response to one row of "
+                    'lists, as "[-0.1, -0.2]"'
+                )
+            raise TrimtabError(f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} {advice}")
         if wrong := counts.no_logps():
             raise TrimtabError(
                 f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "
@@ -84,7 +88,16 @@ class LogSource:
             missing=resolved.missing,
             findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *unread),
             settings=settings,
+            masked=self._masked_responses(),
         )
+
+    def _masked_responses(self) -> MaskedResponses | None:
+        masked, trained = self._masked, self.counts
+        if not masked.trained or not trained.trained:
+            return None
+        both = (masked.k3_sum + trained.k3_sum) / (masked.trained + trained.trained)
+        share = masked.responses / (masked.responses + trained.responses)
+        return MaskedResponses(masked.responses, share, masked.k3_sum / masked.trained, both)
 
     def _pieces(self, tokens: int) -> Iterator[TokenTable]:
         for number, table in enumerate(self._tables):
@@ -96,6 +109,8 @@ class LogSource:
             for block in table.blocks(columns, tokens, self.counts):
                 rows = self._with_step(block, table.path)
                 responses = assemble(rows, self._resolved.roles, self._resolved.layout, self.counts, number)
+                if "sample_mask" in rows.scalars:
+                    assemble(rows, self._resolved.roles, self._resolved.layout, self._masked, number, in_loss=False)
                 if responses is not None:
                     yield from responses.split(tokens)
 

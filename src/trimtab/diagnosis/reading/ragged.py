@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
-ABSENT, WRONG = 1, 2
+ABSENT, WRONG, SINGLE = 1, 2, 3
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 _NUMBERS = "fiub"
 
@@ -24,7 +24,7 @@ _NUMBERS = "fiub"
 class ListColumn:
     """One list of numbers per row, concatenated in `values`; `lengths` int64 (rows,), 0 where the row has a fault.
 
-    fault: int8 (rows,), 0, ABSENT (no list) or WRONG (not a list of numbers).
+    fault: int8 (rows,), 0, ABSENT (no list), WRONG (not a list of numbers) or SINGLE (one number).
     """
 
     values: np.ndarray
@@ -97,7 +97,7 @@ def arrow_lists(array: pa.Array) -> ListColumn:
     """Returns the lists of an arrow column of any type."""
     kind, rows = array.type, len(array)
     if not is_arrow_list(array):
-        fault = ABSENT if pa.types.is_null(kind) else WRONG
+        fault = ABSENT if pa.types.is_null(kind) else SINGLE if _is_number(kind) else WRONG
         return ListColumn(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
     fault = np.where(array.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
     if not _is_number(kind.value_type):
@@ -123,7 +123,7 @@ def arrow_fields(array: pa.Array) -> dict[str, Sequence[Any] | np.ndarray]:
 
 def python_lists(rows: Sequence[Any]) -> ListColumn:
     """Returns the lists of Python values; None in a list of numbers becomes NaN."""
-    fault = np.array([0 if isinstance(row, list) else ABSENT if row is None else WRONG for row in rows], np.int8)
+    fault = np.array([_fault(row) for row in rows], np.int8)
     values = _concatenate([row for row, bad in zip(rows, fault, strict=True) if not bad])
     if values is None:  # some value is not a number: convert each row separately
         arrays = [_concatenate([row]) if not bad else None for row, bad in zip(rows, fault, strict=True)]
@@ -131,6 +131,12 @@ def python_lists(rows: Sequence[Any]) -> ListColumn:
         return _from_arrays(arrays, fault)
     lengths = np.array([0 if bad else len(row) for row, bad in zip(rows, fault, strict=True)], np.int64)
     return ListColumn(values, lengths, fault)
+
+
+def _fault(row: Any) -> int:
+    if isinstance(row, list):
+        return 0
+    return ABSENT if row is None else SINGLE if isinstance(row, int | float) else WRONG
 
 
 def array_lists(rows: Sequence[np.ndarray | None]) -> ListColumn:

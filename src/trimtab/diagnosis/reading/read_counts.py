@@ -9,6 +9,7 @@ from pathlib import Path
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
+ONE_NUMBER = "not a list of numbers but one number"
 """Reasons to drop a response."""
 
 
@@ -16,8 +17,8 @@ OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 class ReadCounts:
     """Counts that are updated while files are read.
 
-    file: the one being read. first: the first row dropped for each reason. groups: numbers of prompt groups over all
-    files. seen: the file of each response, by its id or a hash of its content.
+    k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups:
+    numbers of prompt groups over all files. seen: the file of each response, by its id or a hash of its content.
     """
 
     responses: int = 0
@@ -29,6 +30,7 @@ class ReadCounts:
     equal: int = 0
     zero: int = 0
     zero_trainer: int = 0
+    k3_sum: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.diagnosis.records import Settings
+from trimtab.files import parse_toml
 
 _TRAJECTORIES = "trajectories"
 """The folder of a run directory that holds its files; config.toml lies beside it."""
@@ -22,7 +23,7 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]
     known: list[Settings] = []
     for recipe in recipes:
         try:
-            settings = _settings(tomllib.loads(recipe.read_text(encoding="utf-8")))
+            settings = _settings(parse_toml(recipe.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             return None, (f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence",)
         if settings is not None:
@@ -43,7 +44,7 @@ def run_of(file: Path) -> Path | None:
 def model_of(run: Path) -> str | None:
     """Returns the model of a run's recipe; None if it cannot be read."""
     try:
-        model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
+        model = parse_toml((run / "config.toml").read_text(encoding="utf-8")).get("model")
     except (OSError, ValueError):
         return None
     path = model.get("path") if isinstance(model, Mapping) else None
@@ -51,7 +52,7 @@ def model_of(run: Path) -> str | None:
 
 
 def _recipe_of(file: Path) -> Path | None:
-    folder = file.resolve().parent
+    folder = Path(os.path.realpath(file)).parent
     candidates = [folder / "config.toml"]
     if folder.name == _TRAJECTORIES:
         candidates.append(folder.parent / "config.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.row_blocks import RowTable
 from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
 from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
+from trimtab.files import regular_file
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
 """Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
@@ -36,7 +38,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         raise TrimtabError("no file given: name trajectory files, or the directory of a run")
     files = [file for path in paths for file in ([path] if not path.is_dir() else _of_folder(path))]
     # A file named twice, in whatever spelling, is read once.
-    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
+    return list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
 
 
 def _of_folder(folder: Path) -> list[Path]:
@@ -116,9 +118,9 @@ def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
 
 def _head(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with regular_file(path).open("rb") as file:
             return file.read(4096)
     except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path") from None
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

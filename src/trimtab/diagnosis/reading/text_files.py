@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 
 GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
@@ -30,7 +30,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             else:
                 yield file
     except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path") from None
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
     except OSError as error:

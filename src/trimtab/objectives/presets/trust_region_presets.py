@@ -41,7 +41,7 @@ def ipo(*, divergence_max: float = 0.3) -> Objective:
     """Drops tokens where |pi - mu| exceeds the bound, in either direction; no clip.
 
     Use it as `dppo`, where tokens far from the sampler should not be trained at all.
-    The loss type `ipo` of prime-rl, without its squared log-ratio; its bound is .1 or .3, by release.
+    The loss type `ipo` of prime-rl (not its default, which is nearer to `dppo`), without its squared log-ratio.
     """
     masks = (Divergence("binary_tv", "token", divergence_max, "current"),)
     return Objective("ipo", SAMPLER, Unclipped(), masks=masks)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_toml
 from trimtab.rollout.source import RolloutSource
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
@@ -154,7 +154,7 @@ def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
     """Raise `TrimtabError` if keys that affect results have changed; record the new values of the others."""
-    saved = parse_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
+    saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
     if saved.placement != config.placement and not _can_change_placement(saved, config):
         raise TrimtabError(
             f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "

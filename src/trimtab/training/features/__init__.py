@@ -11,7 +11,13 @@ from trimtab.objectives import Objective
 from trimtab.rollout.canary import Canary
 from trimtab.training.features.bitwise_check import BitwiseCheck
 from trimtab.training.features.calibration import Calibration
-from trimtab.training.features.data_features import CanaryFeature, DemonstrationMetrics, LagMetrics, PrefixMetrics
+from trimtab.training.features.data_features import (
+    CanaryFeature,
+    DemonstrationMetrics,
+    LagMetrics,
+    MixtureMetrics,
+    PrefixMetrics,
+)
 from trimtab.training.features.feature import Feature
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.features.perturbation_feature import PerturbationFeature
@@ -42,6 +48,8 @@ def build_features(
         yield TopLogprobs()
     if config.prefix is not None:
         yield PrefixMetrics()
+    if config.task.name == "mixture":
+        yield MixtureMetrics()
     if config.demonstrations is not None:
         yield DemonstrationMetrics()
     if config.perturbation is not None:

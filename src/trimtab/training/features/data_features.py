@@ -37,6 +37,22 @@ class DemonstrationMetrics(Feature):
         }
 
 
+class MixtureMetrics(Feature):
+    """Share and mean reward of each task of a mixture, whose problems have ids that begin with the task's label."""
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        rewards: dict[str, list[float]] = {}
+        for trajectory in record.trajectories:
+            if not trajectory.off_policy:
+                rewards.setdefault(trajectory.prompt.problem.id.partition("/")[0], []).append(trajectory.reward)
+        total = sum(map(len, rewards.values()))
+        return {
+            f"mixture/{label}/{name}": value
+            for label, values in rewards.items()
+            for name, value in (("reward", float(np.mean(values))), ("share", len(values) / total))
+        }
+
+
 class LagMetrics(Feature):
     """Asynchronous runs: ages of tokens, lengths of used and of all responses, restarts, aborts, waiting.
 

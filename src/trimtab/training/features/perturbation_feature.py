@@ -31,6 +31,7 @@ class PerturbationFeature(Feature):
     def __init__(self, config: Config, model: nn.Module) -> None:
         assert config.perturbation is not None
         self._config, self._lr = config, config.perturbation.lr
+        self._start = float(np.mean(config.perturbation.std))  # the mean of the standard deviations
         self.perturbation = Perturbation(model, str(config.perturbation.layers), config.perturbation.std)
         self._coverage: PerturbationCoverage | None = None
         self._gradients: list[float] = []
@@ -87,9 +88,8 @@ class PerturbationFeature(Feature):
         stats, sigmas = record.statistics, self.perturbation.sigmas()
         metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
         metrics["perturbation/sigma_mean"] = mean = float(np.mean(list(sigmas.values())))
-        start = self._config.perturbation.std if self._config.perturbation is not None else 0.0
-        if start > 0:
-            metrics["perturbation/sigma_drift"] = mean / start - 1
+        if self._start > 0:
+            metrics["perturbation/sigma_drift"] = mean / self._start - 1
         if self._gradients:
             metrics["perturbation/grad_norm"] = float(np.mean(self._gradients))
         if not stats.perturbed:

@@ -41,11 +41,13 @@ def test_sums_of_responses_by_hand() -> None:
         "product": (1, 4),
         "product_square": (1, 16),
         "ppl_ratio": (1, 0.25),
+        "ppl_train": (8**0.5, 1),
     }
     assert dict(zip(FIELDS, metrics.sums.T.tolist(), strict=True)) == {
         name: pytest.approx(values, rel=1e-6, abs=1e-6) for name, values in expected.items()
     }
-    assert metrics.largest[:, 0] == pytest.approx([math.log(2), math.log(4)], rel=1e-6)
+    log2 = math.log(2)  # extremes of the trained tokens, ratios 2 and 1/2, and 4 alone
+    assert metrics.largest.ravel() == pytest.approx([log2, log2, 0, 2 * log2, -2 * log2, 2 * log2], rel=1e-6)
 
 
 def test_a_trained_token_that_is_not_finite_is_refused() -> None:

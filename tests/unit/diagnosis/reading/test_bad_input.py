@@ -57,7 +57,7 @@ GOOD = row()
         (row(("-1.0", "-2.0")), "logp_behavior is not a list of numbers"),
         (row(([-1.0], [-2.0])), "logp_behavior is not a list of numbers"),
         (row(([-1.0], -2.0)), "logp_behavior is not a list of numbers"),
-        (row(-1.0), "logp_behavior is not a list of numbers"),
+        (row(-1.0), "logp_behavior is not a list of numbers but one number"),
         (row((), ()), "no tokens"),
         (row(loss_mask=[False, False]), "no trained token"),
         (row(loss_mask=[True, None]), "loss_mask holds nulls"),
@@ -250,7 +250,7 @@ def test_a_parquet_file_of_no_rows_and_of_one(tmp_path: Path) -> None:
     [
         (pa.array([["a"], ["b"]]), "logp_behavior is not a list of numbers"),
         (pa.array(["a", "b"]), "logp_behavior is not a list of numbers"),
-        (pa.array([-1.0, -2.0]), "logp_behavior is not a list of numbers"),
+        (pa.array([-1.0, -2.0]), "logp_behavior is not a list of numbers but one number"),
         (pa.array([None, None]), "no logp_behavior"),
         (pa.array([None, None], pa.list_(pa.float32())), "no logp_behavior"),
         (pa.array([[None], [None]], pa.list_(pa.null())), "no finite log-prob at any trained token"),
@@ -322,3 +322,16 @@ def test_a_column_of_probabilities_is_refused_by_name(tmp_path: Path) -> None:
     assert "--columns logp_behavior=COLUMN" in message
     _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
     assert any("above 0" in result for result in origin.findings), "a few are a finding"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_file_of_one_token_a_row_says_to_join_them(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"tokens.{kind}"
+    if kind == "csv":
+        path.write_text("response,logp_behavior,logp_proximal\n0,-0.5,-0.6\n0,-1.0,-1.1\n1,-2.0,-2.1\n")
+    else:
+        parquet(path, {"logp_behavior": [-0.5, -1.0, -2.0], "logp_proximal": [-0.6, -1.1, -2.1]})
+    message = refused(path)
+    assert "3 x logp_behavior is not a list of numbers but one number (first: row 1 of" in message
+    assert "join the tokens of each response to one row" in message
+    assert "--columns" not in message

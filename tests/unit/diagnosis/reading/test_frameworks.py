@@ -11,6 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from trimtab.diagnosis.output.as_json import as_dict
+from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.words import headline, tone
+from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
@@ -196,6 +200,51 @@ def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
     assert origin.findings == (
         "left out: no part of the loss (sample_mask 0), first in row 4 of train_data_step1.jsonl",
     )
+
+
+def masking_run(folder: Path, share: float) -> Path:
+    """A file of NeMo-RL in which `share` of 100 responses are far off and masked, as by its threshold."""
+    rng, lines = np.random.default_rng(0), []
+    for index in range(100):
+        masked = index < 100 * share
+        mu = -rng.uniform(0.1, 2.0, 8)
+        pi = mu + (rng.choice([-1.0, 1.0], 8) if masked else rng.normal(0, 0.01, 8))
+        row = {
+            "token_ids": [5, *range(10, 18)],
+            "token_loss_mask": [0] + [1] * 8,
+            "generation_logprobs": [0.0, *mu],
+            "prev_logprobs": [0.0, *pi],
+            "advantages": [0.5] * 9,
+            "content": ["user", "assistant"],
+        }
+        batch = {"sample_loss_mask": [0.0 if masked else 1.0], "rewards": [1.0], "input_lengths": [9]}
+        lines.append(json.dumps({name: [value] for name, value in row.items()} | batch | {"idx": index}))
+    path = folder / "train_data_step1.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measured(tmp_path: Path) -> None:
+    diagnosis = diagnose(masking_run(tmp_path, 0.71))
+    masked = diagnosis.measured.origin.masked
+    assert masked is not None
+    assert (masked.responses, masked.share) == (71, 0.71)
+    # Log-ratios of 1 and of -1, about as often: cosh(1) - 1 = .543, standard deviation .0074 by their balance.
+    assert abs(masked.k3 - 0.543) < 0.037
+    kept = diagnosis.measured.size.mismatch["k3"]
+    assert kept < 1e-4
+    assert masked.k3_with == pytest.approx(0.71 * masked.k3 + 0.29 * kept, rel=1e-6)
+    text = "without 71 responses (71%) that the trainer masks out of its loss: k3 is 0."
+    assert text in verdict(diagnosis)
+    assert text in " ".join(headline(diagnosis))
+    assert tone(diagnosis) == "warn"
+    assert as_dict(diagnosis)["origin"]["masked"]["responses"] == 71
+
+
+def test_a_run_that_masks_nothing_says_nothing_of_it(tmp_path: Path) -> None:
+    diagnosis = diagnose(masking_run(tmp_path, 0.0))
+    assert diagnosis.measured.origin.masked is None
+    assert "masks out of its loss" not in verdict(diagnosis)
 
 
 def test_nemo_rl_responses_outside_the_loss_can_be_read_all_the_same() -> None:

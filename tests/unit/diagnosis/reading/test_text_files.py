@@ -101,12 +101,14 @@ def test_rows_left_out_are_named(tmp_path: Path) -> None:
     (table,), origin = read(path)
     assert table.responses == 1
     assert dict(origin.dropped) == {
-        "logp_behavior is not a list of numbers": 2,
+        "logp_behavior is not a list of numbers": 1,
+        "logp_behavior is not a list of numbers but one number": 1,
         "lists of different lengths": 1,
         "not as many cells as the header": 1,
     }
     assert set(origin.findings) == {
-        "left out: logp_behavior is not a list of numbers, first in row 2 of a.csv",
+        "left out: logp_behavior is not a list of numbers but one number, first in row 2 of a.csv",
+        "left out: logp_behavior is not a list of numbers, first in row 5 of a.csv",
         "left out: lists of different lengths, first in row 3 of a.csv",
         "left out: not as many cells as the header, first in row 4 of a.csv",
     }

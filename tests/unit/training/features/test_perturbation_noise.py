@@ -33,10 +33,11 @@ def test_two_responses_see_one_noisy_prompt_or_two(per_response: bool) -> None:
     assert noisy[0, 1] != noisy[1, 1]
 
 
-def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported() -> None:
-    """Two layers: gradients (3, 4) and (0, 2) in two updates, log sigma moved by log 1.5 and log 0.7."""
+@pytest.mark.parametrize(("std", "mean"), [("0.1", 0.11), ("[0.1, 0.3]", 0.18)])
+def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported(std: str, mean: float) -> None:
+    """Two layers: gradients (3, 4) and (0, 2) in two updates, sigmas times 1.5 and 0.7 ((.15 + .21) / .4 is .9)."""
     model, _ = laboratory.build(0)
-    feature = PerturbationFeature(load_config("token-alp", ["perturbation.std=0.1"]), model)
+    feature = PerturbationFeature(load_config("token-alp", [f"perturbation.std={std}"]), model)
     (log_sigma,) = feature.perturbation.parameters()
     assert log_sigma.shape == (2,)
     record = StepRecord(3, 0, [], RolloutStats(), StepStatistics(), {})
@@ -50,5 +51,5 @@ def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported() -> 
         log_sigma += torch.tensor([1.5, 0.7]).log()
     after = feature.end_step(record)
     assert after["perturbation/grad_norm"] == pytest.approx(3.5)
-    assert after["perturbation/sigma_mean"] == pytest.approx(0.11)
-    assert after["perturbation/sigma_drift"] == pytest.approx(0.1, abs=1e-6)
+    assert after["perturbation/sigma_mean"] == pytest.approx(mean)
+    assert after["perturbation/sigma_drift"] == pytest.approx(0.1 if std == "0.1" else -0.1, abs=1e-6)

@@ -1,4 +1,4 @@
-"""The lines of docs/frameworks.md for verl: what they write, whether `diagnose` reads it, whether they match verl.
+"""The log-probs of verl's trainers: what the plugin writes, whether `diagnose` reads it, whether it matches verl.
 
 verl itself needs Ray, CUDA builds and a cluster's worth of packages: its classes are stood in for by ones with the
 signatures of 0.9.1, and those are compared with verl's own source where it is installed.
@@ -10,7 +10,6 @@ import ast
 import importlib.util
 import json
 import os
-import re
 import sys
 import types
 from collections.abc import Sequence
@@ -23,17 +22,11 @@ import pytest
 import torch
 
 import trimtab
+from trimtab.adapters.verl_dump import NAMES, install
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 V1_ARGUMENTS = ["self", "batch", "timing_raw", "rollout_data_dir"]
 V0_ARGUMENTS = ["self", "batch", "reward_extra_infos_dict", "timing_raw", "rollout_data_dir"]
-
-
-def block(trainer: str) -> str:
-    """The block of code of the page that patches this class."""
-    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
-    (result,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f" import {trainer}\n" in code]
-    return result
 
 
 class Strings(list[str]):
@@ -78,8 +71,8 @@ META = Meta(
 
 
 @pytest.fixture
-def verl(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    """verl's V1 trainer and its queue, reduced to what the page's lines touch."""
+def verl(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """verl's two trainers and the queue of V1, reduced to what is touched."""
 
     class PPOTrainer:
         def __init__(self) -> None:
@@ -90,39 +83,40 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
             assert timing_raw == {}
             self.written.append((batch, rollout_data_dir))
 
+    class RayPPOTrainer:
+        global_steps = 7
+
+        def _log_rollout_data(
+            self, batch: Any, reward_extra_infos_dict: dict[str, Any], timing_raw: dict, rollout_data_dir: str
+        ) -> None:
+            pass
+
     def kv_batch_get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
         assert (keys, partition_id) == (META.keys, "train")
         # Fields that were not stored (entropy here) are left out, as the queue does.
         return {name: STORED[name] for name in select_fields if name in STORED}
 
-    names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1", "verl.trainer.ppo.v1.trainer_base"]
-    modules = {name: types.ModuleType(name) for name in [*names, "transfer_queue"]}
-    modules[names[-1]].PPOTrainer = PPOTrainer  # type: ignore[attr-defined]
+    names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1"]
+    places = {"v1": "verl.trainer.ppo.v1.trainer_base", "v0": "verl.trainer.ppo.ray_trainer"}
+    modules = {name: types.ModuleType(name) for name in [*names, *places.values(), "transfer_queue"]}
+    modules[places["v1"]].PPOTrainer = PPOTrainer  # type: ignore[attr-defined]
+    modules[places["v0"]].RayPPOTrainer = RayPPOTrainer  # type: ignore[attr-defined]
     modules["transfer_queue"].kv_batch_get = kv_batch_get  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return PPOTrainer
+    return types.SimpleNamespace(v1=PPOTrainer, v0=RayPPOTrainer)
 
 
-def load(code: str, folder: Path) -> None:
-    """Run the lines as the module the page says to write."""
-    path = folder / "dump_logps.py"
-    path.write_text(code)
-    spec = importlib.util.spec_from_file_location("dump_logps", path)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_the_lines_for_v1_write_what_diagnose_reads(tmp_path: Path, verl: Any) -> None:
-    load(block("PPOTrainer"), tmp_path)
-    trainer = verl()
+def test_a_batch_of_v1_is_written_as_diagnose_reads_it(tmp_path: Path, verl: Any) -> None:
+    install(str(tmp_path / "logps"))
+    trainer = verl.v1()
     trainer._log_rollout_data(META, {}, str(tmp_path / "dump"))
     assert trainer.written == [(META, str(tmp_path / "dump"))], "verl's own dump stays"
-    rows = [json.loads(line) for line in (tmp_path / "dump/tokens/7.jsonl").read_text().splitlines()]
+    (path,) = (tmp_path / "logps").iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["uid"] for row in rows] == ["q1", "q1", "q2"], "padding is no response"
 
-    diagnosis = trimtab.diagnose(tmp_path / "dump" / "tokens")
+    diagnosis = trimtab.diagnose(tmp_path / "logps")
     origin, sample = diagnosis.measured.origin, diagnosis.measured.sample
     assert (origin.framework, origin.anchor) == ("verl", "proximal")
     assert origin.dropped == {}
@@ -150,18 +144,48 @@ def test_the_lines_for_v1_write_what_diagnose_reads(tmp_path: Path, verl: Any) -
 
 
 def test_unknown_versions_leave_out_a_view_and_no_response(tmp_path: Path, verl: Any) -> None:
-    load(block("PPOTrainer"), tmp_path)
+    install(str(tmp_path / "logps"))
     unknown = Meta(META.keys, META.partition_id, [{}, {"min_global_steps": None}, {}, {"is_padding": True}])
-    verl()._log_rollout_data(unknown, {}, str(tmp_path))
-    diagnosis = trimtab.diagnose(tmp_path / "tokens")
+    verl.v1()._log_rollout_data(unknown, {}, str(tmp_path))
+    diagnosis = trimtab.diagnose(tmp_path / "logps")
     assert diagnosis.measured.origin.responses == 3
     assert "policy_version" in diagnosis.measured.origin.missing
 
 
+def test_a_batch_of_v0_is_cut_to_its_responses(tmp_path: Path, verl: Any) -> None:
+    install(str(tmp_path))
+    tensors = {name: padded(STORED[name]) for name in NAMES if name in STORED}
+    attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    tensors |= {"attention_mask": attention, "token_level_scores": padded(STORED["rm_scores"])}
+    uid = np.array(["q1", "q1", "q2", "q2"], dtype=object)
+    batch = types.SimpleNamespace(batch=tensors, non_tensor_batch={"uid": uid})
+    verl.v0()._log_rollout_data(batch, {}, {}, "")
+    (path,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["responses"] for row in rows] == [[5, 6, 7], [8, 9], [5], [1, 1]]
+    assert [row["rollout_log_probs"] for row in rows] == [[-1.0, 0.0, -0.5], [-2.0, -0.25], [-1.5], [0.0, 0.0]]
+    assert [row["score"] for row in rows] == [1.0, 0.0, 0.5, 0.0]
+    assert trimtab.diagnose(tmp_path).measured.origin.framework == "verl"
+
+
+def padded(values: torch.Tensor) -> torch.Tensor:
+    return values.to_padded_tensor(0.0)
+
+
+def test_a_batch_without_the_sampler_s_log_probs_is_refused(
+    tmp_path: Path, verl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(str(tmp_path / "logps"))
+    monkeypatch.delitem(STORED, "rollout_log_probs")
+    with pytest.raises(trimtab.TrimtabError, match=r"rollout\.calculate_log_probs=True"):
+        verl.v1()._log_rollout_data(META, {}, "")
+    assert not (tmp_path / "logps").exists()
+
+
 def test_the_stand_ins_take_what_verl_passes(verl: Any) -> None:
-    assert arguments(ast.parse(block("PPOTrainer")), "with_log_probs") == V1_ARGUMENTS
-    code = verl._log_rollout_data.__code__
-    assert list(code.co_varnames[: code.co_argcount]) == V1_ARGUMENTS
+    for trainer, names in ((verl.v1, V1_ARGUMENTS), (verl.v0, V0_ARGUMENTS)):
+        code = trainer._log_rollout_data.__code__
+        assert list(code.co_varnames[: code.co_argcount]) == names
 
 
 def source() -> Path:
@@ -188,11 +212,9 @@ def test_verls_own_source_still_matches() -> None:
     assert arguments(ast.parse(v0), "_log_rollout_data") == V0_ARGUMENTS
     # The names in the queue, what a row is tagged with, and that the dump comes before the queue is cleared.
     texts = {node.value for node in ast.walk(ast.parse(v1)) if isinstance(node, ast.Constant)}
-    named = ast.literal_eval(re.findall(r"NAMES = (\(.*?\))", block("PPOTrainer"))[0])
-    assert {*named, "uid", "rm_scores", "is_padding", "min_global_steps"} <= texts
+    assert {*NAMES, "uid", "rm_scores", "is_padding", "min_global_steps"} <= texts
     assert v1.index("self._log_rollout_data(batch") < v1.index("tq.kv_clear(keys=batch.keys")
     tags = (root / "trainer/ppo/v1/agent_loop_tq.py").read_text()
     assert '"min_global_steps"' in tags
     assert "  use_v1: true" in (root / "trainer/config/ppo_trainer.yaml").read_text()
     assert "calculate_log_probs" in (root / "trainer/config/rollout/rollout.yaml").read_text()
-    assert "VERL_USE_EXTERNAL_MODULES" in (root / "__init__.py").read_text()

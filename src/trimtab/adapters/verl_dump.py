@@ -1,0 +1,74 @@
+"""Log-probs of a verl run for `trimtab diagnose`: where TRIMTAB_DUMP names a folder, `trimtab.adapters.verl` adds them.
+
+verl writes the texts of its rollouts into `trainer.rollout_data_dir`; whenever it does, tokens and log-probs of both
+sides go into the folder, in verl's own names. Checked against the trainers V1 and v0 of verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from trimtab.adapters.dump import Dump, rows
+from trimtab.errors import TrimtabError
+
+DUMP = "TRIMTAB_DUMP"
+NAMES = ("responses", "response_mask", "rollout_log_probs", "old_log_probs", "entropy", "advantages")
+SETTINGS = "set actor_rollout_ref.rollout.calculate_log_probs=True and trainer.rollout_data_dir=DIR"
+
+
+def install(folder: str) -> None:
+    """Makes verl's trainers write every batch into the folder. V1 is left out where its `transfer_queue` is missing."""
+    dump = Dump(folder)
+    _extend(importlib.import_module("verl.trainer.ppo.ray_trainer").RayPPOTrainer, dump, v0_rows)
+    try:
+        v1 = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+    except ModuleNotFoundError as error:
+        if error.name != "transfer_queue":
+            raise
+    else:
+        _extend(v1.PPOTrainer, dump, v1_rows)
+
+
+def _extend(trainer: Any, dump: Dump, batch_rows: Callable[[Any, Any], Iterator[dict[str, Any]]]) -> None:
+    plain = trainer._log_rollout_data
+
+    @functools.wraps(plain)
+    def log(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> None:
+        plain(self, batch, *arguments, **keywords)
+        written = list(batch_rows(self, batch))
+        if any("rollout_log_probs" not in row for row in written):
+            raise TrimtabError(f"{DUMP} needs the sampler's log-probs, which are not in verl's batch: {SETTINGS}")
+        dump.write(self.global_steps, written)
+
+    trainer._log_rollout_data = log
+
+
+def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
+    """Yields the responses of a batch of V1, whose tensors are in its queue, with the versions that wrote them."""
+    queue = importlib.import_module("transfer_queue")
+    data = queue.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "rm_scores", *NAMES]
+    )
+    tokens = {name: [row.tolist() for row in data[name].unbind()] for name in NAMES if name in data.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
+    responses = {"uid": data["uid"].tolist(), "score": [row.sum().item() for row in data["rm_scores"].unbind()]}
+    oldest = [tag.get("min_global_steps") for tag in batch.tags]
+    if None not in oldest:
+        responses |= {"policy_version": oldest, "proximal_version": [trainer.global_steps - 1] * len(oldest)}
+    length = torch.tensor([len(row) for row in tokens["responses"]])
+    for row, tag in zip(rows(length, tokens, responses), batch.tags, strict=True):
+        if not tag.get("is_padding", False):
+            yield row
+
+
+def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:  # noqa: ARG001 - called as `v1_rows`
+    """Yields the responses of a batch of v0, whose tensors are padded to one length after the prompts."""
+    tensors = batch.batch
+    tokens = {name: tensors[name] for name in NAMES if name in tensors.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
+    length = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(1)
+    score = tensors["token_level_scores"].sum(-1)
+    yield from rows(length, tokens, {"uid": batch.non_tensor_batch["uid"].tolist(), "score": score})

@@ -1,0 +1,24 @@
+"""Shared by the end-to-end tests: a model with the real tokenizer that trains in no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.models import bundled
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of two layers with the tokenizer of SmolLM2; vLLM has no kernels for heads below 32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source, folder = bundled.folder(), tmp_path_factory.mktemp("model") / "tiny"
+    config = AutoConfig.from_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    for key, value in (sizes | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}).items():
+        setattr(config, key, value)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder

@@ -1,0 +1,120 @@
+"""Every script of `benchmarks/` at its smallest size, in the environment it is made for: it runs and says its result.
+
+Figures mean nothing here. A script without a row in `ROWS` fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def python_of(variable: str, default: str) -> Path:
+    """The interpreter of an environment that the Makefile makes under this name."""
+    return ROOT / os.environ.get(variable, default) / "bin" / "python"
+
+
+ENVIRONMENTS = {
+    "install": Path(sys.executable),
+    "bench-install": python_of("BENCH", ".venv-bench"),
+    "vllm-cpu": python_of("VLLM", ".venv-vllm"),
+}
+"""Interpreters by the target of the Makefile that makes their environment."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What makes a script small, what it then prints (a pattern), and where it runs.
+
+    In `options` $TINY is a tiny model with the tokenizer of SmolLM2, $OUT an empty folder and $BENCH the interpreter of
+    `bench-install`. library: the scripts that import this one, which is none itself.
+    """
+
+    options: str = ""
+    says: str = ""
+    made_by: str = "install"
+    cuda: bool = False
+    library: tuple[str, ...] = ()
+
+
+ROWS = {
+    "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
+    "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
+    "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
+    "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
+    "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
+    "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
+    "grid": Row(library=("methods", "oapl_lag", "routing")),
+    "intervals": Row("--trials 5 --quick", "relay, 100.* coverage mean"),
+    "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
+    "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
+    "invariant_rows": Row("--threads 1 --checks columns sums", "lines that invariant numerics rely on hold here"),
+    "laboratory_step": Row("--steps 4 --rounds 1", "whole run, processor"),
+    "logprobs": Row("--model $TINY --tokens 64 --repeats 1", r"step, bf16 autocast.*x\)"),
+    "memory": Row("--models laboratory --count 1", "computed / measured"),
+    "methods": Row(
+        "--out $OUT --methods grpo --regimes on-policy --seeds 0 --workers 1 --set trainer.steps=1", r"`grpo` \| \d"
+    ),
+    "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
+    "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),
+    "oapl_lag": Row("--out $OUT --lags 1 --seeds 0 --workers 1 --updates 1 --samples 4", r"1 \| token-tis \| \d"),
+    "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),
+    "overlap": Row("--rounds 1 --steps 7 --prompts 2 --samples 2", "share of the ideal"),
+    "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),
+    "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
+    "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
+    "routing": Row(
+        "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2 --set sft.steps=2",
+        "routers in bfloat16, the rest exact",
+    ),
+    "routing_cost": Row("--rounds 2", "update with replay and agreement / without: "),
+    "sampling_masks": Row("--models laboratory --tokens 4", "mean ratio"),
+    "sandbox": Row("--workers 1 --seconds 0.1", "monty .*stateful"),
+    "survival": Row("--steps 3", "no token was older than 4 updates"),
+    "trainer_step": Row(
+        "--trl-python $BENCH --model $TINY --tokens 4 --rounds 1 "
+        """--trl-variant '{"batch": 64, "weights": "float32"}'""",
+        "speed .*x TRL",
+    ),
+    "turns": Row("--model $TINY --prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
+    "worker": Row("--models laboratory --rounds 1", "interruption to answer"),
+}
+
+
+def test_every_script_has_a_row() -> None:
+    assert sorted(ROWS) == sorted(file.stem for file in BENCHMARKS.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_benchmark_runs_at_its_smallest_size(name: str, tiny: Path, tmp_path: Path) -> None:
+    row, python, peers = ROWS[name], ENVIRONMENTS[ROWS[name].made_by], ENVIRONMENTS["bench-install"]
+    if row.library:
+        for user in row.library:
+            assert re.search(rf"^from {name} import", (BENCHMARKS / f"{user}.py").read_text(), re.MULTILINE)
+        return
+    if row.cuda and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if not python.exists():
+        pytest.skip(f"no {python}: `make {row.made_by}` makes it")
+    if "$BENCH" in row.options and not peers.exists():
+        pytest.skip(f"no {peers}: `make bench-install` makes it")
+    given = {"TINY": str(tiny), "OUT": str(tmp_path / "out"), "BENCH": str(peers)}
+    command = [str(python), str(BENCHMARKS / f"{name}.py"), *shlex.split(Template(row.options).substitute(given))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert re.search(row.says, done.stdout), done.stdout[-2000:]

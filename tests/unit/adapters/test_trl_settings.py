@@ -1,0 +1,52 @@
+"""Options of TRL's own loss are refused with what replaces them here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from trimtab.adapters.trl_settings import LOSS_OPTIONS, check_settings
+from trimtab.errors import TrimtabError
+from trimtab.objectives import keywords_of, objective, objectives
+
+KEYWORDS = {keyword for name in objectives() for keyword in keywords_of(name)}
+
+
+@dataclasses.dataclass
+class Config:
+    """The options of `GRPOConfig` that `check_settings` reads, with TRL's defaults."""
+
+    epsilon: float = 0.2
+    delta: float | None = None
+    top_entropy_quantile: float = 1.0
+    sapo_temperature_pos: float = 1.0
+    steps_per_generation: int = 1
+    gradient_accumulation_steps: int = 1
+    use_vllm: bool = False
+    beta: float = 0.0
+
+
+@pytest.mark.parametrize("option", [option for option, instead in LOSS_OPTIONS.items() if instead is not None])
+def test_what_replaces_an_option_exists(option: str) -> None:
+    words = set(re.findall(r"[a-z0-9_-]+", LOSS_OPTIONS[option] or ""))
+    assert words & (KEYWORDS | set(objectives()))
+    assert {word for word in words if "_" in word} <= KEYWORDS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"epsilon": 0.1},
+            "reads this, leave it out. In the objective: for epsilon clip_low and",
+        ),
+        ({"delta": 4.0, "sapo_temperature_pos": 2.0}, "for delta clip_dual; for sapo_temperature_pos tau_positive, of"),
+        ({"top_entropy_quantile": 0.2}, "for top_entropy_quantile there is nothing"),
+    ],
+)
+def test_a_refused_option_names_its_replacement(options: dict[str, float], message: str) -> None:
+    with pytest.raises(TrimtabError) as refused:
+        check_settings(objective("grpo"), Config(**options), Config)
+    assert message in str(refused.value)
