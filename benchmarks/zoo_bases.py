@@ -247,6 +247,10 @@ def measure_drift() -> None:
 
     count = max(SPACING) * (STEPS + AGES - 1)
     training = train(first, count, 1e-4, batch, range(count + 1))
+    last = training.model(first, count)
+    own = loaded._replace(model=_with_weights(loaded.model, last))
+    responses = sampled(own, "bfloat16", prompts[300:], 4, sampling)
+    save("laboratory-trained.plain", stream(responses, last, sampling, conditions=True))
     for level, spacing in enumerate(SPACING):
         models = [training.model(first, spacing * step) for step in range(STEPS)]
         samplers = [plain_model(model, torch.bfloat16) for model in models]

@@ -59,6 +59,7 @@ NOISE: Mapping[str, str] = {
     "laboratory-float32": "",
     "laboratory-bfloat16": "precision",
     "laboratory-int4": "quantized",
+    "laboratory-trained": "precision",
     "mixture-bfloat16": "routing",
     "smollm2-float32": "",
     "smollm2-bfloat16": "precision",
