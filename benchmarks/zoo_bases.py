@@ -127,7 +127,8 @@ def measure_tools() -> None:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop, top_logprobs=1)
     groups = runner.generate(engine, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
     environment.close()
-    save("smollm2-bfloat16.turns", stream(responses_of(prompts, groups), plain_model(loaded.model), sampling))
+    responses = responses_of(prompts, groups)
+    save("smollm2-bfloat16.turns", stream(responses, plain_model(loaded.model), sampling, turns=True))
 
 
 def measure_trained() -> None:
