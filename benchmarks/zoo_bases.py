@@ -127,7 +127,8 @@ def measure_tools() -> None:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop, top_logprobs=1)
     groups = runner.generate(engine, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
     environment.close()
-    save("smollm2-bfloat16.turns", stream(responses_of(prompts, groups), plain_model(loaded.model), sampling))
+    responses = responses_of(prompts, groups)
+    save("smollm2-bfloat16.turns", stream(responses, plain_model(loaded.model), sampling, turns=True))
 
 
 def measure_trained() -> None:
@@ -247,6 +248,10 @@ def measure_drift() -> None:
 
     count = max(SPACING) * (STEPS + AGES - 1)
     training = train(first, count, 1e-4, batch, range(count + 1))
+    last = training.model(first, count)
+    own = loaded._replace(model=_with_weights(loaded.model, last))
+    responses = sampled(own, "bfloat16", prompts[300:], 4, sampling)
+    save("laboratory-trained.plain", stream(responses, last, sampling, conditions=True))
     for level, spacing in enumerate(SPACING):
         models = [training.model(first, spacing * step) for step in range(STEPS)]
         samplers = [plain_model(model, torch.bfloat16) for model in models]

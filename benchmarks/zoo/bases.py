@@ -14,6 +14,7 @@ from zoo.streams import Stream
 from zoo.synthetic import synthetic
 
 FOLDER = Path(__file__).parent / "bases"
+UNEXPLAINED, BROKEN = "unexplained", 0.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +38,11 @@ class Base:
 
         A few tokens hold what routing adds, so that it is known only by scoring those responses under the sampler's
         experts whether they make up most of k3 (routing), less than a third (precision), or something between (either).
+        Beyond a k3 of `BROKEN` quantized weights are not told from other damage: then it may also be unexplained.
         """
         if "replayed" not in drawn.tokens:
-            return frozenset({self.noise} if self.noise else ())
+            broken = {UNEXPLAINED} if drawn.k3 > BROKEN else set()
+            return frozenset({self.noise, *broken} if self.noise else ())
         left = drawn.changed(trainer=drawn["replayed"]).k3 / drawn.k3
         names = {"routing": left < 2 / 3, "precision": left > 1 / 3}
         return frozenset(name for name, there in names.items() if there)
@@ -59,6 +62,7 @@ NOISE: Mapping[str, str] = {
     "laboratory-float32": "",
     "laboratory-bfloat16": "precision",
     "laboratory-int4": "quantized",
+    "laboratory-trained": "precision",
     "mixture-bfloat16": "routing",
     "smollm2-float32": "",
     "smollm2-bfloat16": "precision",

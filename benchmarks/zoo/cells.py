@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from zoo.answers import NONE, REFUSED, Answer, answer
-from zoo.bases import Base
+from zoo.bases import UNEXPLAINED, Base
 from zoo.plants import NOTHING, PAIRS, SINGLE, Plant
 
-UNEXPLAINED = "unexplained"
 DOUBT = 0.5
 """Confidence below which a wrong cause counts as doubt, where the right one is not known to the diagnosis."""
 
@@ -60,7 +59,7 @@ def run(cell: Cell, file: Path) -> Result | None:
     given = answer(planted, file, bare=bare, without=(cell.without,) if cell.without else ())
     noises = base.noises(drawn)
     if plant is NOTHING:
-        truth = min(noises, default="clean")
+        truth = base.noise if base.noise in noises else min(noises, default="clean")
         return Result(cell, given, truth, (noises or frozenset({NONE, "precision"})) - {cell.without})
     # Streams of some kinds hold the fault already: what the noise makes up is then known from the plain stream.
     alone = drawn if planted is not drawn else base.stream("plain", 0)

@@ -102,10 +102,11 @@ def stream(
     sampler: Any = None,
     autocast: bool = False,
     conditions: bool = False,
+    turns: bool = False,
 ) -> Stream:
     """Scores responses. `sampler`: adds its own log-probs before temperature and truncation, `raw`, and the trainer's.
 
-    conditions: adds the trainer's log-probs at other temperatures.
+    conditions: adds the trainer's log-probs at other temperatures. turns: adds the mask and the number of the turn.
     """
     found: list[dict[str, np.ndarray]] = [{} for _ in responses]
     for index, scores in logits(trainer, responses, autocast=autocast):
@@ -115,7 +116,7 @@ def stream(
         columns["trainer"] = within(scores, response, sampling.temperature)
         if one.top is not None:
             columns["top"] = one.top.logps[:, 0]
-        if one.loss_mask is not None:
+        if turns:
             columns["mask"], columns["turn"] = one.sampled, one.turn.astype(np.int32)
         if conditions:
             columns |= {name: at(scores, response, t) for name, t in TRAINER_AT.items()}

@@ -121,15 +121,16 @@ def _observations_at_zero(stream: Stream, level: int, _random: np.random.Generat
     return Stream(stream.starts, tokens, stream.rows).keeping(place <= (2, 4, 6)[level])
 
 
-def _padded_both(stream: Stream, level: int, _random: np.random.Generator) -> Stream:
-    """Both lists padded with 0.0 to one length, without a mask. Longer responses are cut there."""
-    width = int(np.quantile(stream.lengths, (0.6, 0.8, 1.0)[level]))
-    inside = stream.position < width
+def _padded_both(stream: Stream, level: int, random: np.random.Generator) -> Stream:
+    """Responses cut at random lengths; both lists padded with 0.0 to the longest, without a mask."""
+    shortest = (0.8, 0.5, 0.2)[level] * stream.lengths
+    cut = stream.keeping(stream.position < np.ceil(random.uniform(shortest, stream.lengths + 1))[stream.row])
+    width = int(cut.lengths.max())
     tokens = {}
     for name in ("behavior", "trainer"):
-        tokens[name] = np.zeros(stream.responses * width)
-        tokens[name][(stream.row * width + stream.position)[inside]] = stream[name][inside]
-    return Stream(np.arange(stream.responses + 1) * width, tokens, stream.rows)
+        tokens[name] = np.zeros(cut.responses * width)
+        tokens[name][cut.row * width + cut.position] = cut[name]
+    return Stream(np.arange(cut.responses + 1) * width, tokens, cut.rows)
 
 
 def _all_zero(stream: Stream, _level: int, _random: np.random.Generator) -> Stream:
@@ -221,7 +222,7 @@ def _non_finite(value: float, column: str) -> Change:
 
 
 def _null_where_certain(stream: Stream, level: int, random: np.random.Generator) -> Stream:
-    certain = stream["behavior"] > -2e-3
+    certain = stream["behavior"] > min(-2e-3, np.quantile(stream["behavior"][stream.mask], 0.8))
     return stream.changed(null=_some_tokens(stream, (0.1, 0.5, 1.0)[level], random, certain))
 
 

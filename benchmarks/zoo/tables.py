@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from zoo.answers import NONE, REFUSED
-from zoo.cells import UNEXPLAINED, Result
+from zoo.bases import UNEXPLAINED
+from zoo.cells import Result
 
 CAUSES = (
     *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
