@@ -45,7 +45,7 @@ class Settings:
 class Placeholder:
     """A constant that is no log-prob, at one kind of place.
 
-    column: behavior, trainer or both. value: -inf stands for several below -100. place: last (trained token of its
+    column: behavior, trainer or both. place: last (trained token of its
     response), end, start, stretch (two and more in a row) or single. tokens, responses: how many. uncertain_only:
     whether certain tokens share value and place, so that it is one only where the other side is uncertain.
     """

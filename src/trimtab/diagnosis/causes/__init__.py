@@ -62,7 +62,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
     if len(tokens) >= MIN_TOKENS and not everywhere:
-        context = Context(measured.size.floor, measured.origin.settings, measured.origin.framework == "trimtab")
+        context = Context(measured.size.floor, measured.origin.settings)
         causes += _Search(context, frozenset(without), tokens).causes()
     return tuple(sorted(causes, key=lambda cause: -cause.confidence))
 
@@ -89,7 +89,7 @@ class _Search:
                 context = replace(context, repaired=True, against=accepted[-1].against or context.against)
                 if accepted[-1].is_final or len(tokens) < MIN_TOKENS // 2:
                     return [self._cause(*one, None) for one in found]
-        open_question = None if context.against else self._open_question(tokens, left, found)
+        open_question = None if context.against else unexplained(tokens, left, context.floor, bool(found))
         named = [self._cause(*one, left if open_question else None) for one in found]
         return [*named, open_question] if open_question else named
 
@@ -107,12 +107,6 @@ class _Search:
             if last.rest is tokens or last.is_final or _heals(left, after):
                 options.append((findings, after))
         return options
-
-    def _open_question(self, tokens: LogprobPairs, left: Left, found: list[tuple[Finding, Left]]) -> Cause | None:
-        """Returns `unexplained` where no noise was named although something is there."""
-        if found and found[-1][0].name in NOISES:
-            return None
-        return unexplained(tokens, left, self.context.floor, bool(found))
 
     def _cause(self, finding: Finding, after: Left, open_left: Left | None) -> Cause:
         """Returns the record; `open_left`: what nothing explains, which lowers confidence by its share of k3."""

@@ -25,7 +25,7 @@ def placeholder_cause(measured: Measured) -> Cause | None:
     tokens = measured.removed if measured.cleaned else min(sum(one.tokens for one in found), trained)
     largest = max(found, key=lambda one: one.tokens)
     everywhere = not measured.cleaned
-    value = describe(largest.value)
+    value = f"{largest.value:.1f}"
     if everywhere:
         evidence = f"{_NAMES[largest.column]} is {value} at every token: the values never arrived"
     else:
@@ -41,15 +41,11 @@ def placeholder_cause(measured: Measured) -> Cause | None:
     )
 
 
-def describe(value: float) -> str:
-    return "below -100" if np.isinf(value) else f"{value:.1f}"
-
-
 def _sentence(one: Placeholder) -> str:
     where = f"{_WHERE[one.place]} of {one.responses} responses"
     certain = ", the other side is far from certain" if one.column != "both" and one.value == 0 else ""
     name, verb = _NAMES[one.column], "are" if one.column == "both" else "is"
-    return f"{name} {verb} {describe(one.value)} at {one.tokens} tokens {where}{certain}"
+    return f"{name} {verb} {one.value:.1f} at {one.tokens} tokens {where}{certain}"
 
 
 def _fix(one: Placeholder, *, everywhere: bool) -> str:

@@ -187,7 +187,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
 
 
 def _noise(name: str, tokens: LogprobPairs, certainty: float, evidence: str, fix: str) -> Finding:
-    return Finding(name, evidence, fix, tokens, len(tokens), certainty)
+    return Finding(name, evidence, fix, tokens, len(tokens), certainty, is_final=True)
 
 
 def _routing(tokens: LogprobPairs, noise: Noise, size: str) -> list[Finding]:

@@ -105,7 +105,8 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
     by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and not wide and _is_in_bulk(tokens)
-    if not (by_zeros or by_mass):
+    # What top-p keeps bounds the ratio from below in every context.
+    if not (by_zeros or by_mass) or share(log_ratio < -1.0) > LIMITS["truncated-far"]:
         return None
     return Truncation(mass, z, one_sided_zeros, share(certain))
 

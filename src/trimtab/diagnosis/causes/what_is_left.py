@@ -108,13 +108,12 @@ class Finding:
 class Context:
     """What detectors know besides the tokens.
 
-    floor: k3 of the file's rounding. computes_itself: whether the trainer's values are known to be its own. repaired:
-    whether a cause was undone. against: the shape that log-ratios follow because of a cause that cannot be undone.
+    floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
+    against: the shape that log-ratios follow because of a cause that cannot be undone.
     """
 
     floor: float
     settings: Settings | None
-    computes_itself: bool = False
     repaired: bool = False
     against: Against | None = None
 

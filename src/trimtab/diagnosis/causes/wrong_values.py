@@ -67,8 +67,9 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
 
 
 def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
-    """Both columns hold the same numbers."""
-    if context.computes_itself or not (tokens.behavior == tokens.trainer).all() or len(np.unique(tokens.behavior)) < 10:
+    """Both columns hold the same numbers, and not of a run of this package, whose trainer computes its own."""
+    is_own = context.settings is not None
+    if is_own or (tokens.behavior != tokens.trainer).any() or len(np.unique(tokens.behavior)) < 10:
         return []
     evidence = (
         f"trainer and sampler have the same value at all {len(tokens)} tokens, to the last digit: one column is a copy "

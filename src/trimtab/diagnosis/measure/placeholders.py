@@ -1,7 +1,7 @@
 """Finds values that are no log-probs: constants that stand where a value was not there, in one pass.
 
-Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0) or lies below -100, which no sampled token reaches. A value
-above 0 or below -100 needs no proof. 0.0 is also the log-prob of a certain token, for which the other side agrees: it
+Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0). One above 0 or below -50 needs no proof, as no sampled
+token reaches it. 0.0 is also the log-prob of a certain token, for which the other side agrees: it
 is a placeholder where the other side is below -1 more often than at tokens that are almost certain. Another whole
 number is one if it is more frequent than the values around it and the other side disagrees. Lists of one length that
 end (or begin) with 0.0 on both sides are padded.
@@ -73,7 +73,7 @@ class PlaceholderSums:
     def _add_column(self, table: TokenTable, name: str) -> None:
         values, mask = getattr(table, name), table.mask
         whole = np.rint(values)
-        exact = mask & ((values == whole) | (values < MIN_BEHAVIOR))
+        exact = mask & (values == whole)
         apart = np.abs(table.trainer - table.behavior) > _APART
         near = mask & ~exact & (values > _CERTAIN)
         for key, part in (("certain", near), ("any", mask & ~exact)):
@@ -82,10 +82,12 @@ class PlaceholderSums:
             usual.apart += int((part & apart).sum())
         if not exact.any():
             return
-        beside = np.unique(whole[mask & ~exact & (np.abs(values - whole) <= 0.25)], return_counts=True)
-        self.around.update({(name, float(value)): int(count) for value, count in zip(*beside, strict=True)})
-        for value in np.unique(_key(values[exact])):
-            at = exact & (_key(values) == value)
+        beside = _numbers_of(whole[mask & ~exact & (np.abs(values - whole) <= 0.25)])
+        self.around.update({(name, value): count for value, count in beside.items()})
+        for value, count in zip(*np.unique(values[exact], return_counts=True), strict=True):
+            if value < 0 and count < 2 * beside.get(float(value), 0):
+                continue  # one of many values there, which vary
+            at = exact & (values == value)
             for place, inside in zip(PLACES, _places(table, at), strict=True):
                 if inside.any():
                     counts = self.counts.setdefault((name, float(value), place), _Counts())
@@ -104,13 +106,17 @@ class PlaceholderSums:
 
     def _judged(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
         found = Placeholder(name, value, place, counts.tokens, counts.responses)
-        if value > _MAX_ROUNDED or value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
+        if value > _MAX_ROUNDED:
             return found
         share = counts.apart / counts.tokens
         if value != 0:
             total = [one for (column, at, _), one in self.counts.items() if (column, at) == (name, value)]
             tokens, apart = sum(one.tokens for one in total), sum(one.apart for one in total)
-            frequent = tokens >= max(LIMITS["placeholder-tokens"], 2 * self.around[name, value])
+            if tokens < 2 * self.around[name, value]:
+                return None
+            if value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
+                return found
+            frequent = tokens >= LIMITS["placeholder-tokens"]
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share) else None
         if counts.apart < LIMITS["placeholder-tokens"] or self._is_usual(name, share):
             return None
@@ -161,7 +167,7 @@ def placeholder_tokens(table: TokenTable, placeholders: tuple[Placeholder, ...])
             result |= _edge(table, both, one.place)
             continue
         values, other = (getattr(table, name) for name in sorted(COLUMNS, key=lambda name: name != one.column))
-        at = table.mask & (_key(values) == one.value)
+        at = table.mask & (values == one.value)
         inside = _places(table, at)[PLACES.index(one.place)]
         result |= inside & (other < -0.1) if one.uncertain_only else inside
     return result
@@ -178,9 +184,9 @@ def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...
     return replace(table, mask=table.mask & ~inside).without(bad & ~inside)
 
 
-def _key(values: np.ndarray) -> np.ndarray:
-    """Returns the values; all below `MIN_BEHAVIOR` that are not whole numbers as -inf."""
-    return np.where((values < MIN_BEHAVIOR) & (values != np.rint(values)), -np.inf, values)
+def _numbers_of(values: np.ndarray) -> dict[float, int]:
+    """Returns how often each value occurs."""
+    return {float(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}
 
 
 def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
