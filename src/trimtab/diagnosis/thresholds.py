@@ -56,6 +56,7 @@ TABLE: dict[str, Threshold] = {
     "one-noise-share": Threshold(0.008, "of tokens beyond five usual shifts in one noise", _LOGS, "0 of 60"),
     "leftover-share": Threshold(0.03, "the same after a repair, which leaves some wrong pairs", _EXACT, "-"),
     "one-noise-k3": Threshold(0.3, "of k3 in these tokens", _LOGS, "0 of 60"),
+    "coarse-noise-k3": Threshold(0.5, "the same for noise of quantized weights", "8 bits: .32", "0 of 2"),
     "routing-share": Threshold(0.15, "most tokens beyond five usual shifts that other experts explain", _LOGS, "-"),
     "routing-k3": Threshold(0.5, "least share of k3 in them", "a mixture of experts, bfloat16", "-"),
 }

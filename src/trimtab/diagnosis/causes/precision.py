@@ -169,7 +169,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
         size += f", {left.text}"
         # After lists were shifted back some pairs at the edges of stretches stay wrong.
         usual = LIMITS["leftover-share"] if context.repaired else LIMITS["one-noise-share"]
-        if noise.far > usual and noise.far_k3 > LIMITS["one-noise-k3"]:
+        if noise.far > usual and noise.far_k3 > LIMITS["coarse-noise-k3" if noise.coarseness > 0 else "one-noise-k3"]:
             return _routing(tokens, noise, size)
     if context.settings is not None and context.settings.coarse is not None:
         return _by_recipe(tokens, noise, size, context.settings)
