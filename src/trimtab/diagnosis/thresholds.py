@@ -48,6 +48,7 @@ TABLE: dict[str, Threshold] = {
     "log-base-left": Threshold(0.5, "part of the mean |log-ratio| that the conversion may leave", _LOGS, "0"),
     "wrong-token-noise": Threshold(0.02, "nats: least size of noise", _LOGS, "-"),
     "wrong-token-share": Threshold(0.05, "least share of tokens that are not the most likely one", _LOGS, "-"),
+    "wrong-token-between": Threshold(0.15, "share between noise and far, relative to the far ones", _LOGS, "-"),
     "truncated-far": Threshold(0.02, "share of ratios below 1/e that truncation may have", _LOGS, "0"),
     "truncated-mass": Threshold(0.65, "least kept mass that top-p and top-k are sure to explain", _LOGS, "-"),
     "undelivered-order": Threshold(0.8, "rank correlation of steps and the size of their noise", _EXACT, "1 of 24"),

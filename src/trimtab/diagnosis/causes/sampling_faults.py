@@ -140,7 +140,9 @@ MIN_LIKELIHOOD_GAIN = 2.0  # nats by which the trainer must explain the tokens b
 def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
     """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
     if (greedy := _greedy(tokens)) is not None:
-        return [_finding(greedy, tokens.select(np.zeros(len(tokens), dtype=bool)))]
+        return [
+            Finding(greedy.name, greedy.evidence, greedy.fix, tokens, len(tokens), greedy.confidence, is_final=True)
+        ]
     declared, fit = _declared_raw(tokens), fit_temperature(tokens)
     truncation, mirrored = find_truncation(tokens), find_truncation(tokens.swapped())
     if truncation is not None and mirrored is not None:

@@ -53,6 +53,9 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
         return []
     # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
+    between = share((np.abs(log_ratio) > noise) & ~far)  # another temperature moves tokens by any amount
+    if between > LIMITS["wrong-token-between"] * share(far):
+        return []
     if share(above) > 0.02 * share(far) or certain > 0.02 or np.median(log_ratio[far]) > -0.7:
         return []
     evidence = (
@@ -79,8 +82,4 @@ def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
         "Write the log-probs that the trainer computes itself (verl: rollout_correction.bypass_mode=False for a step), "
         "then run diagnose again: this data says nothing about the mismatch."
     )
-    return [
-        Finding(
-            "copied", evidence, fix, tokens.select(np.zeros(len(tokens), dtype=bool)), len(tokens), 0.9, is_final=True
-        )
-    ]
+    return [Finding("copied", evidence, fix, tokens, len(tokens), 0.9)]
