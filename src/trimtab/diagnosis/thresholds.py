@@ -41,7 +41,7 @@ TABLE: dict[str, Threshold] = {
     # Repairs and confidence.
     "heals": Threshold(0.9, "part of k3 that a repair may leave", _LOGS, "-"),
     "confidence-outside": Threshold(0.45, "plus half the squared share of k3, where something stays open", "-", "-"),
-    "confidence-unexplained": Threshold(0.75, "confidence of unexplained", "-", "-"),
+    "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo", "-"),
     # Values of another meaning.
     "log-base-error": Threshold(0.03, "of the log of the median ratio of the two log-probs", _LOGS, "0"),
     "log-base-spread": Threshold(0.3, "median deviation of that log", _LOGS, "-"),
