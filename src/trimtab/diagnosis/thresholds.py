@@ -27,6 +27,9 @@ TABLE: dict[str, Threshold] = {
     "placeholder-apart": Threshold(
         0.25, "share of contradicted tokens for which a whole place is left out", _CHOSEN, _UNKNOWN
     ),
+    "placeholder-lead": Threshold(
+        5, "times the contradicted share at tokens that are almost certain", _CHOSEN, _UNKNOWN
+    ),
     "certain-tokens": Threshold(
         50, "fewest tokens within 1e-3 of 0 that are compared with those at 0", _CHOSEN, _UNKNOWN
     ),
@@ -39,7 +42,7 @@ TABLE: dict[str, Threshold] = {
     # The contract: the mean ratio of tokens that were drawn from the reported distribution is 1.
     "contract-z": Threshold(5.0, "standard errors from 1", _CHOSEN, _UNKNOWN),
     "contract-bet": Threshold(9.2, "nats won by betting on a mean above 1", "Ville's inequality", "1e-4 (bound)"),
-    "contract-close": Threshold(1e-3, "a mean this close to 1 is always accepted", _CHOSEN, _UNKNOWN),
+    "contract-close": Threshold(0.001, "a mean this close to 1 is always accepted", _CHOSEN, _UNKNOWN),
     "contract-silent": Threshold(
         0.2, "standard error of the mean ratio beyond which it says nothing", _CHOSEN, _UNKNOWN
     ),
