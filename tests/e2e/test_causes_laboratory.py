@@ -87,15 +87,15 @@ def test_raw_log_probs_on_both_sides_show_in_the_contract(laboratory) -> None:
     whole = plant.rescore(laboratory.model, drawn)
     silent = plant.table(drawn, whole, behavior=whole)
     responses = silent.responses
-    assert plant.names(silent) == set()  # nothing in these numbers alone says so
+    assert plant.names(silent) == {"copied"}  # more these numbers alone do not say
     known = plant.table(drawn, whole, behavior=whole, top_p=np.full(responses, 0.9))
-    assert plant.names(known) == {"raw-logprobs"}
+    assert plant.names(known) == {"copied", "raw-logprobs"}
     reported_raw = plant.table(
         drawn, whole, behavior=whole, temperature=np.full(responses, 0.7), raw=np.ones(responses, bool)
     )
-    assert plant.names(reported_raw) == {"raw-logprobs"}
+    assert plant.names(reported_raw) == {"copied", "raw-logprobs"}
     entropy = plant.table(drawn, whole, behavior=whole, entropy=drawn.entropy)
-    assert plant.names(entropy) == {"raw-logprobs"}
+    assert plant.names(entropy) == {"copied", "raw-logprobs"}
     processed = plant.table(drawn, plant.rescore(laboratory.model, drawn, kept=True), top_p=np.full(responses, 0.9))
     assert plant.names(processed) == set()
 
@@ -131,12 +131,12 @@ def test_rounded_weights(laboratory, bits) -> None:
         assert plant.names(plant.part(coarse, tokens)) == {"quantized"}
 
 
-def test_jumps_are_distinguished_from_noise(laboratory) -> None:
+def test_jumps_in_data_of_one_turn_are_not_noise_and_not_retokenized(laboratory) -> None:
     rollout, generator = laboratory.sample(dtype="bfloat16"), np.random.default_rng(1)
     scored = plant.rescore(laboratory.model, rollout)
     hit = generator.random(len(scored)) < 0.005
     scored[hit] = -generator.uniform(6, 14, hit.sum())
-    assert plant.names(plant.table(rollout, scored)) == {"retokenized", "precision"}
+    assert plant.names(plant.table(rollout, scored)) == {"unexplained"}
 
 
 def test_small_jumps_where_turns_meet(laboratory) -> None:

@@ -40,7 +40,7 @@ def test_a_lagging_sampler_is_named_and_the_page_lies_where_it_says(tmp_path: Pa
     assert values["recommendation"]["preset"] in {outcome["preset"] for outcome in values["outcomes"]}
     page = (tmp_path / values["report"]).read_text()
     assert "k3 by age of the weights" in page
-    assert "Likely cause: stale" in page
+    assert "The sampler used older weights than the trainer (stale, " in page
 
 
 def test_a_clean_run_has_no_cause(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class GRPOTrainer(PlainTrainer):
             proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
         mask = _mask(inputs)
         if behavior is not None:
-            mask = mask & finite_rows(mask, behavior)
+            mask = mask & finite_rows(mask, behavior=behavior)
         return PolicyLogps(
             current=current,
             behavior=behavior,

@@ -47,17 +47,31 @@ def and_(keep: Bool[Tensor, "batch time"], passed: Bool[Tensor, "batch #time"]) 
     keep.view(torch.uint8).bitwise_and_(passed.view(torch.uint8))
 
 
+MIN_BEHAVIOR = -100.0
+"""Smallest log-prob that a sampler can report of a token it drew: a lower one (-9999.0, -inf) stands for none."""
+
+
+def reported(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the sampler's log-probs, NaN where one is below `MIN_BEHAVIOR`."""
+    return torch.where(behavior < MIN_BEHAVIOR, torch.nan, behavior)
+
+
 def finite_rows(
-    mask: Bool[Tensor, "batch time"], *logps: Float[Tensor, "batch time"] | None
+    mask: Bool[Tensor, "batch time"],
+    *logps: Float[Tensor, "batch time"] | None,
+    behavior: Float[Tensor, "batch time"] | None = None,
 ) -> Bool[Tensor, "batch 1"]:
     """Returns (batch, 1) bool: rows whose trained positions are finite in every given tensor (None is skipped).
 
-    Other rows are invalid data: drop them before computing advantages and denominators, and report them.
+    behavior: the sampler's log-probs, for which a value below `MIN_BEHAVIOR` counts as not finite. Other rows are
+    invalid data: drop them before computing advantages and denominators, and report them.
     """
     finite = torch.ones_like(mask)
     for logp in logps:
         if logp is not None:
             finite = finite & (torch.isfinite(logp) | ~mask)
+    if behavior is not None:
+        finite = finite & (torch.isfinite(reported(behavior)) | ~mask)
     return finite.all(dim=1, keepdim=True)
 
 

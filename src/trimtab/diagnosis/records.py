@@ -42,6 +42,23 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Placeholder:
+    """A constant that is no log-prob, at one kind of place.
+
+    column: behavior, trainer or both. place: last (trained token of its
+    response), end, start, stretch (two and more in a row) or single. tokens, responses: how many. uncertain_only:
+    whether certain tokens share value and place, so that it is one only where the other side is uncertain.
+    """
+
+    column: str
+    value: float
+    place: str
+    tokens: int
+    responses: int
+    uncertain_only: bool = False
+
+
+@dataclass(frozen=True)
 class DataSummary:
     """A summary of the data read, complete after the last table.
 
@@ -145,6 +162,8 @@ class View:
 class Measured:
     """The measurements of one pass over all data.
 
+    placeholders: values that are no log-probs; `cleaned` says whether they are left out of all figures, or are in them
+    since nothing else is there. removed: number of tokens left out. k3_before: k3 with them.
     scatter: counts (bins, bins) of sampler probability (columns) against trainer probability (rows).
     sample: at most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for
     analyses that need all tokens at once.
@@ -156,21 +175,37 @@ class Measured:
     split: DriftSplit
     scatter: np.ndarray
     sample: TokenTable
+    placeholders: tuple[Placeholder, ...] = ()
+    cleaned: bool = False
+    removed: int = 0
+    k3_before: float = 0.0
 
 
 @dataclass(frozen=True)
 class Cause:
     """A cause of the mismatch.
 
-    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale,
-    long-context or non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the
-    remedy.
+    name: one of `NAMES`. confidence: in (0, 1], from what is left once the cause is undone. evidence: a sentence with
+    the numbers that support it. fix: the remedy. share_of_k3: the part of k3 that undoing it removes, None where it is
+    unknown. tokens: number of tokens that it concerns. repaired: k3 and ratio_mean of the tokens after undoing it;
+    empty where it cannot be undone.
     """
 
     name: str
     confidence: float
     evidence: str
     fix: str = ""
+    share_of_k3: float | None = None
+    tokens: int = 0
+    repaired: Mapping[str, float] = field(default_factory=dict)
+
+
+NAMES = (
+    *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
+    *("truncated-sampling", "undelivered", "stale", "stale-cache", "non-finite", "routing", "quantized", "precision"),
+    *("long-context", "unexplained"),
+)
+"""Names of causes."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +229,7 @@ class PresetOutcome:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended objective, `trimtab.objective(preset, **overrides)`.
+    """The recommended objective, `trimtab.objective(preset, **overrides)`; preset "" while a cause must be repaired.
 
     why: the reason, in sentences. lines: the configuration as text, by framework (trimtab, verl, trl, miles).
     """

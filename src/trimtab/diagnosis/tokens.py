@@ -136,6 +136,11 @@ class TokenTable:
         chosen = {name: values[keep if name in PER_RESPONSE else index] for name, values in self.columns.items()}
         return replace(self, starts=np.append(0, np.cumsum(lengths[keep])), **chosen)
 
+    def without(self, bad: np.ndarray) -> TokenTable:
+        """Returns all responses without the tokens where `bad` (tokens,) is True."""
+        chosen = {name: values if name in PER_RESPONSE else values[~bad] for name, values in self.columns.items()}
+        return replace(self, starts=np.append(0, np.cumsum(~bad))[self.starts], **chosen)
+
     def split(self, tokens: int) -> Iterator[TokenTable]:
         """Yields parts of at most `tokens` tokens, or of one response. Their columns are views."""
         first = 0

@@ -18,7 +18,7 @@ from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
-from trimtab.corrections.reduce import Selection, Sequences, select, widen
+from trimtab.corrections.reduce import Selection, Sequences, reported, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
@@ -307,11 +307,16 @@ class Objective:
         return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), to_behavior)
 
     def _guard(self, logps: PolicyLogps, on_policy: Tensor) -> Tensor:
-        """Returns 0, or NaN when a log-prob at a trained token is not finite, which the bounded exponent would hide."""
+        """Returns 0, or NaN when a log-prob at a trained token is not finite, which the bounded exponent would hide.
+
+        A log-prob of the sampler that no sampled token has (`MIN_BEHAVIOR`) counts as not finite.
+        """
         assert logps.current is not None
         guard = _zero_or_nan(logps.current, logps.mask)
-        for name in sorted(self.needs & {"proximal", "behavior"}):
-            guard = guard + _zero_or_nan(logps.required(name, self.name), on_policy)
+        if "proximal" in self.needs:
+            guard = guard + _zero_or_nan(logps.required("proximal", self.name), on_policy)
+        if "behavior" in self.needs:
+            guard = guard + _zero_or_nan(reported(logps.required("behavior", self.name)), on_policy)
         return guard if self.kl.coef == 0 else guard + _zero_or_nan(logps.required("reference", self.name), logps.mask)
 
 

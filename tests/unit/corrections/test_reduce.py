@@ -84,3 +84,11 @@ def test_the_safety_bound_stops_the_gradient_and_is_counted():
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 0.0, 0.0]
     assert beyond_bound(x).tolist() == [False, True, True]
+
+
+def test_a_sampler_log_prob_that_no_sampled_token_has_is_not_finite():
+    behavior = torch.tensor([[-1.0, -100.0], [-9999.0, -1.0], [-torch.inf, -1.0]])
+    mask = torch.ones_like(behavior, dtype=torch.bool)
+    assert finite_rows(mask, behavior=behavior).tolist() == [[True], [False], [False]]
+    mask[1:, 0] = False
+    assert finite_rows(mask, behavior=behavior).all()

@@ -15,10 +15,10 @@ __all__ = ["advise"]
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
     """Returns the outcomes of all presets on `measured.sample`, and the recommended one with bounds and reason.
 
-    If a cause must be fixed first (docs/recommendations.md), the reason names it, and the preset is the one to use
-    after the fix, at published bounds.
+    If a cause must be fixed first (docs/recommendations.md), the reason names it, and no preset is recommended.
     """
     table = outcomes(AdviceData.of(measured.sample))
     size = measured.size
     rule, overrides, why = choose(Findings(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
-    return table, Recommendation(rule.preset, dict(overrides), why, lines(rule.preset, overrides))
+    settings = lines(rule.preset, overrides) if rule.preset else {}
+    return table, Recommendation(rule.preset, dict(overrides), why, settings)

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from trimtab.diagnosis.records import Cause, PresetOutcome
 from trimtab.objectives.calibrate import bounds_of
 
-MUST_FIX = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
-"""Causes that must be fixed first, worst first: the log-probs are not those of the sampled tokens."""
+MUST_FIX = (
+    *("placeholder", "non-finite", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "raw-logprobs"),
+    *("temperature", "truncated-sampling", "undelivered", "stale-cache", "unexplained"),
+)
+"""Causes that must be fixed first, worst first: no correction makes up for them."""
 
 FEWEST = 100
 """Fewest trained tokens for which the kind of mismatch is inferred."""
@@ -50,7 +53,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rule:
-    """A preset and the condition under which it is recommended.
+    """A preset ("" for none) and the condition under which it is recommended.
 
     why: format string of the reason (fields: `choose`). own_bounds: whether bounds are taken from the data.
     """
@@ -66,11 +69,9 @@ RULES = (
     Rule(
         "fault",
         lambda findings: bool(findings.faults),
-        "token-tis",
-        "Fix {faults} first: the log-probs are not those of the tokens that were sampled, and no correction hides "
-        "that. What is measured here is the fault, so no bound is taken from it. Once fixed, token-tis at its "
-        "published bound is a safe start, as it changes next to nothing while trainer and sampler agree; then run "
-        "diagnose again.",
+        "",
+        "Fix {faults} first: no correction makes up for that. What is measured here is the fault, so neither a preset "
+        "nor a bound is recommended from it. Once it is fixed, run diagnose again.",
         own_bounds=False,
     ),
     Rule(

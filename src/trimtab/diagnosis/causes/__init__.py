@@ -7,69 +7,132 @@ The rules follow from three facts about tokens y drawn from mu and a trainer pi:
                                            of the context's tokens that were not sampled)
     noise moves logits   bfloat16, quantized weights and old weights shift logits up and down: the ratio keeps mean 1
 
-`find_causes` applies them in this order: wrongly paired tokens (`misaligned`, `swapped`, `retokenized`) are repaired or
-removed, then systematic shapes are found (`sampling_faults`), then size and origin of the remaining noise
-(`long_context`, `stale`, `precision`).
+A cause is named only if undoing it heals the data. Each detector proposes repairs that are applied to the tokens:
+values converted, lists shifted back, tokens left out. Stage by stage the one that heals most is kept, and the search
+goes on with what is left, until noise remains (`precision`, `quantized`, `routing`), which needs the first fact to
+hold. What no detector explains is `unexplained`. Numbers that decide are in `diagnosis/thresholds.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
 from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
-from trimtab.diagnosis.causes.precision import measure_noise, noise_cause, noise_lower_bound
+from trimtab.diagnosis.causes.placeholder import placeholder_cause
+from trimtab.diagnosis.causes.precision import find_noise
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
-from trimtab.diagnosis.causes.stale import find_drift
+from trimtab.diagnosis.causes.stale import find_drift, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.records import Cause, DataSummary, Measured, Settings
+from trimtab.diagnosis.causes.unexplained import unexplained
+from trimtab.diagnosis.causes.what_is_left import Context, Detector, Finding, Left
+from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
+from trimtab.diagnosis.records import Cause, DataSummary, Measured
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 MIN_TOKENS = 100
-"""Fewest trained tokens for which causes other than `non-finite` are inferred."""
+"""Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""
+
+NOISES = ("precision", "quantized", "routing")
+STAGES: tuple[tuple[Detector, ...], ...] = (
+    (find_copied, find_log_base, find_wrong_token),
+    (find_shifts, find_swapped_responses),
+    (find_retokenized,),
+    (find_sampling_faults,),
+    (find_depth_growth,),
+    (find_undelivered, find_drift),
+    (find_noise,),
+)
+"""Detectors of one stage compete; a stage is searched again after a repair."""
 
 
-def find_causes(measured: Measured) -> tuple[Cause, ...]:
+def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Cause, ...]:
     """Returns the causes of the mismatch, most confident first; empty when it is within the noise floor.
 
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
-    `measured.size`. Rules, and the columns that each needs: docs/causes.md.
+    `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/causes.md.
     """
-    causes = [cause] if (cause := _non_finite(measured.origin)) else []
+    known = [placeholder_cause(measured), _non_finite(measured.origin)]
+    causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
-    if len(tokens) >= MIN_TOKENS:
-        causes += _infer_causes(tokens, measured.size.floor, measured.origin.settings)
+    everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
+    if len(tokens) >= MIN_TOKENS and not everywhere:
+        context = Context(measured.size.floor, measured.origin.settings)
+        causes += _Search(context, frozenset(without), tokens).causes()
     return tuple(sorted(causes, key=lambda cause: -cause.confidence))
 
 
-def _infer_causes(tokens: LogprobPairs, floor: float, settings: Settings | None) -> list[Cause]:
-    causes: list[Cause] = []
-    for search in (find_shifts, find_swapped_responses, find_retokenized):
-        cause, tokens = search(tokens)
-        # The edges of a shift that starts at a turn also look like jumps: the same cause is reported once.
-        if cause is not None and cause.name not in (known.name for known in causes):
-            causes.append(cause)
-    if len(tokens) < MIN_TOKENS // 2:
-        return causes
-    faults, fit, truncation = find_sampling_faults(tokens, repaired=bool(causes))
-    causes += faults
-    systematic = fit is not None or truncation is not None
-    sampler_cut = any(cause.name == "truncated-sampling" for cause in faults)
-    if not systematic:  # else log-ratios follow the shape of distributions, which may change along a response
-        growth = find_depth_growth(tokens, floor)
-        if growth.cause is not None:
-            causes.append(growth.cause)
-        if growth.rest is None or len(growth.rest) < MIN_TOKENS:
-            return causes
-        tokens = growth.rest
-    noise = noise_lower_bound(tokens, fit, sampler_cut=sampler_cut) if systematic else measure_noise(tokens)
-    drift = find_drift(tokens, noise, systematic=systematic)
-    if drift.cause is not None:
-        causes.append(drift.cause)
-    if drift.undrifted is not None:
-        remaining_noise = measure_noise(drift.undrifted) if not systematic else noise
-        if (cause := noise_cause(remaining_noise, floor, settings)) is not None:
-            causes.append(cause)
-    return causes
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The search for causes in some tokens."""
+
+    context: Context
+    without: frozenset[str]
+    tokens: LogprobPairs
+
+    def causes(self) -> list[Cause]:
+        """Applies the repairs that heal most one after the other; what they leave decides how sure each is."""
+        found: list[tuple[Finding, Left]] = []
+        tokens, left, context = self.tokens, Left.of(self.tokens), self.context
+        for stage in STAGES:
+            names = {finding.name for finding, _ in found}
+            while options := self._options(stage, tokens, left, context, names):
+                accepted, after = max(options, key=lambda option: left.total - option[1].total)
+                found += [(finding, after) for finding in accepted]
+                names |= {finding.name for finding in accepted}
+                tokens, left = accepted[-1].rest, after
+                context = replace(context, repaired=True, against=accepted[-1].against or context.against)
+                if accepted[-1].is_final or len(tokens) < MIN_TOKENS // 2:
+                    return [self._cause(*one, None) for one in found]
+        open_question = None if context.against else unexplained(tokens, left, context.floor, bool(found))
+        named = [self._cause(*one, left if open_question else None) for one in found]
+        return [*named, open_question] if open_question else named
+
+    def _options(
+        self, stage: tuple[Detector, ...], tokens: LogprobPairs, left: Left, context: Context, names: set[str]
+    ) -> list[tuple[list[Finding], Left]]:
+        """Returns the findings of each detector that heal, with what they leave."""
+        options = []
+        for find in stage:
+            findings = [one for one in find(tokens, context) if one.name not in self.without | names]
+            if not findings:
+                continue
+            last = findings[-1]
+            after = left if last.rest is tokens else Left.of(last.rest)
+            if last.rest is tokens or last.is_final or _heals(left, after):
+                options.append((findings, after))
+        return options
+
+    def _cause(self, finding: Finding, after: Left, open_left: Left | None) -> Cause:
+        """Returns the record; `open_left`: what nothing explains, which lowers confidence by its share of k3."""
+        before = Left.of(self.tokens)
+        share = float(np.clip(1 - after.k3 / before.k3, 0, 1)) if before.k3 > 0 and after.tokens else 0.0
+        heals = after.tokens > 0 and finding.against is None and finding.name not in ("stale", *NOISES)
+        limit = 0.99
+        if open_left is not None:
+            limit = LIMITS["confidence-outside"] + 0.5 * share**2
+        repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean} if heals else {}
+        return Cause(
+            finding.name,
+            round(min(finding.at_most, limit), 2),
+            finding.evidence,
+            finding.fix,
+            share if heals else None,
+            finding.tokens,
+            repaired,
+        )
+
+
+def _heals(before: Left, after: Left) -> bool:
+    """Whether less is left for each token, and the contract does not break."""
+    if after.tokens == 0:
+        return False
+    return after.k3 < LIMITS["heals"] * before.k3 and not (before.contract == "inside" and after.contract == "outside")
 
 
 def _non_finite(origin: DataSummary) -> Cause | None:
@@ -78,6 +141,8 @@ def _non_finite(origin: DataSummary) -> Cause | None:
     counts = ", ".join(f"{count} {name}" for name, count in origin.nonfinite.items() if count)
     fix = (
         "An infinite log-prob is a token outside the kept set of top-k, top-p or a vocabulary mask; NaN is an "
-        "overflow. Score sampled tokens with the same masks, and compute the log-softmax in float32."
+        "overflow, or a value that was not written (null in JSON). Score sampled tokens with the same masks, compute "
+        "the log-softmax in float32, and log a value for every sampled token."
     )
-    return Cause("non-finite", 0.99, f"values that are not finite at trained tokens: {counts}", fix)
+    tokens = sum(origin.nonfinite.values())
+    return Cause("non-finite", 0.99, f"values that are not finite at trained tokens: {counts}", fix, tokens=tokens)

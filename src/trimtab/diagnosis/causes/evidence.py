@@ -47,9 +47,10 @@ class LogprobPairs:
 
     @staticmethod
     def concat(parts: Sequence[LogprobPairs]) -> LogprobPairs:
-        """Returns several selections of tokens of one table as one."""
+        """Returns several selections of tokens of one table as one, in the order of the table."""
         names = ("index", "behavior", "trainer")
-        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        order = np.argsort(np.concatenate([part.index for part in parts]), kind="stable")
+        joined = (np.concatenate([getattr(part, name) for part in parts])[order] for name in names)
         return LogprobPairs(parts[0].table, *joined)
 
     def __len__(self) -> int:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.causes.precision import MIN_K3, MIN_RMS
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.precision import MIN_K3
+from trimtab.diagnosis.causes.steps import MIN_RMS
+from trimtab.diagnosis.causes.what_is_left import Context, Finding
 
 SPAN = 1024
 """Smallest difference in depth, in tokens, that counts: over less, the form of an answer has a larger effect."""
@@ -36,26 +37,20 @@ FIX = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class DepthResult:
-    """cause: `long-context`, if detected. rest: tokens whose difference is not due to depth, None without any."""
-
-    cause: Cause | None
-    rest: LogprobPairs | None
-
-
-def find_depth_growth(tokens: LogprobPairs, floor: float) -> DepthResult:
-    """Detects growth with depth. `floor`: k3 of the file's rounding."""
+def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Detects growth with depth, and leaves the shallowest tokens."""
+    if context.against:  # log-ratios follow the shape of distributions, which may change along a response
+        return []
     depth, is_from_prompt = _depth(tokens)
     chosen = tokens.middle & _spans_enough(tokens, depth)
     is_within = chosen.sum() >= MIN_TOKENS and len(np.unique(tokens.row[chosen])) >= MIN_RESPONSES
     if not is_within:  # short responses to prompts of very different lengths
         chosen = tokens.middle
         if not is_from_prompt or chosen.sum() < MIN_TOKENS or np.ptp(depth[chosen]) < SPAN:
-            return DepthResult(None, tokens)
+            return []
     growth = _measure(tokens.select(chosen), depth[chosen], is_within=is_within)
-    if growth is None or not growth.is_clear or not growth.is_above(floor):
-        return DepthResult(None, tokens)
+    if growth is None or not growth.is_clear or not growth.is_above(context.floor):
+        return []
     where = "of the context" if is_from_prompt else "of the response"
     where += "" if is_within else ", compared between responses"
     evidence = (
@@ -64,8 +59,13 @@ def find_depth_growth(tokens: LogprobPairs, floor: float) -> DepthResult:
         f"{growth.last:.2g} from token {growth.deep:,.0f} {where} (z = {growth.z:.1f}; "
         f"{growth.responses} responses, k3 there {growth.k3:.1e})"
     )
-    cause = Cause("long-context", confidence(growth.z, MIN_Z), evidence, FIX)
-    return DepthResult(cause, tokens.select(depth <= growth.shallow) if growth.base > MAX_BASE else None)
+    shallow = tokens.select(depth <= growth.shallow)
+    sure = confidence(growth.z, MIN_Z)
+    return [
+        Finding(
+            "long-context", evidence, FIX, shallow, len(tokens) - len(shallow), sure, is_final=growth.base <= MAX_BASE
+        )
+    ]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, z_of
 from trimtab.diagnosis.causes.turns import ShiftStart, find_shift_starts, shift_starts_text
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.what_is_left import Context, Finding
 
 # For the offset of a single response, which is chosen among many.
 MAX_DISTANCE_SINGLE, MIN_GAIN_SINGLE = 0.25, 6.0
@@ -38,7 +38,7 @@ CAP, MIN_STRETCH_GAIN, MIN_GAIN, MIN_GAIN_RATIO = 3.0, 3.0, 12.0, 3.0
 MAX_DISTANCE, MIN_CORRELATION, MIN_PART = 0.65, 0.75, 0.22
 MIN_WHOLE_Z = 6.0
 MIN_SURPRISE = 2.0  # nats of surprise that a response needs to show its shift
-MAX_ROUNDS = 4
+MAX_ROUNDS, MAX_OTHER = 8, 0.15
 FIX_TURNS = (
     "Train on the token ids the sampler returned: the conversation was encoded again where that turn begins, and got "
     "another length. Append new tokens to the old ids, and take the loss mask from them."
@@ -49,8 +49,8 @@ FIX = (
 )
 
 
-def find_shifts(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
-    """Returns the cause, if detected, and the correctly paired tokens after repair of the shifted stretches."""
+def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+    """Finds shifts, and repairs the shifted stretches."""
     shifts: list[_Shift] = []
     remaining, repaired_parts = tokens, []
     for _ in range(MAX_ROUNDS):
@@ -63,7 +63,7 @@ def find_shifts(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
         # Tokens around a stretch have lost their partners, so that its whole response is removed from the search.
         remaining = remaining.select(~np.isin(remaining.row, remaining.row[inside]))
     if not shifts:
-        return None, tokens
+        return []
     largest = max(shifts, key=lambda shift: shift.gain)
     others = ", ".join(f"{shift.offset:+d}" for shift in shifts if shift is not largest)
     moved, rows = sum(len(part) for part in repaired_parts), sum(shift.rows for shift in shifts)
@@ -83,8 +83,8 @@ def find_shifts(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     if starts_at_turns:
         evidence += f"; {shift_starts_text(starts, rows)}"
     name, fix = ("retokenized", FIX_TURNS) if starts_at_turns else ("misaligned", FIX)
-    cause = Cause(name, confidence(largest.gain, MIN_GAIN), evidence, fix)
-    return cause, LogprobPairs.concat([repaired, remaining]) if clean else repaired
+    rest = LogprobPairs.concat([repaired, remaining]) if clean else repaired
+    return [Finding(name, evidence, fix, rest, moved, confidence(largest.gain, MIN_GAIN))]
 
 
 def _distance(tokens: LogprobPairs) -> float:
@@ -118,33 +118,44 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
         rates[offset] = float(gains[offset].sum()) / max(int(real.sum()), 1)
         wholes[offset] = float(score[real].sum()) if z_of(score[real]) > MIN_WHOLE_Z else 0.0
     needed = max(MIN_GAIN, MIN_PART * distance.sum())
+    everywhere = np.ones(len(distance), dtype=bool)
     best, gain = _by_stretches(gains, rates)
-    eligible, fit, is_whole = np.ones(len(distance), dtype=bool), MAX_DISTANCE, False
-    if gain < needed:
-        best, gain, rows = _by_responses(gains, needed)
-        eligible, fit = rows[tokens.row], MAX_DISTANCE_SINGLE
-    if gain < MIN_GAIN:
-        best = max(wholes, key=lambda s: wholes[s])
-        gain = wholes[best]
-        eligible, fit, is_whole = np.ones(len(distance), dtype=bool), MAX_DISTANCE, True
-        if gain < needed:
-            return None
-    score, real = _score(tokens, distance, best)
-    score = np.where(eligible, score, -CAP)
-    chosen = real if is_whole else _stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
-    partner, _ = _partner(tokens, best)
+    single, single_gain, rows, differ = _by_responses(gains, needed)
+    whole = max(wholes, key=lambda s: wholes[s])
+    candidates = [
+        (best, gain, needed, everywhere, MAX_DISTANCE),
+        (single, single_gain, MIN_GAIN, rows[tokens.row], MAX_DISTANCE_SINGLE),
+        (whole, wholes[whole], needed, None, MAX_DISTANCE),
+    ]
+    if differ:  # one offset would also take stretches of responses with another one
+        candidates[:2] = candidates[1::-1]
+    for offset, gained, least, eligible, fit in candidates:
+        if gained >= least and (shift := _fitting(tokens, distance, offset, gained, eligible, fit)) is not None:
+            return shift
+    return None
+
+
+def _fitting(
+    tokens: LogprobPairs, distance: np.ndarray, offset: int, gain: float, eligible: np.ndarray | None, fit: float
+) -> _Shift | None:
+    """Returns the shift by an offset if its tokens agree far better so; `eligible`: tokens that may, None for all."""
+    score, real = _score(tokens, distance, offset)
+    score = score if eligible is None else np.where(eligible, score, -CAP)
+    chosen = real if eligible is None else _stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
+    partner, _ = _partner(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
     if near > fit * distance[chosen].mean() or _correlation(behavior, moved) < MIN_CORRELATION:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
-    inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, best)
+    inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
     # Across masked tokens the neighbor among trained tokens is not the one at that offset: such pairs stay unrepaired.
-    inside &= tokens.position[partner] - tokens.position == best
+    inside &= tokens.position[partner] - tokens.position == offset
     if inside.sum() < 6:
         return None
     rows = np.unique(tokens.row[inside])
-    return _Shift(best, gain, len(rows), inside, partner, find_shift_starts(tokens, np.where(real, score, 0.0), rows))
+    starts = find_shift_starts(tokens, np.where(real, score, 0.0), rows)
+    return _Shift(offset, gain, len(rows), inside, partner, starts)
 
 
 def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -> tuple[int, float]:
@@ -155,10 +166,11 @@ def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -
     return best, totals[best] if rates[best] >= MIN_GAIN_RATIO * usual else 0.0
 
 
-def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, float, np.ndarray]:
+def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, float, np.ndarray, bool]:
     """Returns the offset with the most gain in responses where one is `MIN_GAIN_RATIO` times ahead, and these (rows,).
 
-    Its gain is 0 unless the responses in which some offset is ahead gain `needed` together.
+    Its gain is 0 unless the responses in which some offset is ahead gain `needed` together. The last value says whether
+    others gain more than `MAX_OTHER` of the total.
     """
     table = np.stack(list(gains.values()))
     first = table.argmax(0)
@@ -166,7 +178,7 @@ def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, 
     won = np.array([table[index, ahead & (first == index)].sum() for index in range(len(table))])
     best = int(won.argmax())
     gain = float(won[best]) if won.sum() >= needed else 0.0
-    return list(gains)[best], gain, ahead & (first == best)
+    return list(gains)[best], gain, ahead & (first == best), bool(won[best] < (1 - MAX_OTHER) * won.sum())
 
 
 def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:

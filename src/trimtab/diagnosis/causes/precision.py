@@ -20,11 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.sampling_faults import TemperatureFit
-from trimtab.diagnosis.records import Cause, Settings
+from trimtab.diagnosis.causes.steps import MIN_RMS, drift_between_steps
+from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left
+from trimtab.diagnosis.records import Settings
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.runs.metric_ranges import k3_ranges
 
-MIN_RMS, MIN_K3 = 4e-4, 1e-8
+MIN_K3 = 1e-8
 BORDER_RMS, BORDER_K3, RMS_WEIGHT = 0.25, 5.8e-3, 0.7
 ID_BONUS, MIN_PERSISTENCE, MIN_IDS = 0.7, 0.07, 60
 MAX_CONFIDENCE_BY_SIZE = 0.8  # largest confidence where only the size is known
@@ -40,6 +42,11 @@ FIX_QUANTIZED = (
     "rare tokens are hit hardest."
 )
 
+FIX_ROUTING = (
+    "Replay the sampler's routing in the trainer (vLLM and SGLang return the experts of each token), or mask tokens "
+    "beyond bounds on the ratio; dense models have no experts: then look at these tokens."
+)
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -47,7 +54,8 @@ class Noise:
 
     rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from.
     is_lower_bound: whether rms is only a lower bound. persistent: share of the variance explained by token ids; None if
-    unknown, 0 if not significant.
+    unknown, 0 if not significant. far, far_k3: share of the undecided tokens beyond five times the usual shift, and of
+    k3 in them.
     """
 
     rms: float
@@ -55,6 +63,8 @@ class Noise:
     tokens: int
     is_lower_bound: bool = False
     persistent: float | None = None
+    far: float = 0.0
+    far_k3: float = 0.0
 
     @property
     def depends_on_ids(self) -> bool:
@@ -73,17 +83,31 @@ class Noise:
 
 def measure_noise(tokens: LogprobPairs) -> Noise:
     """Measures the noise of tokens without systematic differences."""
-    log_ratio = tokens.log_ratio
-    k3 = float((np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio).mean()) if len(tokens) else 0.0
-    shift = tokens.shift[tokens.middle]
-    if len(shift) < 10:
-        shift = tokens.shift[tokens.behavior < -1e-3]
+    log_ratio, middle = tokens.log_ratio, tokens.middle
+    excess = np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio
+    k3 = float(excess.mean()) if len(tokens) else 0.0
+    if middle.sum() < 10:
+        middle = tokens.behavior < -1e-3
+    shift = tokens.shift[middle]
     if len(shift) < 10:
         return Noise(0.0, 0.0, len(shift))
     scale = 1.48 * float(np.median(np.abs(shift)))
     # Clipped, so that a few outliers do not determine the rms.
     clipped = np.clip(shift, -5 * scale, 5 * scale)
-    return Noise(float(np.sqrt((clipped**2).mean())), k3, len(shift), persistent=persistence(tokens, scale))
+    far, of_k3 = np.abs(shift) > 5 * scale, excess[middle]
+    return Noise(
+        float(np.sqrt((clipped**2).mean())),
+        k3,
+        len(shift),
+        persistent=persistence(tokens, scale),
+        far=share(far),
+        far_k3=float(of_k3[far].sum() / max(of_k3.sum(), 1e-300)),
+    )
+
+
+def noise_of(tokens: LogprobPairs, context: Context) -> Noise:
+    """Measures the noise, or a lower bound of it against a systematic shape."""
+    return measure_noise(tokens) if context.against is None else noise_lower_bound(tokens, context.against)
 
 
 def persistence(tokens: LogprobPairs, scale: float) -> float | None:
@@ -107,34 +131,48 @@ def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     return part if part > MIN_PERSISTENCE and z > 3.0 else 0.0
 
 
-def noise_lower_bound(tokens: LogprobPairs, line: TemperatureFit | None, *, sampler_cut: bool) -> Noise:
+def noise_lower_bound(tokens: LogprobPairs, against: Against) -> Noise:
     """Returns a lower bound on the noise despite a systematic difference, from tokens that moved against it.
 
     At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
     Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
     """
     undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
-    direction = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
-    against = -direction * tokens.shift[undecided]
-    wrong = against[against > MIN_RMS]
-    if len(wrong) < 20 or share(against > MIN_RMS) < 0.01:
+    direction = (
+        math.copysign(1.0, against.line.a - 1.0) if against.line is not None else (-1.0 if against.sampler_cut else 1.0)
+    )
+    opposite = -direction * tokens.shift[undecided]
+    wrong = opposite[opposite > MIN_RMS]
+    if len(wrong) < 20 or share(opposite > MIN_RMS) < 0.01:
         return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)
     # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
-    factor = 1.0 if share(against > MIN_RMS) > 0.3 else 1.5
+    factor = 1.0 if share(opposite > MIN_RMS) > 0.3 else 1.5
     return Noise(float(np.sqrt((wrong**2).mean())) * factor, 0.0, len(wrong), is_lower_bound=True)
 
 
-def noise_cause(noise: Noise, floor: float, settings: Settings | None = None) -> Cause | None:
-    """Returns `precision` or `quantized` if the noise exceeds that of float32 and of the file's rounding, or None.
+def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
 
-    settings: numerics from the run's recipe; they decide if they determine whether the sampler is quantized.
+    Noise keeps the mean ratio at 1 and has one size: where a few tokens are far beyond the others, these were routed to
+    other experts, and where many are, it is not one noise. The run's settings decide if they determine whether the
+    sampler is quantized.
     """
-    if noise.rms < MIN_RMS or (not noise.is_lower_bound and noise.k3 < max(MIN_K3, 3 * floor)):
-        return None
+    noise = noise_of(tokens, context)
+    if noise.rms < MIN_RMS or (not noise.is_lower_bound and noise.k3 < max(MIN_K3, 3 * context.floor)):
+        return []
     size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
     size += ", seen against a larger systematic shift" if noise.is_lower_bound else f", k3 = {noise.k3:.1e}"
-    if settings is not None and settings.coarse is not None:
-        return _cause_by_recipe(noise, size, settings)
+    if not noise.is_lower_bound:
+        left = Left.of(tokens)
+        if left.contract != "inside" or noise.k3 > LIMITS["noise-k3"] or drift_between_steps(tokens) is not None:
+            return []
+        size += f", {left.text}"
+        # After lists were shifted back some pairs at the edges of stretches stay wrong.
+        usual = LIMITS["leftover-share"] if context.repaired else LIMITS["one-noise-share"]
+        if noise.far > usual and noise.far_k3 > LIMITS["coarse-noise-k3" if noise.coarseness > 0 else "one-noise-k3"]:
+            return _routing(tokens, noise, size)
+    if context.settings is not None and context.settings.coarse is not None:
+        return _by_recipe(tokens, noise, size, context.settings)
     certainty = round(min(0.95, 0.55 + 0.5 * abs(noise.coarseness)), 2)
     if noise.coarseness > 0:
         evidence = f"{size}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
@@ -143,20 +181,34 @@ def noise_cause(noise: Noise, floor: float, settings: Settings | None = None) ->
         else:
             certainty = min(certainty, MAX_CONFIDENCE_BY_SIZE)
             evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
-        return Cause("quantized", certainty, evidence, FIX_QUANTIZED)
+        return [_noise("quantized", tokens, certainty, evidence, FIX_QUANTIZED)]
     kind = "float16 or tf32" if noise.rms < MIN_BFLOAT16_RMS else "bfloat16"
-    return Cause("precision", certainty, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
+    return [_noise("precision", tokens, certainty, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)]
 
 
-def _cause_by_recipe(noise: Noise, size: str, settings: Settings) -> Cause | None:
-    """Returns the cause according to the recipe; None for more noise than rounding makes, which has another cause."""
+def _noise(name: str, tokens: LogprobPairs, certainty: float, evidence: str, fix: str) -> Finding:
+    return Finding(name, evidence, fix, tokens, len(tokens), certainty, is_final=True)
+
+
+def _routing(tokens: LogprobPairs, noise: Noise, size: str) -> list[Finding]:
+    """Returns `routing` if few tokens hold most of k3 and the others are as usual; nothing for other mixtures."""
+    if noise.far > LIMITS["routing-share"] or noise.far_k3 < LIMITS["routing-k3"] or noise.coarseness > ID_BONUS:
+        return []
+    evidence = (
+        f"{noise.far:.1%} of the undecided tokens are more than five times as far apart as usual and hold "
+        f"{noise.far_k3:.0%} of k3; {size}: other experts answered for these tokens"
+    )
+    return [_noise("routing", tokens, 0.85, evidence, FIX_ROUTING)]
+
+
+def _by_recipe(tokens: LogprobPairs, noise: Noise, size: str, settings: Settings) -> list[Finding]:
+    """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
     recipe_text = f"the run's recipe says {settings}"
     if settings.coarse:
-        return Cause("quantized", CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_QUANTIZED)
+        return [_noise("quantized", tokens, CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_QUANTIZED)]
     if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RMS_BY_RECIPE):
-        return None
+        return []
     if settings.sixteen_bits:
-        return Cause("precision", CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_PRECISION)
-    return Cause(
-        "precision", 0.5, f"{size}, although {recipe_text}: check the dtype that the sampler runs in", FIX_PRECISION
-    )
+        return [_noise("precision", tokens, CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_PRECISION)]
+    doubt = f"{size}, although {recipe_text}: check the dtype that the sampler runs in"
+    return [_noise("precision", tokens, 0.5, doubt, FIX_PRECISION)]

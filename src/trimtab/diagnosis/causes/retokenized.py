@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.what_is_left import Context, Finding
 
 # Of an isolated jump: multiples of the scale, and nats.
 ISOLATED_SCALES, MIN_LOG_RATIO = 25.0, 1.5
@@ -34,13 +34,15 @@ FIX = (
 )
 
 
-def find_retokenized(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
-    """Returns the cause, if detected, and the tokens without the jumps."""
+def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+    """Finds jumps in data of several turns, and leaves them out."""
+    if not tokens.in_later_turn.any():
+        return []
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = tokens.in_later_turn & (tokens.since_boundary < FIRST_TOKENS)
     middle = tokens.middle & ~opening
     if middle.sum() < 20:
-        return None, tokens
+        return []
     # A high quantile, since tokens of several ages or steps, with different scales, may be mixed.
     scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, MIN_SCALE)
     far = (shift > ISOLATED_SCALES * scale) & (log_ratio > MIN_LOG_RATIO)
@@ -53,7 +55,7 @@ def find_retokenized(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     # A heavy tail decreases steadily; jumps are separated from the rest by a gap.
     apart = count >= MIN_GAP_RATIO * between
     if not 0 < share(jumps) < MAX_SHARE or not (boundary or (apart and (count >= 2 or certain))):
-        return None, tokens
+        return []
     size = float(np.median(log_ratio[jumps]))
     where = (
         f", {share(loose[opening]):.1%} of the first {FIRST_TOKENS} tokens of a turn against "
@@ -66,7 +68,7 @@ def find_retokenized(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
         f"logits{where}"
     )
     sure = confidence(float(count) * (3 if boundary else 1), 1.5)
-    return Cause("retokenized", sure, evidence, FIX), tokens.select(~_near(jumps, tokens))
+    return [Finding("retokenized", evidence, FIX, tokens.select(~_near(jumps, tokens)), count, sure)]
 
 
 def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:

@@ -9,7 +9,9 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, logit, share, z_of
 from trimtab.diagnosis.causes.raw_logprobs import find_undeclared_raw
+from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, TemperatureFit
 from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 MAX_SPREAD, SMALL_SPREAD, MIN_SLOPE, MIN_Z_LARGE_SPREAD, MIN_Z = 6.0, 2.5, 0.02, 8.0, 6.0
 # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
@@ -19,19 +21,6 @@ MIN_DEFICIT, MIN_DEFICIT_Z, MIN_BULK_Z = 1e-3, 6.0, 4.0
 CERTAIN, NEARLY_CERTAIN, UNCERTAIN = -1e-6, -0.01, -0.01
 LARGE_LOG_RATIO, MAX_LARGE_SHARE, MAX_UNEVENNESS, MAX_UP_OVER_DOWN = 0.5, 0.01, 4.0, 0.6
 MAX_LOG_RATIO = 20.0
-
-
-@dataclass(frozen=True)
-class TemperatureFit:
-    """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
-
-    z: of the distance of a from 1. spread: residual in logits per unit of slope. tokens: number of tokens fitted.
-    """
-
-    a: float
-    z: float
-    spread: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,8 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
     by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and not wide and _is_in_bulk(tokens)
-    if not (by_zeros or by_mass):
+    # What top-p keeps bounds the ratio from below in every context.
+    if not (by_zeros or by_mass) or share(log_ratio < -1.0) > LIMITS["truncated-far"]:
         return None
     return Truncation(mass, z, one_sided_zeros, share(certain))
 
@@ -147,12 +137,12 @@ FIX_RAW = (
 MIN_LIKELIHOOD_GAIN = 2.0  # nats by which the trainer must explain the tokens better
 
 
-def find_sampling_faults(
-    tokens: LogprobPairs, *, repaired: bool
-) -> tuple[list[Cause], TemperatureFit | None, Truncation | None]:
-    """Returns the causes, and the temperature fit and truncation that the noise detectors must account for."""
+def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
     if (greedy := _greedy(tokens)) is not None:
-        return [greedy], TemperatureFit(0.0, math.inf, 0.0, len(tokens)), None
+        return [
+            Finding(greedy.name, greedy.evidence, greedy.fix, tokens, len(tokens), greedy.confidence, is_final=True)
+        ]
     declared, fit = _declared_raw(tokens), fit_temperature(tokens)
     truncation, mirrored = find_truncation(tokens), find_truncation(tokens.swapped())
     if truncation is not None and mirrored is not None:
@@ -160,7 +150,7 @@ def find_sampling_faults(
     if truncation is not None or mirrored is not None:
         fit = _fit_despite_truncation(tokens, fit, sampler_cut=truncation is not None)
     causes = [] if declared is None else [declared]
-    sampler = _follows_sampler(tokens, fit, truncation, mirrored, repaired=repaired)
+    sampler = _follows_sampler(tokens, fit, truncation, mirrored, repaired=context.repaired)
     if truncation is not None:
         causes.append(_truncation_cause(truncation, len(tokens)))
     if mirrored is not None and declared is None:
@@ -173,7 +163,13 @@ def find_sampling_faults(
             causes.append(_temperature_cause(tokens, fit, doubtful=True))
     if not causes and (hidden := find_undeclared_raw(tokens)) is not None:
         causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
-    return causes, fit, truncation or mirrored
+    systematic = fit is not None or truncation is not None or mirrored is not None
+    against = Against(fit, sampler_cut=truncation is not None) if systematic else None
+    return [_finding(cause, tokens, against) for cause in causes]
+
+
+def _finding(cause: Cause, rest: LogprobPairs, against: Against | None = None) -> Finding:
+    return Finding(cause.name, cause.evidence, cause.fix, rest, len(rest), cause.confidence, against)
 
 
 def _greedy(tokens: LogprobPairs) -> Cause | None:
@@ -265,7 +261,10 @@ def _truncation_cause(truncation: Truncation, tokens: int) -> Cause:
     zeros = truncation.one_sided_zeros
     text = f"; {zeros} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if zeros else ""
     evidence = f"the mean ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens), the mass kept{text}"
-    return Cause("truncated-sampling", confidence(max(-truncation.z / 6, zeros / 5), 1.0), evidence, FIX_CUT)
+    sure = confidence(max(-truncation.z / 6, zeros / 5), 1.0)
+    if truncation.mass < LIMITS["truncated-mass"]:
+        sure = LIMITS["confidence-outside"]
+    return Cause("truncated-sampling", sure, evidence, FIX_CUT)
 
 
 def _raw_truncation_cause(truncation: Truncation, tokens: int) -> Cause:
@@ -275,7 +274,10 @@ def _raw_truncation_cause(truncation: Truncation, tokens: int) -> Cause:
         f"the mean inverse ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens): the sampler "
         f"reports the whole distribution, tokens come from the trainer's truncated one{text}"
     )
-    return Cause("raw-logprobs", confidence(max(-truncation.z / 6, zeros / 5), 1.0), evidence, FIX_RAW)
+    sure = confidence(max(-truncation.z / 6, zeros / 5), 1.0)
+    if truncation.mass < LIMITS["truncated-mass"]:
+        sure = LIMITS["confidence-outside"]
+    return Cause("raw-logprobs", sure, evidence, FIX_RAW)
 
 
 def _temperature_text(tokens: LogprobPairs) -> str:

@@ -10,15 +10,15 @@ characters).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.causes.precision import ID_BONUS, MIN_RMS, Noise
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.precision import ID_BONUS, Noise, noise_of
+from trimtab.diagnosis.causes.steps import MIN_GROWTH_Z, MIN_RMS, MIN_TOKENS, drift_between_steps, growth_of, rms_of
+from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-MIN_GROWTH, MIN_GROWTH_Z = 1.15, 5.0
+MIN_GROWTH = 1.15
 MIN_CORRELATION, MIN_CORRELATION_Z, STRONG_CORRELATION, STRONG_CORRELATION_Z, MIN_CORRELATION_AT_AGE_0 = (
     0.15,
     5.0,
@@ -27,28 +27,21 @@ MIN_CORRELATION, MIN_CORRELATION_Z, STRONG_CORRELATION, STRONG_CORRELATION_Z, MI
     0.3,
 )
 MAX_FINE_COARSENESS = -0.8
-MIN_STEP_GROWTH = 1.8
-MIN_TOKENS = 40
 FIX = (
     "Refresh the sampler's weights more often or bound the lag (max_lag); otherwise correct with weights of "
     "proximal over behavior and log versions to separate lag from rounding."
 )
 
-
-@dataclass(frozen=True)
-class DriftResult:
-    """The result of `find_drift`.
-
-    cause: `stale`, if detected. undrifted: tokens whose difference is not drift, those of age 0 if known, or None.
-    """
-
-    cause: Cause | None
-    undrifted: LogprobPairs | None
+FIX_UNDELIVERED = (
+    "Compare the sampler's weights with the trainer's after a publication (a checksum of each tensor, or the log-probs "
+    "of one fixed text on both sides); with LoRA, whether the adapter's name and version change with each one."
+)
 
 
-def find_drift(tokens: LogprobPairs, noise: Noise, *, systematic: bool) -> DriftResult:
-    """Detects staleness. `noise` is that of all tokens; `systematic`: whether other causes distort it."""
-    correlation = None if systematic or noise.rms < MIN_RMS else _reward_correlation(tokens)
+def find_drift(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
+    noise = noise_of(tokens, context)
+    correlation = None if context.against or noise.rms < MIN_RMS else _reward_correlation(tokens)
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, noise, correlation)
     corr, z = correlation or (0.0, 0.0)
@@ -60,62 +53,75 @@ def find_drift(tokens: LogprobPairs, noise: Noise, *, systematic: bool) -> Drift
         evidence = (
             f"log-ratios of responses correlate with their advantage{despite}: correlation {corr:.2f}, z = {z:.1f}"
         )
-        return DriftResult(Cause("stale", confidence(z, MIN_CORRELATION_Z), evidence, FIX), None)
-    if tokens.age is None and not systematic and (evidence := _drift_between_steps(tokens)) is not None:
-        return DriftResult(Cause("stale", 0.6, evidence, FIX), None)
+        return [_all(tokens, evidence, confidence(z, MIN_CORRELATION_Z))]
+    if tokens.age is not None or context.against:
+        return []
+    if (steps := drift_between_steps(tokens)) is not None:
+        return [_all(tokens, steps.text + ": the size of rounding does not vary, that of lag does", 0.6)]
     fine = noise.rms >= MIN_RMS and noise.coarseness < MAX_FINE_COARSENESS + ID_BONUS
-    if tokens.age is None and not systematic and noise.depends_on_ids and fine:
+    if noise.depends_on_ids and fine:
         evidence = (
             f"{noise.persistent:.0%} of the shift of logits depends on the token id, unlike rounding, and is too "
             f"small for quantized weights (rms {noise.rms:.2g})"
         )
-        return DriftResult(Cause("stale", 0.6, evidence, FIX), None)
-    return DriftResult(None, tokens)
+        return [_all(tokens, evidence, 0.6)]
+    return []
 
 
-def _drift_by_age(tokens: LogprobPairs, noise: Noise, correlation: tuple[float, float] | None) -> DriftResult:
+def _all(tokens: LogprobPairs, evidence: str, sure: float) -> Finding:
+    """Returns a finding that concerns all tokens, so that nothing is left to examine."""
+    return Finding("stale", evidence, FIX, tokens, len(tokens), sure, is_final=True)
+
+
+def find_undelivered(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Detects weights that never reach the sampler: age 0 at every step, and a difference that grows with the steps."""
+    if context.against or tokens.age is None or tokens.age.any():
+        return []
+    if (steps := drift_between_steps(tokens)) is None or steps.order < LIMITS["undelivered-order"]:
+        return []
+    step = tokens.of_response(tokens.table.step)
+    assert step is not None
+    first = tokens.select(step == steps.steps[0])
+    k3 = [Left.of(tokens.select(step == number)).k3 for number in (steps.steps[0], steps.steps[-1])]
+    evidence = (
+        f"every token is of age 0 by its versions, but k3 grows from {k3[0]:.1e} at step {steps.steps[0]} to "
+        f"{k3[1]:.1e} at step {steps.steps[-1]} ({k3[1] / max(k3[0], 1e-12):.0f} times), in the order of the steps: "
+        "the trainer moves away from weights that the sampler keeps"
+    )
+    return [Finding("undelivered", evidence, FIX_UNDELIVERED, first, len(tokens) - len(first), 0.95)]
+
+
+def _drift_by_age(tokens: LogprobPairs, noise: Noise, correlation: tuple[float, float] | None) -> list[Finding]:
     age = tokens.age
     assert age is not None
     middle = tokens.middle
     ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= MIN_TOKENS]
-    fresh = tokens.select(age == 0) if 0 in ages else None
     corr, z = correlation or (0.0, 0.0)
     correlated = f"; log-ratios correlate with advantage (correlation {corr:.2f}, z = {z:.1f})" if z > 4 else ""
     if len(ages) >= 2:
         young, old = middle & (age == ages[0]), middle & (age > ages[0])
-        growth, growth_z = _growth(tokens.shift[old], tokens.shift[young])
-        if growth > MIN_GROWTH and growth_z > MIN_GROWTH_Z and _rms(tokens.shift[old]) > MIN_RMS:
+        growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
+        if growth > MIN_GROWTH and growth_z > MIN_GROWTH_Z and rms_of(tokens.shift[old]) > MIN_RMS:
             times = f"{growth:.2f} times" if growth < 100 else "over 100 times"
             evidence = (
                 f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){correlated}"
             )
-            return DriftResult(Cause("stale", confidence(growth_z, MIN_GROWTH_Z), evidence, FIX), fresh)
-        if fresh is not None and not correlated:
-            return DriftResult(None, tokens)
+            fresh = tokens.select(age == 0)
+            sure = confidence(growth_z, MIN_GROWTH_Z)
+            return [Finding("stale", evidence, FIX, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
+        if 0 in ages and not correlated:
+            return []
     if noise.rms < MIN_RMS:
-        return DriftResult(None, tokens)
+        return []
     certainty = confidence(z, 4.0) if correlated else 0.6 if noise.coarseness > 0 or noise.depends_on_ids else 0.5
     size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarseness > 0 else "within")
     evidence = (
         f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{correlated}; no tokens "
         "of another age are available to distinguish lag from rounding"
     )
-    return DriftResult(
-        Cause("stale", certainty, evidence, FIX), tokens if noise.coarseness <= 0 and not correlated else None
-    )
-
-
-def _rms(shift: np.ndarray) -> float:
-    return float(np.sqrt(np.square(shift).mean()))
-
-
-def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
-    """Returns the ratio of the geometric mean sizes, and the z of its logarithm."""
-    left, right = np.log(np.abs(old) + 1e-6), np.log(np.abs(young) + 1e-6)
-    difference = float(left.mean() - right.mean())
-    error = np.sqrt(left.var() / len(left) + right.var() / len(right))
-    return float(np.exp(difference)), difference / max(float(error), 1e-12)
+    is_final = noise.coarseness > 0 or bool(correlated)
+    return [Finding("stale", evidence, FIX, tokens, len(tokens), certainty, is_final=is_final)]
 
 
 def _reward_correlation(tokens: LogprobPairs) -> tuple[float, float] | None:
@@ -158,23 +164,3 @@ def _advantage(tokens: LogprobPairs) -> np.ndarray | None:
     known = np.isfinite(table.reward)
     total = np.bincount(index, np.where(known, table.reward, 0.0))
     return table.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
-
-
-def _drift_between_steps(tokens: LogprobPairs) -> str | None:
-    """Returns evidence of noise whose size differs between steps, or None."""
-    step = tokens.of_response(tokens.table.step)
-    if step is None:
-        return None
-    middle, shift = tokens.middle, tokens.shift
-    sizes = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
-    sizes = {s: v for s, v in sizes.items() if len(v) >= MIN_TOKENS}
-    if len(sizes) < 2:
-        return None
-    order = sorted(sizes, key=lambda s: float(np.log(np.abs(sizes[s]) + 1e-6).mean()))
-    growth, growth_z = _growth(sizes[order[-1]], sizes[order[0]])
-    if growth < MIN_STEP_GROWTH or growth_z < MIN_GROWTH_Z + 1 or _rms(sizes[order[-1]]) < MIN_RMS:
-        return None
-    return (
-        f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {growth_z:.1f}): the "
-        "size of rounding does not vary, that of lag does"
-    )

@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.what_is_left import Context, Finding
 
 CAP, MIN_OWN_DISTANCE, MAX_RELATIVE_DISTANCE, MIN_RESPONSES, MIN_SHARE, MAX_CANDIDATES = 3.0, 0.3, 0.15, 4, 0.5, 500
 MIN_SURPRISE = 3.0  # nats of surprise that a response needs to be distinguished from others
 
 
-def find_swapped_responses(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
-    """Returns the cause, if detected, and the tokens with the matching log-probs restored to every response."""
+def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+    """Finds responses with the log-probs of another one, and restores their own."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)
     own_distance = (
@@ -42,12 +42,12 @@ def find_swapped_responses(tokens: LogprobPairs) -> tuple[Cause | None, LogprobP
                 repaired[equal[i]] = True
     swapped = int(repaired.sum())
     if swapped < max(MIN_RESPONSES, MIN_SHARE * compared):
-        return None, tokens
+        return []
     evidence = (
         f"{swapped} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: that "
         f"one's fit at less than {MAX_RELATIVE_DISTANCE:g} of the distance"
     )
     fix = "Keep responses and their log-probs in one order: join them by an id, not by place, after sorting or packing."
     # Only the repaired responses are kept: the others may be swapped as well and too certain to show it.
-    cause = Cause("misaligned", confidence(swapped, MIN_RESPONSES), evidence, fix)
-    return cause, tokens.repaired(trainer, np.repeat(repaired, lengths))
+    rest = tokens.repaired(trainer, np.repeat(repaired, lengths))
+    return [Finding("misaligned", evidence, fix, rest, len(rest), confidence(swapped, MIN_RESPONSES))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from trimtab.diagnosis.measure.by_length import LengthView
 from trimtab.diagnosis.measure.by_token_id import TokenIdView
 from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
+from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import (
@@ -23,25 +25,36 @@ from trimtab.diagnosis.measure.views import (
     TurnNumberView,
     TurnView,
 )
-from trimtab.diagnosis.records import DataSummary, Measured
+from trimtab.diagnosis.records import DataSummary, Measured, Placeholder
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 SCATTER = 100
 
 
-def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, seed: int = 0) -> Measured:
-    """Measures size and location of the mismatch in one pass; `origin` is called after it.
+def measure(
+    tables: Iterable[TokenTable],
+    origin: Callable[[], DataSummary],
+    *,
+    left_out: tuple[Placeholder, ...] = (),
+    seed: int = 0,
+) -> Measured:
+    """Measures size and location of the mismatch in one pass, and finds placeholders; `origin` is called after it.
 
-    The split into tables affects only the last digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError`
-    without a trained token, and for tables with different columns.
+    left_out: placeholders of an earlier pass, which no figure counts. The split into tables affects only the last
+    digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError` without a trained token, for tables with
+    different columns, and for padding that cannot be told from tokens.
     """
+    constants = PlaceholderSums()
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
     ordered = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
     parts: tuple[Part, ...] = (*ordered, AfterObservationView(), AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
-    for table in tables:
+    for whole in tables:
+        if not left_out:
+            constants.add(whole)
+        table = without_placeholders(whole, left_out)
         tokens = TrainedTokens.of(table, responses)
         sample.add(table, responses)
         responses += table.responses
@@ -57,10 +70,12 @@ def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, 
     drawn = sample.result()
     views = [ids.view(drawn), *(part.view() for part in parts)]
     return Measured(
-        origin=summary,
+        origin=replace(summary, trained=trained),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None},
         split=drift.split(seed),
         scatter=scatter,
         sample=drawn,
+        placeholders=left_out or constants.found(),
+        cleaned=bool(left_out),
     )

@@ -16,6 +16,7 @@ from trimtab.diagnosis.output.words import (
     format_with_interval,
     masked_text,
     method_text,
+    opening,
     outside_text,
     read_text,
     size_text,
@@ -38,7 +39,8 @@ def verdict(diagnosis: Diagnosis, page: Path | None = None, width: int | None = 
 def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]]:
     """Returns label and text of each line; an empty label continues the line above."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
-    lines = [("read", read_text(origin))]
+    lines = [("verdict" if index == 0 else "", line) for index, line in enumerate(opening(diagnosis))]
+    lines.append(("read", read_text(origin)))
     lines += [("", finding) for finding in origin.findings]
     if origin.missing:
         lines.append(("missing", _missing(origin.missing)))

@@ -14,6 +14,8 @@ from trimtab.intervals import Interval
 from trimtab.pages.render import beside, number, short
 from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
+WIDE = 3.0
+"""Ratio of the ends of an interval of the mean ratio beyond which it is no evidence that 1 is inside."""
 CLOSE = 1e-3
 """A mean ratio this close to 1 is accepted, however narrow its interval is."""
 
@@ -97,6 +99,8 @@ def overrides_text(overrides: Mapping[str, Any]) -> str:
 
 
 def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
+    if not preset:
+        return "no correction yet"
     return f"{preset} with {overrides_text(overrides)}" if overrides else preset
 
 
@@ -137,6 +141,8 @@ def contract(size: MismatchSize) -> Check:
     if interval is None or not known(interval):
         return Check("plain", f"mean ratio {mean:.5g}; too few responses for an interval")
     text = f"mean ratio {mean:.5g} ({interval.low:.5g} to {interval.high:.5g})"
+    if interval.low <= 1 <= interval.high and interval.high > WIDE * interval.low:
+        return Check("plain", f"{text}: an interval this wide says nothing, a few tokens decide the mean")
     if interval.low <= 1 <= interval.high:
         return Check("good", f"{text}: 1 is inside, as for correct log-probs of untruncated sampling")
     if abs(mean - 1) <= CLOSE:
@@ -205,24 +211,52 @@ def tone(diagnosis: Diagnosis) -> str:
     return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
 
 
+def opening(diagnosis: Diagnosis) -> list[str]:
+    """Returns what is wrong, how sure that is and what to do first, in plain sentences."""
+    lines = []
+    for cause in diagnosis.causes[:2]:
+        sure = next(word for least, word in CERTAINTY if cause.confidence >= least)
+        lines.append(f"{PLAIN[cause.name]} ({cause.name}, {sure}, confidence {cause.confidence:.2f}).")
+    if not lines:
+        lines.append("Trainer and sampler agree: no cause stands out above the noise floor.")
+    wrong = faults(diagnosis)
+    if wrong:
+        first = next(cause for cause in diagnosis.causes if cause.name in wrong)
+        lines.append(f"First: {first.fix}")
+    return lines
+
+
 def headline(diagnosis: Diagnosis) -> list[str]:
-    """Returns the verdict in sentences: size, causes, recommendation."""
-    size = diagnosis.measured.size
+    """Returns the verdict in sentences: the opening, the size, the recommendation."""
+    size, recommendation, lines = diagnosis.measured.size, diagnosis.recommendation, opening(diagnosis)
     k3 = format_with_interval(size, "k3")
-    lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]
+    lines.append(f"The mismatch is k3 = {k3} nats per token: {size_text(size)}.")
     if masked := masked_text(diagnosis.measured.origin):
         lines.append(f"That is {masked}.")
-    wrong = faults(diagnosis)
-    if not diagnosis.causes:
-        lines.append("No cause stands out above the noise floor.")
-    else:
-        named = ", ".join(f"{cause.name} (confidence {cause.confidence:.2f})" for cause in diagnosis.causes)
-        lines.append(f"Likely cause{'s' if len(diagnosis.causes) > 1 else ''}: {named}.")
-    if wrong:
-        lines.append(
-            f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that."
-        )
-    after = "After that, use" if wrong else "Use"
-    recommendation = diagnosis.recommendation
-    lines.append(f"{after} {method_text(recommendation.preset, recommendation.overrides)}.")
+    if recommendation.preset:
+        lines.append(f"Use {method_text(recommendation.preset, recommendation.overrides)}.")
     return lines
+
+
+CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
+PLAIN = {
+    "placeholder": "Some log-probs in the file are constants that stand for missing values",
+    "misaligned": "Trainer and sampler log-probs are paired with the wrong tokens",
+    "retokenized": "The trainer scores other tokens than were sampled, since text was encoded again",
+    "log-base": "One side uses logarithms of another base",
+    "wrong-token": "The sampler reports the log-prob of another token than the one it sampled",
+    "copied": "One column of log-probs is a copy of the other, so nothing can be measured",
+    "temperature": "Trainer and sampler use different temperatures",
+    "raw-logprobs": "The sampler reports log-probs of another distribution than it samples from",
+    "truncated-sampling": "The sampler cuts its distribution (top-p, top-k or min-p), the trainer does not",
+    "undelivered": "New weights do not arrive at the sampler",
+    "stale": "The sampler used older weights than the trainer",
+    "stale-cache": "The sampler answers from a cache of older weights",
+    "non-finite": "Some log-probs are not finite or missing",
+    "routing": "A few tokens were answered by other experts of the model",
+    "quantized": "The difference is as large as that of quantized weights",
+    "precision": "The difference is ordinary rounding",
+    "long-context": "The difference grows with the length of the context",
+    "unexplained": "Something is wrong that no known cause explains",
+}
+"""What each cause means, for a reader who does not know the terms."""

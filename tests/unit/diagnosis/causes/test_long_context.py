@@ -123,7 +123,7 @@ def truncated(long: Long) -> dict[str, Any]:
 
 
 PLANTS: dict[str, tuple[Callable[[Long], dict[str, Any]], set[str]]] = {
-    "clean": (lambda long: {"trainer": long.logp(long.logit)}, set()),
+    "clean": (lambda long: {"trainer": long.logp(long.logit)}, {"copied"}),  # both columns are the same numbers
     "float32": (lambda long: {"trainer": long.logp(long.noise(1e-6))}, set()),
     "float16": (lambda long: {"trainer": long.logp(long.noise(0.005))}, {"precision"}),
     "bfloat16": (lambda long: {"trainer": long.logp(long.noise(0.08))}, {"precision"}),
@@ -140,7 +140,7 @@ PLANTS: dict[str, tuple[Callable[[Long], dict[str, Any]], set[str]]] = {
     "truncated": (truncated, {"truncated-sampling"}),
     "shifted": (shifted, {"misaligned"}),
     "turned": (turned, {"retokenized"}),
-    "jumps": (jumps, {"retokenized"}),
+    "jumps": (jumps, {"unexplained"}),  # in data of one turn
     "stale": (stale, {"stale"}),
     "stale where responses are long": (stale_and_longer, {"quantized", "precision"}),
 }

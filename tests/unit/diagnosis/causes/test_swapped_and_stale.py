@@ -8,16 +8,18 @@ import numpy as np
 from tests.support.token_tables import table
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
-from trimtab.diagnosis.causes.precision import measure_noise
 from trimtab.diagnosis.causes.stale import find_drift
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
+from trimtab.diagnosis.causes.what_is_left import Context
+
+CONTEXT = Context(floor=0.0, settings=None)
 
 
 def swapped(values: np.ndarray, order: np.ndarray) -> tuple[LogprobPairs, LogprobPairs | None]:
     """Responses with these log-probs (rows, length), the trainer's in another order, and the repaired ones if any."""
     pairs = LogprobPairs.of(table(values[order] - values, behavior=values))
-    cause, repaired = find_swapped_responses(pairs)
-    return pairs, None if cause is None else repaired
+    found = find_swapped_responses(pairs, CONTEXT)
+    return pairs, found[0].rest if found else None
 
 
 def test_responses_of_four_tokens_are_matched_and_shorter_ones_are_not() -> None:
@@ -42,8 +44,7 @@ def test_a_correlation_with_the_advantage_has_the_z_of_its_spread() -> None:
     advantage = rng.standard_normal(400)
     ratios = 0.02 * rng.standard_normal((400, 12)) + 0.01 * advantage[:, None]
     pairs = LogprobPairs.of(table(ratios, behavior=-rng.exponential(1.0, (400, 12)) - 0.1, advantage=advantage))
-    cause = find_drift(pairs, measure_noise(pairs), systematic=False).cause
-    assert cause is not None
+    [cause] = find_drift(pairs, CONTEXT)
     assert cause.name == "stale"
     match = re.search(r"correlation ([\d.]+), z = ([\d.]+)", cause.evidence)
     assert match is not None
@@ -59,4 +60,4 @@ def test_advantages_without_correlation_are_no_drift() -> None:
     ratios = 0.02 * rng.standard_normal((400, 12))
     columns = {"behavior": -rng.exponential(1.0, (400, 12)) - 0.1, "advantage": rng.standard_normal(400)}
     pairs = LogprobPairs.of(table(ratios, **columns))
-    assert find_drift(pairs, measure_noise(pairs), systematic=False).cause is None
+    assert not find_drift(pairs, CONTEXT)

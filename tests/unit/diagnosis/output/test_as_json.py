@@ -12,6 +12,8 @@ from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.output.as_json import as_dict
 
+EFFECT = ("share_of_k3", "tokens", "repaired")
+
 
 def through_json(**changes: Any) -> dict[str, Any]:
     return json.loads(json.dumps(as_dict(example(**changes)), allow_nan=False))
@@ -27,7 +29,7 @@ def test_the_promised_keys() -> None:
     assert result["intervals"]["k3"] == {"low": 0.0043, "high": 0.0054}
     assert result["noise_floor"] == {"k3": 3.1e-13, "note": "both are stored in float32"}
     assert [cause["name"] for cause in result["causes"]] == ["quantized", "stale"]
-    assert set(result["causes"][0]) == {"name", "confidence", "evidence", "fix"}
+    assert set(result["causes"][0]) == {"name", "confidence", "evidence", "fix", *EFFECT}
     assert result["causes"][1]["confidence"] == 0.88
     assert result["recommendation"]["preset"] == "token-tis"
     assert result["recommendation"]["overrides"] == {"weight_max": 1.31}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,15 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.terminal import verdict
-from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, View
+from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
 # 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and
 # 117 + 227.25 = 344.25 nats.
 GOLDEN = """\
+verdict   The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).
+          The sampler used older weights than the trainer (stale, likely, confidence 0.88).
 read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token)
           3 responses have a length of 1
@@ -55,11 +58,14 @@ def test_folded_lines_hold_the_same_words_under_their_label() -> None:
 
 def test_faults_come_before_the_correction() -> None:
     broken = example(causes=(Cause("temperature", 0.9, "Slope 0.4.", "Divide the trainer's logits by 0.7."),))
-    lines = verdict(broken).splitlines()
+    nothing = Recommendation("", {}, "Fix temperature first.")
+    lines = verdict(replace(broken, recommendation=nothing)).splitlines()
+    assert lines[0].endswith("Trainer and sampler use different temperatures (temperature, sure, confidence 0.90).")
+    assert lines[1].strip() == "First: Divide the trainer's logits by 0.7."
     do = next(index for index, line in enumerate(lines) if line.startswith("do "))
     assert "first repair temperature: Divide the trainer's logits by 0.7." in lines[do]
-    assert "token-tis" in lines[do + 1]
-    assert words.headline(broken)[-1].startswith("After that, use token-tis")
+    assert lines[do + 1].strip() == "no correction yet: Fix temperature first."
+    assert not any("token-tis" in line for line in words.headline(replace(broken, recommendation=nothing)))
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
 
 

@@ -1,0 +1,134 @@
+"""The tables of the zoo, as Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from zoo.answers import NONE, REFUSED
+from zoo.bases import UNEXPLAINED
+from zoo.cells import Result
+
+CAUSES = (
+    *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
+    *("truncated-sampling", "undelivered", "stale", "stale-cache", "non-finite", "routing", "quantized", "precision"),
+    *("long-context", UNEXPLAINED, NONE, REFUSED),
+)
+SURE = 0.7
+LARGE = 5_000
+"""Number of tokens from which the goals hold."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def share(results: Sequence[Result]) -> float:
+    return sum(result.right for result in results) / max(len(results), 1)
+
+
+def by(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[key(result)].append(result)
+    return groups
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if 0 < value < 0.1 else f"{100 * value:.0f}%"
+
+
+def confusion(results: Sequence[Result]) -> str:
+    """Rows: what was planted; columns: the first cause named, in numbers of cells."""
+    groups = by(results, lambda result: result.truth)
+    named = {result.answer.first for result in results}
+    columns = [cause for cause in CAUSES if cause in named] + sorted(named - set(CAUSES))
+    order = sorted(groups, key=lambda name: (CAUSES.index(name) if name in CAUSES else len(CAUSES), name))
+    rows = []
+    for truth in order:
+        count = Counter(result.answer.first for result in groups[truth])
+        counts = [str(count[cause]) if count[cause] else "" for cause in columns]
+        rows.append([truth, percent(share(groups[truth])), *counts])
+    return table(["planted", "right", *columns], rows)
+
+
+def reliability(results: Sequence[Result]) -> str:
+    """Stated confidence of the first cause against the share that is right, in ten bins."""
+    named = [result for result in results if result.answer.first not in (NONE, REFUSED)]
+    groups = by(named, lambda result: f"{min(int(10 * result.answer.confidence), 9) / 10:.1f}")
+    rows = [
+        [
+            f"{key} to {float(key) + 0.1:.1f}",
+            str(len(groups[key])),
+            f"{sum(result.answer.confidence for result in groups[key]) / len(groups[key]):.2f}",
+            f"{share(groups[key]):.2f}",
+        ]
+        for key in sorted(groups)
+    ]
+    return table(["confidence", "answers", "mean confidence", "share right"], rows)
+
+
+def false_alarms(results: Sequence[Result]) -> str:
+    """Data without a fault: by base and size, how often anything but its noise is named first."""
+    rows = []
+    for name, group in by(results, lambda result: result.cell.base.name).items():
+        for tokens in sorted({result.cell.tokens for result in group}):
+            part = [result for result in group if result.cell.tokens == tokens]
+            wrong = Counter(result.answer.first for result in part if not result.right)
+            text = ", ".join(f"{cause} {count}" for cause, count in wrong.most_common())
+            rows.append(
+                [name, part[0].cell.base.noise or "-", f"{tokens:,}", str(len(part)), percent(1 - share(part)), text]
+            )
+    return table(["base", "its noise", "tokens", "data sets", "false alarms", "named"], rows)
+
+
+def variants(results: Sequence[Result]) -> str:
+    """Share right by fault and size, over bases and strengths, and what is named most often where it is wrong."""
+    sizes = sorted({result.cell.tokens for result in results})
+    rows = []
+    for name, group in by(results, lambda result: result.cell.plant.name).items():
+        shares = [percent(share(part)) if (part := _of_size(group, size)) else "-" for size in sizes]
+        wrong = Counter(result.answer.first for result in group if not result.right and result.cell.tokens >= LARGE)
+        rows.append([name, *shares, ", ".join(f"{cause} {count}" for cause, count in wrong.most_common(3))])
+    return table(["planted", *(f"{size:,}" for size in sizes), "named where wrong, 5,000 tokens and more"], rows)
+
+
+def by_base(results: Sequence[Result]) -> str:
+    sizes = sorted({result.cell.tokens for result in results})
+    rows = [
+        [name, *(percent(share(part)) if (part := _of_size(group, size)) else "-" for size in sizes)]
+        for name, group in by(results, lambda result: result.cell.base.name).items()
+    ]
+    return table(["base", *(f"{size:,}" for size in sizes)], rows)
+
+
+def _of_size(results: Sequence[Result], tokens: int) -> list[Result]:
+    return [result for result in results if result.cell.tokens == tokens]
+
+
+def left_out(results: Sequence[Result]) -> str:
+    rows = []
+    for cause, group in by(results, lambda result: result.cell.without).items():
+        wrong = Counter(result.answer.first for result in group if not result.right)
+        text = ", ".join(f"{name} {count}" for name, count in wrong.most_common(4))
+        rows.append([cause, str(len(group)), percent(share(group)), text])
+    return table(["left out", "data sets", "unexplained or in doubt", "named with confidence .5 and more"], rows)
+
+
+def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Result]) -> str:
+    large = [result for result in (*found, *clean) if result.cell.tokens >= LARGE]
+    single = by([result for result in large if not result.cell.plant.pair], lambda result: result.truth)
+    worst = min(single, key=lambda cause: share(single[cause]))
+    answers = [*found, *clean]
+    sure = [one for one in answers if one.answer.confidence >= SURE and one.answer.first not in (NONE, REFUSED)]
+    quiet = [result for result in clean if result.cell.base.noise in ("", "precision")]
+    alarms = [result for result in quiet if result.answer.first not in (NONE, "precision")]
+    rows = [
+        ["first cause right, 5,000 tokens and more", ">= 95%", percent(share(large))],
+        ["the worst cause", ">= 85%", f"{percent(share(single[worst]))} ({worst})"],
+        ["wrong with confidence .7 and more", "<= 1%", f"{percent(1 - share(sure))} of {len(sure)} answers"],
+        ["clean data called anything but `precision` or nothing", "<= 1%", percent(len(alarms) / max(len(quiet), 1))],
+        ["cause left out: `unexplained`, or wrong with confidence below .5", ">= 90%", percent(share(without))],
+    ]
+    return table(["", "goal", "reached"], rows)

@@ -1,0 +1,212 @@
+"""Finds values that are no log-probs: constants that stand where a value was not there, in one pass.
+
+Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0). One above 0 or below -50 needs no proof, as no sampled
+token reaches it. 0.0 is also the log-prob of a certain token, for which the other side agrees: it
+is a placeholder where the other side is below -1 more often than at tokens that are almost certain. Another whole
+number is one if it is more frequent than the values around it and the other side disagrees. Lists of one length that
+end (or begin) with 0.0 on both sides are padded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trimtab.corrections.reduce import MIN_BEHAVIOR
+from trimtab.diagnosis.records import Placeholder
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.errors import TrimtabError
+
+PLACES = ("last", "end", "stretch", "single")
+"""The last trained token; the tokens of one value before it; two and more in a row elsewhere; one alone."""
+COLUMNS, ENDS = ("behavior", "trainer"), ("end", "start")
+_MAX_ROUNDED = 1e-4  # a larger value above 0 is not log 1 with a rounding error
+_CERTAIN, _APART = -1e-3, 1.0  # nats
+
+
+@dataclass
+class _Counts:
+    """Tokens with one value at one place: all, those where the other side is far away, and responses with any."""
+
+    tokens: int = 0
+    apart: int = 0
+    responses: int = 0
+
+
+@dataclass
+class PlaceholderSums:
+    """Counts of exact values by column and place, and what is usual around them."""
+
+    counts: dict[tuple[str, float, str], _Counts] = field(default_factory=dict)
+    around: Counter[tuple[str, float]] = field(default_factory=Counter)
+    usual: dict[tuple[str, str], _Counts] = field(default_factory=dict)
+    lengths: Counter[int] = field(default_factory=Counter)
+    padding: dict[str, _Counts] = field(default_factory=lambda: {end: _Counts() for end in ENDS})
+    ids: dict[str, set[int]] = field(default_factory=lambda: {end: set() for end in ENDS})
+    zeros: int = 0
+    tokens: int = 0
+    responses: int = 0
+
+    def add(self, table: TokenTable) -> None:
+        mask = table.mask
+        if not table.tokens:
+            return
+        self.tokens += int(mask.sum())
+        self.responses += table.responses
+        self.lengths.update(table.lengths.tolist())
+        for name in COLUMNS:
+            self._add_column(table, name)
+        both = mask & (table.behavior == 0) & (table.trainer == 0)
+        self.zeros += int(both.sum())
+        for end in ENDS if both.any() else ():
+            inside = _edge(table, both, end)
+            rows = np.bincount(table.row[inside], minlength=table.responses)
+            counts = self.padding[end]
+            counts.tokens += int(inside.sum())
+            counts.responses += int((rows >= LIMITS["padding-run"]).sum())
+            if table.ids is not None and len(self.ids[end]) < 3:
+                self.ids[end] |= set(np.unique(table.ids[inside])[:3].tolist())
+
+    def _add_column(self, table: TokenTable, name: str) -> None:
+        values, mask = getattr(table, name), table.mask
+        whole = np.rint(values)
+        exact = mask & (values == whole)
+        apart = np.abs(table.trainer - table.behavior) > _APART
+        near = mask & ~exact & (values > _CERTAIN)
+        for key, part in (("certain", near), ("any", mask & ~exact)):
+            usual = self.usual.setdefault((name, key), _Counts())
+            usual.tokens += int(part.sum())
+            usual.apart += int((part & apart).sum())
+        if not exact.any():
+            return
+        beside = _numbers_of(whole[mask & ~exact & (np.abs(values - whole) <= 0.25)])
+        self.around.update({(name, value): count for value, count in beside.items()})
+        for value, count in zip(*np.unique(values[exact], return_counts=True), strict=True):
+            if value < 0 and count < 2 * beside.get(float(value), 0):
+                continue  # one of many values there, which vary
+            at = exact & (values == value)
+            for place, inside in zip(PLACES, _places(table, at), strict=True):
+                if inside.any():
+                    counts = self.counts.setdefault((name, float(value), place), _Counts())
+                    counts.tokens += int(inside.sum())
+                    counts.apart += int((inside & apart).sum())
+                    counts.responses += len(np.unique(table.row[inside]))
+
+    def found(self) -> tuple[Placeholder, ...]:
+        """Returns the placeholders; raises `TrimtabError` for padding that cannot be told from certain tokens."""
+        result = [
+            placeholder
+            for (name, value, place), counts in sorted(self.counts.items())
+            if (placeholder := self._judged(name, value, place, counts)) is not None
+        ]
+        return (*result, *(self._padding(end) for end in ENDS if self._is_padded(end)))
+
+    def _judged(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
+        found = Placeholder(name, value, place, counts.tokens, counts.responses)
+        if value > _MAX_ROUNDED:
+            return found
+        share = counts.apart / counts.tokens
+        if value != 0:
+            total = [one for (column, at, _), one in self.counts.items() if (column, at) == (name, value)]
+            tokens, apart = sum(one.tokens for one in total), sum(one.apart for one in total)
+            if tokens < 2 * self.around[name, value]:
+                return None
+            if value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
+                return found
+            frequent = tokens >= LIMITS["placeholder-tokens"]
+            return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share) else None
+        if counts.apart < LIMITS["placeholder-tokens"] or self._is_usual(name, share):
+            return None
+        return replace(found, uncertain_only=share < LIMITS["placeholder-apart"])
+
+    def _is_usual(self, name: str, share: float) -> bool:
+        """Whether the other side is as far away at tokens that are almost certain, or at all where these are few."""
+        certain = self.usual[name, "certain"]
+        usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
+        return share <= LIMITS["placeholder-lead"] * usual.apart / max(usual.tokens, 1)
+
+    def _is_padded(self, end: str) -> bool:
+        counts = self.padding[end]
+        few = len(self.lengths) <= max(1, self.responses // 10)
+        chance = self._chance(end)
+        return (
+            self.responses >= LIMITS["padding-responses"]
+            and few
+            and counts.responses >= LIMITS["padding-share"] * self.responses
+            and counts.tokens > 3 * chance * self.responses
+            and len(self.ids[end]) <= 2
+        )
+
+    def _chance(self, end: str) -> float:
+        """Returns the number of certain tokens that a response ends with by chance."""
+        rest = self.tokens - self.padding[end].tokens
+        share = (self.zeros - self.padding[end].tokens) / max(rest, 1)
+        return share / max(1 - share, 1e-9)
+
+    def _padding(self, end: str) -> Placeholder:
+        counts = self.padding[end]
+        length = (self.tokens - counts.tokens) / self.responses
+        if not self.ids[end] and self._chance(end) > LIMITS["padding-bias"] * length:
+            raise TrimtabError(
+                f"both lists are padded with 0.0 ({counts.tokens} of {self.tokens} tokens at the {end} of "
+                f"{counts.responses} responses), and other tokens are 0.0 as well, so that padding cannot be told from "
+                "tokens: add a column loss_mask, or write lists without padding"
+            )
+        return Placeholder("both", 0.0, end, counts.tokens, counts.responses)
+
+
+def placeholder_tokens(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> np.ndarray:
+    """Returns which tokens of a table are placeholders (tokens,)."""
+    result = np.zeros(table.tokens, dtype=bool)
+    for one in placeholders:
+        if one.column == "both":
+            both = table.mask & (table.behavior == 0) & (table.trainer == 0)
+            result |= _edge(table, both, one.place)
+            continue
+        values, other = (getattr(table, name) for name in sorted(COLUMNS, key=lambda name: name != one.column))
+        at = table.mask & (values == one.value)
+        inside = _places(table, at)[PLACES.index(one.place)]
+        result |= inside & (other < -0.1) if one.uncertain_only else inside
+    return result
+
+
+def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> TokenTable:
+    """Returns the table without them: stretches inside a response are not trained, all others are removed.
+
+    Tool output in a file without a mask is a stretch, and an untrained one is what separates turns.
+    """
+    if not placeholders or not table.tokens or not (bad := placeholder_tokens(table, placeholders)).any():
+        return table
+    inside = _places(table, bad)[PLACES.index("stretch")]
+    return replace(table, mask=table.mask & ~inside).without(bad & ~inside)
+
+
+def _numbers_of(values: np.ndarray) -> dict[float, int]:
+    """Returns how often each value occurs."""
+    return {float(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}
+
+
+def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Splits tokens with one value by `PLACES`."""
+    end = _edge(table, at, "end")
+    final = np.maximum.reduceat(np.where(table.mask, np.arange(table.tokens), -1), table.starts[:-1])
+    last = np.zeros_like(end)
+    last[final[final >= 0]] = True
+    last &= end
+    rest = at & ~end
+    same = rest[1:] & rest[:-1] & (table.row[1:] == table.row[:-1])
+    beside = np.append(False, same) | np.append(same, False)
+    return last, end & ~last, rest & beside, rest & ~beside
+
+
+def _edge(table: TokenTable, at: np.ndarray, end: str) -> np.ndarray:
+    """Returns the tokens `at` that have only such, or untrained, tokens between them and that end of their response."""
+    index = np.arange(table.tokens)
+    other = table.mask & ~at
+    if end == "end":
+        return at & (index > table.at_tokens(np.maximum.reduceat(np.where(other, index, -1), table.starts[:-1])))
+    first = np.minimum.reduceat(np.where(other, index, table.tokens), table.starts[:-1])
+    return at & (index < table.at_tokens(first))

@@ -1,0 +1,103 @@
+"""A cause is named only if undoing it heals the data; what remains decides how sure it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.public_cases import KINDS, Response, responses
+from tests.support.token_tables import table
+
+from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.what_is_left import Left
+from trimtab.diagnosis.pipeline import diagnose
+from trimtab.diagnosis.records import NAMES
+from trimtab.errors import TrimtabError
+
+
+def written(folder: Path, drawn: list[Response], **columns: Any) -> Path:
+    rows = [{"logp_behavior": one.behavior.tolist(), "logp_proximal": one.trainer.tolist(), **columns} for one in drawn]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "data.jsonl"
+
+
+def test_placeholders_are_in_no_figure(tmp_path: Path) -> None:
+    drawn = responses(3, 40, 20, 30)
+    clean = diagnose(written(tmp_path, drawn)).measured.size.mismatch
+    for one in drawn[::2]:
+        one.behavior, one.trainer = np.append(one.behavior, 1.0), np.append(one.trainer, -3.0)
+    result = diagnose(written(tmp_path, drawn))
+    measured, cause = result.measured, result.causes[0]
+    assert (cause.name, cause.tokens) == ("placeholder", 20)
+    assert "1.0 at 20 tokens at the last token of 20 responses" in cause.evidence
+    for name in ("tokens", "k3", "ratio_mean"):
+        assert measured.size.mismatch[name] == pytest.approx(clean[name], rel=1e-6), name
+    assert sum(view.count.sum() for name, view in measured.views.items() if name == "length") == clean["tokens"]
+    assert measured.sample.tokens == clean["tokens"]
+    assert cause.repaired["k3"] == measured.size.mismatch["k3"]
+    assert cause.share_of_k3 is not None
+    assert cause.share_of_k3 > 0.99
+    assert result.recommendation.preset == ""
+    assert result.recommendation.lines == {}
+
+
+def test_certain_tokens_at_zero_are_no_placeholders(tmp_path: Path) -> None:
+    drawn = responses(4, 40, 20, 30)
+    for one in drawn:
+        certain = one.behavior > -0.02
+        one.behavior = np.where(certain, 0.0, one.behavior)
+    assert not diagnose(written(tmp_path, drawn)).measured.placeholders
+
+
+def test_padding_that_cannot_be_told_from_certain_tokens_is_refused(tmp_path: Path) -> None:
+    drawn, random = responses(5, 40, 6, 20), np.random.default_rng(0)
+    for one in drawn:
+        zero = random.random(len(one)) < 0.5
+        for name in ("behavior", "trainer"):
+            values = np.where(zero, 0.0, getattr(one, name))
+            setattr(one, name, np.append(values, np.zeros(30 - len(values))))
+    with pytest.raises(TrimtabError, match=r"both lists are padded with 0\.0 .* add a column loss_mask"):
+        diagnose(written(tmp_path, drawn))
+
+
+def left(log_ratio: np.ndarray) -> Left:
+    return Left.of(LogprobPairs.of(table(log_ratio[None], behavior=-9.0)))
+
+
+def test_the_contract_by_hand() -> None:
+    """Two ratios that occur equally often: e^.1 = 1.105 and 2 - e^.1 = .895 have mean 1; both halved have not."""
+    fair = np.log(np.tile([np.exp(0.1), 2 - np.exp(0.1)], 500))
+    assert left(fair).contract == "inside"
+    assert left(fair).ratio_mean == pytest.approx(1, abs=1e-6)
+    assert left(fair - 0.1).contract == "outside"
+    assert left(fair + 0.1).contract == "outside"
+    # One token in a thousand of ratio e^7 = 1097 makes the mean 2.1: it says nothing.
+    heavy = fair.copy()
+    heavy[0] = 2.9
+    heavy[1:8] = 2.9
+    assert left(heavy).contract != "outside"
+    heavy[0] = 7.0
+    assert left(heavy).contract == "silent"
+
+
+def test_unrelated_values_are_unexplained(tmp_path: Path) -> None:
+    drawn, other = responses(6, 40, 30, 30), responses(7, 40, 30, 30)
+    for one, two in zip(drawn, other, strict=True):
+        one.trainer = two.trainer
+    first = diagnose(written(tmp_path, drawn)).causes[0]
+    assert first.name == "unexplained"
+    assert "mean ratio" in first.evidence
+
+
+@pytest.mark.parametrize("kind", ["end-token", "never-delivered", "first-lost", "other-base", "flips"])
+def test_a_fault_that_no_detector_knows_is_not_named_otherwise(kind: str, tmp_path: Path) -> None:
+    file = KINDS[kind](tmp_path)
+    known = diagnose(file).causes[0]
+    assert known.name in NAMES
+    causes = diagnose(file, without=[known.name]).causes
+    assert causes, "nothing was said"
+    assert known.name not in {cause.name for cause in causes}
+    assert causes[0].name == "unexplained" or causes[0].confidence < 0.5, causes[0]

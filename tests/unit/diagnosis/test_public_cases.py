@@ -1,0 +1,118 @@
+"""Faults that people reported in public, as files: the first cause named is the right one, or the file is refused.
+
+The same kinds are read from a folder of such files, where there is one, and drawn anew (`support/public_cases.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from tests.support.public_cases import KINDS
+
+from trimtab.diagnosis.pipeline import diagnose
+from trimtab.errors import TrimtabError
+
+CASES = Path(os.environ.get("TRIMTAB_TEST_CASES", Path(__file__).parents[4] / "shared" / "cases"))
+
+NOISE = {"precision", None}
+EXPECTED: dict[str, set[str | None]] = {
+    "clean": NOISE,
+    "end-token": {"placeholder"},
+    "never-delivered": {"undelivered"},
+    "first-lost": {"misaligned", "placeholder"},  # both are there
+    "observations": {"placeholder"},
+    "sentinel": {"placeholder"},
+    "minus-9999": {"placeholder"},
+    "padded": {"placeholder"},
+    "flips": {"routing"},
+    "copy": {"copied"},
+    "third-turn": {"unexplained", "routing"},
+    "null-where-certain": {"non-finite"},
+    "other-base": {"log-base"},
+    "numpy-text": NOISE,
+    "text-lists": NOISE,
+    "prompt-in-one-list": NOISE,
+    "folder-with-settings": NOISE,
+    "all-zero": {"placeholder"},
+}
+"""The first cause by kind; None for no cause."""
+
+FILES = {
+    "00_clean.jsonl": "clean",
+    "01_eos_placeholder.jsonl": "end-token",
+    "02_never_delivered.jsonl": "never-delivered",
+    "03_lost_first_logprobs.jsonl": "first-lost",
+    "06_tool_tokens_no_mask.jsonl": "observations",
+    "07_sentinel_one.jsonl": "sentinel",
+    "09_minus_9999.jsonl": "minus-9999",
+    "10_zero_padded.jsonl": "padded",
+    "12_routing_flips.jsonl": "flips",
+    "14_copy.jsonl": "copy",
+    "15_third_turn.jsonl": "third-turn",
+    "16_null_at_certain.jsonl": "null-where-certain",
+    "17_base_2.jsonl": "other-base",
+    "19_numpy_text.csv": "numpy-text",
+    "20_text_lists.parquet": "text-lists",
+    "22_prompt_in_one_list.jsonl": "prompt-in-one-list",
+    "23_folder": "folder-with-settings",
+    "26_all_zero.jsonl": "all-zero",
+}
+
+NOT_YET = frozenset(("numpy-text", "text-lists", "prompt-in-one-list", "folder-with-settings"))
+"""Kinds that are answered wrongly today. Once one is answered its tests fail until it leaves the set."""
+
+by_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.xfail(reason="answered wrongly") if kind in NOT_YET else ())
+        for kind in EXPECTED
+    ],
+)
+COLUMNS = {"padded": {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp"}}
+
+
+def check(path: Path, kind: str) -> None:
+    try:
+        result = diagnose(path, columns=COLUMNS.get(kind))
+    except TrimtabError as error:
+        _check_refusal(str(error), path, kind)
+        return
+    first = result.causes[0] if result.causes else None
+    assert (first.name if first else None) in EXPECTED[kind], first
+    if kind == "first-lost":
+        assert "misaligned" in {cause.name for cause in result.causes}
+
+
+def _check_refusal(message: str, path: Path, kind: str) -> None:
+    """Two kinds may be refused: padding on both sides, and lists of different lengths if the lengths are said."""
+    assert kind in ("padded", "prompt-in-one-list"), message
+    if kind == "padded":
+        assert re.search("padd", message), message
+        return
+    row = json.loads(path.read_text().splitlines()[0])
+    for name in ("logp_behavior", "logp_proximal"):
+        assert re.search(rf"\b{len(row[name])}\b", message), message
+
+
+@by_kind
+def test_a_file_of_this_kind_is_answered(kind: str, tmp_path: Path) -> None:
+    check(KINDS[kind](tmp_path), kind)
+
+
+@by_kind
+def test_the_public_file_of_this_kind_is_answered(kind: str) -> None:
+    if not CASES.is_dir():
+        pytest.skip(f"no public cases in {CASES}; set TRIMTAB_TEST_CASES to a folder that holds them")
+    [file] = [CASES / name for name, own in FILES.items() if own == kind]
+    check(file, kind)
+
+
+def test_every_kind_is_drawn_and_has_a_file() -> None:
+    assert set(KINDS) == set(EXPECTED) == set(FILES.values())
+    assert set(EXPECTED) >= NOT_YET
+    if CASES.is_dir():
+        assert {path.name for path in CASES.iterdir() if path.name != "make.py"} == set(FILES)

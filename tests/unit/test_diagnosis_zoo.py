@@ -1,0 +1,125 @@
+"""The zoo of planted faults: exact streams obey the contract of sampling, and every fault breaks what it says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+CAUSES = {
+    *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
+    *("truncated-sampling", "undelivered", "stale", "stale-cache", "non-finite", "routing", "long-context"),
+    "unexplained",
+}
+"""Causes that are planted; `precision` and `quantized` are the noise of bases."""
+Z = 5.0  # standard errors: one false alarm in 1.7 million
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """Makes the modules of benchmarks/ importable here."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+def exact(kind: str, level: int = 1, size: float = 0.05) -> Any:
+    from zoo.synthetic import synthetic
+
+    return synthetic(size, kind, level)
+
+
+def excess(stream: Any, numerator: str, denominator: str) -> float:
+    """Standard errors of the mean ratio above 1."""
+    ratio = np.exp((stream[numerator] - stream[denominator])[stream.mask])
+    return float((ratio.mean() - 1) / (ratio.std() / np.sqrt(len(ratio))))
+
+
+@pytest.mark.parametrize("kind", ["plain", "turns", "aged", "steps", "cached", "routed", "prompts", "long-prompts"])
+def test_the_mean_ratio_is_one_whatever_the_trainer(kind: str) -> None:
+    stream = exact(kind)
+    assert abs(excess(stream, "trainer", "behavior")) < Z
+    assert stream.k3 > 1e-4
+
+
+def test_tokens_follow_the_temperature_and_the_truncation_that_are_reported() -> None:
+    cold, cut = exact("cold"), exact("cut")
+    for stream in (cold, cut):
+        assert abs(excess(stream, "trainer", "behavior")) < Z
+        assert excess(stream, "behavior", "raw") > Z  # raw log-probs are not those of the tokens' distribution
+    assert excess(cut, "trainer_raw", "behavior") < -Z  # the mass that was cut off
+
+
+def test_every_cause_is_planted_at_three_strengths_and_changes_the_log_probs() -> None:
+    from zoo.plants import PAIRS, SINGLE
+
+    assert {plant.cause for plant in SINGLE} == CAUSES
+    for plant in (*SINGLE, *PAIRS):
+        for level in (1,) if plant.pair else range(3):
+            stream = exact(plant.kind, level)
+            random = np.random.default_rng(level)
+            planted = plant.change(stream, level, random)
+            if plant.kind in ("plain", "turns", "cold", "cut"):
+                names = ("behavior", "trainer", "null")
+                assert any(_column(planted, name) != _column(stream, name) for name in names), plant.name
+            else:
+                assert stream.k3 > 3 * exact("plain").k3, plant.name
+
+
+def _column(stream: Any, name: str) -> bytes:
+    return stream.tokens[name].tobytes() if name in stream.tokens else b""
+
+
+def test_old_weights_and_stale_caches_are_further_away_with_age() -> None:
+    def k3(stream: Any, rows: np.ndarray) -> float:
+        return stream.take(np.flatnonzero(rows)).k3
+
+    aged = exact("aged")
+    age = aged.rows["proximal_version"] - aged["version"][aged.starts[:-1]]
+    sizes = [k3(aged, age == one) for one in range(4)]
+    assert sizes == sorted(sizes)
+    assert sizes[3] > 10 * sizes[0]
+    cached = exact("cached")
+    step, prompt = cached.rows["step"], cached.rows["prompt"]
+    assert (cached["version"] == step[cached.row]).all()
+    first = np.array(
+        [s == step[(prompt == p) & ((step < 4) == (s < 4))].min() for s, p in zip(step, prompt, strict=True)]
+    )
+    assert k3(cached, first) < 2 * exact("plain").k3
+    assert k3(cached, ~first & (step == 3)) > 10 * k3(cached, first)
+    assert k3(cached, step == 4) < 2 * exact("plain").k3  # restarted
+
+
+def test_resampled_responses_are_whole_and_never_repeat_a_value() -> None:
+    plain = exact("plain")
+    drawn = plain.resampled(40_000, np.random.default_rng(0))
+    assert 40_000 <= len(drawn) < 40_000 + plain.lengths.max()
+    values = drawn["behavior"][drawn["behavior"] < -0.01]
+    assert len(np.unique(values)) == len(values)
+    assert drawn.k3 == pytest.approx(plain.k3, rel=0.1)
+    few = plain.resampled(600, np.random.default_rng(0))
+    assert len(np.unique(few["behavior"])) == len(few)
+
+
+def test_answers_are_scored_by_what_was_planted(tmp_path: Path) -> None:
+    from zoo.bases import exact_bases
+    from zoo.cells import Cell, run
+    from zoo.plants import NOTHING, SINGLE
+
+    temperature = next(plant for plant in SINGLE if plant.name == "temperature")
+    base = exact_bases()[1]
+    right = run(Cell(base, temperature, 2, 5_000), tmp_path / "cell.parquet")
+    assert right is not None
+    assert right.truth == right.answer.first == "temperature"
+    assert right.right
+    left_out = run(Cell(base, temperature, 2, 5_000, 0, "temperature"), tmp_path / "cell.parquet")
+    assert left_out is not None
+    assert "temperature" not in left_out.answer.names
+    clean = run(Cell(base, NOTHING, 0, 5_000), tmp_path / "cell.parquet")
+    assert clean is not None
+    assert clean.truth == clean.answer.first == "precision"
