@@ -21,9 +21,9 @@ BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.int16]
 
 FinishReason = Literal["stop", "length", "abort"]
-
 EXTERNAL_VERSION = -1  # `policy_version` of tokens that were not sampled from a policy of the run
 MAX_REWARD = 1e18  # largest size of a reward: the square of an advantage must be finite in float32
+MIN_BEHAVIOR = -100.0  # smallest log-prob of a token that a sampler drew: a lower one (-9999.0, -inf) stands for none
 
 
 @dataclass(frozen=True, slots=True)

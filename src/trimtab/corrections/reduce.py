@@ -14,6 +14,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.types import MIN_BEHAVIOR
+
 
 def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
     """Returns the values where `mask` is True and exactly 0 elsewhere, at least in float32.
@@ -45,10 +47,6 @@ class Selection:
 def and_(keep: Bool[Tensor, "batch time"], passed: Bool[Tensor, "batch #time"]) -> None:
     """`keep &= passed`, computed on bytes: a broadcast of bools is not vectorised on a CPU."""
     keep.view(torch.uint8).bitwise_and_(passed.view(torch.uint8))
-
-
-MIN_BEHAVIOR = -100.0
-"""Smallest log-prob that a sampler can report of a token it drew: a lower one (-9999.0, -inf) stands for none."""
 
 
 def reported(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

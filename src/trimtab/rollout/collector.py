@@ -20,7 +20,7 @@ from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
-from trimtab.types import Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
+from trimtab.types import MIN_BEHAVIOR, Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -292,7 +292,8 @@ class Collector:
                 stats.errors.append(score.error or "a reward failed")
                 continue
             external, sampled = completion.external, completion.sampled
-            if not external and not np.isfinite(completion.logp_behavior[sampled]).all():
+            logp = completion.logp_behavior[sampled]
+            if not external and not (np.isfinite(logp) & (logp >= MIN_BEHAVIOR)).all():
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue

@@ -112,10 +112,11 @@ def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Sc
     assert stats.stale == 4
 
 
-def test_non_finite_log_probs_cost_their_sample_only(scorer: rewards.Scorer) -> None:
+@pytest.mark.parametrize("value", [np.nan, -np.inf, -9999.0])
+def test_log_probs_of_no_sampled_token_cost_their_sample_only(scorer: rewards.Scorer, value: float) -> None:
     (index, other) = order(2)
     ids = np.array(TOKENIZER(right(index))["input_ids"], dtype=np.int64)
-    broken = Completion(ids, np.array([-1, np.nan, -1, -1], dtype=np.float32), np.zeros(4, np.int64), "stop", "")
+    broken = Completion(ids, np.array([-1, value, -1, -1], dtype=np.float32), np.zeros(4, np.int64), "stop", "")
     source = feed(scorer, {TASK.train[index].id: [broken, right(index)], TASK.train[other].id: [right(other)]})
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [len(group) for group in groups] == [1, 2]

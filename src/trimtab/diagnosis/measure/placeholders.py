@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trimtab.corrections.reduce import MIN_BEHAVIOR
 from trimtab.diagnosis.records import Placeholder
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.types import MIN_BEHAVIOR
 
 PLACES = ("last", "end", "stretch", "single")
 """The last trained token; the tokens of one value before it; two and more in a row elsewhere; one alone."""
