@@ -3,7 +3,7 @@
     python benchmarks/diagnosis_zoo.py [--full] [--page docs/results/diagnosis.md]
 
 Every cause, alone and in pairs that occur together, is planted at three strengths in log-probs that were really
-measured (`benchmarks/zoo/bases`, made by `benchmarks/zoo/measure_bases.py`) and in streams drawn from known
+measured (`benchmarks/zoo/bases`, made by `benchmarks/zoo_bases.py`) and in streams drawn from known
 distributions, with 600, 5,000 and 200,000 tokens; every data set is written to a file, read and diagnosed. In a second
 pass each cause is left out of the diagnosis in turn: then it should say that it does not know.
 

