@@ -62,16 +62,7 @@ FILES = {
     "26_all_zero.jsonl": "all-zero",
 }
 
-NOT_YET = frozenset(("numpy-text", "text-lists", "prompt-in-one-list", "folder-with-settings"))
-"""Kinds that are answered wrongly today. Once one is answered its tests fail until it leaves the set."""
-
-by_kind = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(reason="answered wrongly") if kind in NOT_YET else ())
-        for kind in EXPECTED
-    ],
-)
+by_kind = pytest.mark.parametrize("kind", EXPECTED)
 COLUMNS = {"padded": {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp"}}
 
 
@@ -113,6 +104,5 @@ def test_the_public_file_of_this_kind_is_answered(kind: str) -> None:
 
 def test_every_kind_is_drawn_and_has_a_file() -> None:
     assert set(KINDS) == set(EXPECTED) == set(FILES.values())
-    assert set(EXPECTED) >= NOT_YET
     if CASES.is_dir():
         assert {path.name for path in CASES.iterdir() if path.name != "make.py"} == set(FILES)
