@@ -24,7 +24,7 @@ from trimtab.cli.main import run as command
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.environments.environment import call_tool
-from trimtab.environments.formats import Tag
+from trimtab.environments.formats import Tag, ToolError
 from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.runs.trajectories import Row, write
@@ -110,7 +110,10 @@ def encoded_again(
             if call is not None and not text.ended:
                 instance = environment.factory()
                 instance.reset()
-                result = form.render(call_tool(instance, call))
+                try:
+                    result = form.render(call_tool(instance, call))
+                except ToolError as error:  # the model reads it, as in a run
+                    result = form.render(str(error))
                 text.pieces.append((result, None, len(encode(tokenizer, result))))
     return [(text.prompt, completion_of(text, tokenizer)) for text in texts]
 

@@ -201,7 +201,7 @@ def _scatter(data: TokenSectionData) -> Panel:
     what = (
         f"Probability of each token of step {step} for the trainer ({_policy(data)} policy) over that for the sampler, "
         f"{len(trainer):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
-        "Healthy: Pearson r above 0.99."
+        "Healthy: Pearson r above 0.95."
     )
     svg = charts.scatter_svg(plane(sampler, trainer, SCATTER_BINS))
     r = token_statistics.pearson(sampler, trainer)

@@ -86,7 +86,7 @@ def _scatter(measured: Measured) -> Panel:
     row, column = np.indices(counts.shape)
     off = float(counts[np.abs(row - column) > max(1, bins // 20)].sum() / total) if total else math.nan
     now = f"r = {r:.5f}" if math.isfinite(r) else "r not defined"
-    reading = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
+    reading = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.95."
     result = f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line."
     return panel("Trainer against sampler", now, charts.scatter_svg(counts), reading, result)
 

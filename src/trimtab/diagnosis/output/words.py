@@ -216,7 +216,8 @@ def opening(diagnosis: Diagnosis) -> list[str]:
     lines = []
     for cause in diagnosis.causes[:2]:
         sure = next(word for least, word in CERTAINTY if cause.confidence >= least)
-        lines.append(f"{PLAIN[cause.name]} ({cause.name}, {sure}, confidence {cause.confidence:.2f}).")
+        plain = f"{PLAIN[cause.name]} ({cause.name}, {sure}, confidence {cause.confidence:.2f})."
+        lines.append(f"Apart from that: {plain[0].lower()}{plain[1:]}" if lines else plain)
     if not lines:
         lines.append("Trainer and sampler agree: no cause stands out above the noise floor.")
     wrong = faults(diagnosis)

@@ -21,7 +21,7 @@ from trimtab.intervals import Interval
 # 117 + 227.25 = 344.25 nats.
 GOLDEN = """\
 verdict   The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).
-          The sampler used older weights than the trainer (stale, likely, confidence 0.88).
+          Apart from that: the sampler used older weights than the trainer (stale, likely, confidence 0.88).
 read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token)
           3 responses have a length of 1
