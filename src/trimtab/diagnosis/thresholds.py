@@ -1,7 +1,7 @@
 """The numbers that decide what the diagnosis names, in one table.
 
-calibrated: the data that a value was set on. false_alarms: how often it fires on data without the fault, where that is
-known of it alone. `benchmarks/diagnosis_zoo.py` measures all of them together.
+`benchmarks/diagnosis_zoo.py` measures all of them together: how often each cause is found, and how often one is named
+in data without it.
 """
 
 from __future__ import annotations
@@ -10,71 +10,87 @@ from typing import NamedTuple
 
 
 class Threshold(NamedTuple):
-    """value: in the unit of `meaning`."""
+    """value: in the unit of `meaning`. calibrated: the data that it was set on."""
 
     value: float
     meaning: str
-    calibrated: str
-    false_alarms: str
+    calibrated: str = "chosen, then tried in the zoo"
 
 
-_CHOSEN = "chosen, then tried in the zoo"
-_UNKNOWN = "not measured alone"
 TABLE: dict[str, Threshold] = {
     # Values that are no log-probs.
-    "impossible": Threshold(-50.0, "nats: a whole number at most this large was not sampled", "p = 2e-22", _UNKNOWN),
-    "placeholder-tokens": Threshold(3, "fewest tokens that contradict a constant", _CHOSEN, _UNKNOWN),
-    "placeholder-apart": Threshold(
-        0.25, "share of contradicted tokens for which a whole place is left out", _CHOSEN, _UNKNOWN
-    ),
-    "placeholder-lead": Threshold(
-        5, "times the contradicted share at tokens that are almost certain", _CHOSEN, _UNKNOWN
-    ),
-    "certain-tokens": Threshold(
-        50, "fewest tokens within 1e-3 of 0 that are compared with those at 0", _CHOSEN, _UNKNOWN
-    ),
-    "padding-run": Threshold(2, "fewest 0.0 on both sides at the end of a padded response", _CHOSEN, _UNKNOWN),
-    "padding-responses": Threshold(4, "fewest responses of one length that can be padded", _CHOSEN, _UNKNOWN),
-    "padding-share": Threshold(0.2, "share of responses that end so", _CHOSEN, _UNKNOWN),
-    "padding-bias": Threshold(
-        0.05, "of k3, that certain last tokens taken for padding may cause", "computed", _UNKNOWN
-    ),
+    "impossible": Threshold(-50.0, "nats: a whole number at most this large was not sampled", "p = 2e-22"),
+    "placeholder-tokens": Threshold(3, "fewest tokens that contradict a constant"),
+    "placeholder-apart": Threshold(0.25, "share of contradicted tokens for which a whole place is left out"),
+    "placeholder-lead": Threshold(5, "times the odds of a contradiction at tokens that are almost certain"),
+    "certain-tokens": Threshold(50, "fewest tokens within 1e-3 of 0 that are compared with those at 0"),
+    "padding-run": Threshold(2, "fewest 0.0 on both sides at the end of a padded response"),
+    "padding-responses": Threshold(4, "fewest responses of one length that can be padded"),
+    "padding-share": Threshold(0.2, "share of responses that end so"),
+    "padding-bias": Threshold(0.05, "of k3, that certain last tokens taken for padding may cause", "computed"),
     # The contract: the mean ratio of tokens that were drawn from the reported distribution is 1.
-    "contract-z": Threshold(5.0, "standard errors from 1", _CHOSEN, _UNKNOWN),
-    "contract-bet": Threshold(9.2, "nats won by betting on a mean above 1", "Ville's inequality", "1e-4 (bound)"),
-    "contract-close": Threshold(0.001, "a mean this close to 1 is always accepted", _CHOSEN, _UNKNOWN),
-    "contract-silent": Threshold(
-        0.2, "standard error of the mean ratio beyond which it says nothing", _CHOSEN, _UNKNOWN
-    ),
+    "contract-z": Threshold(5.0, "standard errors from 1"),
+    "contract-bet": Threshold(9.2, "nats won by betting on a mean above 1", "Ville's inequality: 1e-4"),
+    "contract-close": Threshold(0.001, "a mean this close to 1 is always accepted"),
+    "contract-silent": Threshold(0.2, "standard error of the mean ratio beyond which it says nothing"),
     # Repairs and confidence.
-    "heals": Threshold(0.9, "part of k3 that a repair may leave", _CHOSEN, _UNKNOWN),
-    "confidence-outside": Threshold(
-        0.45, "plus half the squared share of k3, where something stays open", _CHOSEN, _UNKNOWN
-    ),
-    "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo", _UNKNOWN),
+    "heals": Threshold(0.9, "part of k3 that a repair may leave"),
+    "confidence-outside": Threshold(0.45, "plus half the squared share of k3, where something stays open"),
+    "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo"),
+    # Groups of tokens.
+    "group-tokens": Threshold(40, "fewest undecided tokens of a group that is compared"),
+    "prompt-tokens": Threshold(20, "the same of a prompt, of which there are many"),
+    "group-part": Threshold(0.05, "smallest part of the tokens of a group that is pointed at"),
+    "group-lift": Threshold(2.0, "times its part of the tokens, that its part of k3 is"),
+    "growth-z": Threshold(5.0, "standard errors of a growth of the mean log size"),
+    "age-growth": Threshold(1.15, "of sizes, from the youngest weights to older ones"),
+    "step-growth": Threshold(1.8, "of sizes, from the step with the smallest to the one with the largest"),
+    "step-growth-z": Threshold(6.0, "standard errors of that growth, of which the largest is chosen"),
+    "cache-growth": Threshold(1.3, "of sizes, from prompts that are new to those that were asked before"),
     # Values of another meaning.
-    "log-base-error": Threshold(0.03, "of the log of the median ratio of the two log-probs", _CHOSEN, _UNKNOWN),
-    "log-base-spread": Threshold(0.3, "median deviation of that log", _CHOSEN, _UNKNOWN),
-    "log-base-left": Threshold(0.5, "part of the mean |log-ratio| that the conversion may leave", _CHOSEN, _UNKNOWN),
-    "wrong-token-noise": Threshold(0.02, "nats: least size of noise", _CHOSEN, _UNKNOWN),
-    "wrong-token-share": Threshold(0.05, "least share of tokens that are not the most likely one", _CHOSEN, _UNKNOWN),
-    "wrong-token-between": Threshold(0.15, "share between noise and far, relative to the far ones", _CHOSEN, _UNKNOWN),
-    "truncated-far": Threshold(0.02, "share of ratios below 1/e that truncation may have", _CHOSEN, _UNKNOWN),
-    "truncated-mass": Threshold(0.65, "least kept mass that top-p and top-k are sure to explain", _CHOSEN, _UNKNOWN),
-    "undelivered-order": Threshold(
-        0.8, "rank correlation of steps and the size of their noise", _CHOSEN, "4 of 24 orders of four steps"
-    ),
+    "log-base-error": Threshold(0.03, "of the log of the median ratio of the two log-probs"),
+    "log-base-spread": Threshold(0.3, "median deviation of that log"),
+    "log-base-left": Threshold(0.5, "part of the mean |log-ratio| that the conversion may leave"),
+    "wrong-token-noise": Threshold(0.02, "nats: least size of noise"),
+    "wrong-token-most-noise": Threshold(0.5, "nats: most noise in which the most likely token is told from others"),
+    "wrong-token-far": Threshold(20, "fewest tokens that are not the most likely one"),
+    "wrong-token-above": Threshold(0.05, "most tokens far above the sampler's, relative to those far below"),
+    "wrong-token-between": Threshold(2.0, "share between noise and far, relative to the far ones", "temperature: 3.5"),
+    "wrong-token-agreement-low": Threshold(0.85, "agreeing tokens over the sum of probabilities", "bases: .93"),
+    "wrong-token-agreement-high": Threshold(1.45, "the same at most", "bases: 1.4, other causes 1.7 and more"),
+    "temperature-explains": Threshold(0.08, "least share of the variance of shifts on the line of two temperatures"),
+    "greedy-least": Threshold(-3.0, "nats, which hardly any most likely token is below"),
+    "greedy-unlikely": Threshold(0.02, "most tokens below that in greedy decoding"),
+    "truncated-far": Threshold(0.02, "share of ratios below 1/e that truncation may have"),
+    "truncated-mass": Threshold(0.65, "least kept mass that top-p and top-k are sure to explain"),
+    # Tokens of another place.
+    "swapped-own-distance": Threshold(0.3, "nats between a response's two lists from which on it disagrees"),
+    "swapped-distance": Threshold(0.25, "of a list's own and the second-best distance, that the right one has"),
+    "swapped-responses": Threshold(4, "fewest responses with another one's list"),
+    "swapped-share": Threshold(0.5, "least share of them among those that disagree"),
+    "swapped-surprise": Threshold(3.0, "nats of surprise that a response needs to be told from others"),
+    # Old weights.
+    "undelivered-order": Threshold(0.8, "rank correlation of steps and the size of their noise", "4 of 24 orders of 4"),
+    "reward-correlation": Threshold(0.15, "of log-ratio and advantage of responses"),
+    "reward-correlation-z": Threshold(5.0, "standard errors of that correlation"),
+    "reward-correlation-strong": Threshold(0.3, "the same where versions say age 0, or noise is coarse"),
+    "reward-correlation-strong-z": Threshold(3.5, "standard errors where noise is coarse"),
+    "drift-coarseness": Threshold(-0.8, "largest coarseness of noise that depends on token ids and is called drift"),
     # Noise.
-    "noise-k3": Threshold(0.6, "largest k3 that is called noise", "4 bits in exact streams: .1", _UNKNOWN),
-    "one-noise-share": Threshold(
-        0.008, "of tokens beyond five usual shifts in one noise", "tails of 12 bases of the zoo, 5,000 tokens", _UNKNOWN
-    ),
-    "leftover-share": Threshold(0.03, "the same after a repair, which leaves some wrong pairs", _CHOSEN, _UNKNOWN),
-    "one-noise-k3": Threshold(0.3, "of k3 in these tokens", "tails of 12 bases of the zoo, 5,000 tokens", _UNKNOWN),
-    "coarse-noise-k3": Threshold(0.5, "the same for noise of quantized weights", "SmolLM2, 8 bits: .32", _UNKNOWN),
-    "routing-share": Threshold(
-        0.15, "most tokens beyond five usual shifts that other experts explain", _CHOSEN, _UNKNOWN
-    ),
-    "routing-k3": Threshold(0.5, "least share of k3 in them", "a mixture of experts, bfloat16: .9", _UNKNOWN),
+    "least-rms": Threshold(4e-4, "logits: two float32 forwards, or the rounding of the file, move less"),
+    "least-k3": Threshold(1e-8, "k3 of two float32 forwards"),
+    "noise-k3": Threshold(0.6, "largest k3 that is called noise", "4 bits in exact streams: .1"),
+    "direction": Threshold(0.08, "of the variance of shifts, that probability decides", "4 bits: .04, temperature: .1"),
+    "uneven": Threshold(0.08, "of the variance of log sizes, that a group decides", "bases: up to .02"),
+    "prompt-repeats": Threshold(0.1, "the same by prompt, where it is the cause"),
+    "one-noise-share": Threshold(0.008, "of tokens beyond five usual shifts in one noise", "tails of 12 bases"),
+    "leftover-share": Threshold(0.03, "the same after a repair, which leaves some wrong pairs"),
+    "one-noise-k3": Threshold(0.3, "of k3 in these tokens", "tails of 12 bases"),
+    "coarse-noise-k3": Threshold(0.5, "the same for noise of quantized weights", "SmolLM2, 8 bits: .32"),
+    "routing-share": Threshold(0.15, "most tokens beyond five usual shifts that other experts explain"),
+    "routing-k3": Threshold(0.5, "least share of k3 in them", "a mixture of experts, bfloat16: .9"),
+    "confidence-routing": Threshold(0.85, "confidence of routing"),
+    "eight-bits-rms": Threshold(0.09, "logits: eight bits move as far, bfloat16 may as well", "SmolLM2: .12, .07"),
+    "confidence-eight-bits": Threshold(0.65, "confidence of precision there, without token ids"),
 }
 THRESHOLDS = {name: row.value for name, row in TABLE.items()}

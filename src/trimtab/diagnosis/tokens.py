@@ -14,6 +14,7 @@ PER_RESPONSE = frozenset(
     (
         "step",
         "group",
+        "prompt",
         "proximal_version",
         "prompt_length",
         "reward",
@@ -35,7 +36,8 @@ class TokenTable:
     with the noise of the trainer (ALP).
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
-    step, group, proximal_version: int64. reward, advantage: float64.
+    step, group, proximal_version: int64. prompt: int64, the same for all responses to one prompt, in every step.
+    reward, advantage: float64.
     prompt_length: float64, number of tokens before the first of the response, NaN where it is unknown.
     temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
     truncation rather than those of the sampling distribution.
@@ -53,6 +55,7 @@ class TokenTable:
     turn: np.ndarray | None = None
     step: np.ndarray | None = None
     group: np.ndarray | None = None
+    prompt: np.ndarray | None = None
     proximal_version: np.ndarray | None = None
     prompt_length: np.ndarray | None = None
     reward: np.ndarray | None = None

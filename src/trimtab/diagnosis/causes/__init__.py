@@ -27,7 +27,7 @@ from trimtab.diagnosis.causes.placeholder import placeholder_cause
 from trimtab.diagnosis.causes.precision import find_noise
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
-from trimtab.diagnosis.causes.stale import find_drift, find_undelivered
+from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.causes.unexplained import unexplained
 from trimtab.diagnosis.causes.what_is_left import Context, Detector, Finding, Left
@@ -45,6 +45,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     (find_retokenized,),
     (find_sampling_faults,),
     (find_depth_growth,),
+    (find_stale_cache,),
     (find_undelivered, find_drift),
     (find_noise,),
 )
@@ -52,7 +53,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
 
 
 def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Cause, ...]:
-    """Returns the causes of the mismatch, most confident first; empty when it is within the noise floor.
+    """Returns the causes, faults before noise and each most confident first; empty within the noise floor.
 
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
     `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/causes.md.
@@ -64,7 +65,8 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     if len(tokens) >= MIN_TOKENS and not everywhere:
         context = Context(measured.size.floor, measured.origin.settings)
         causes += _Search(context, frozenset(without), tokens).causes()
-    return tuple(sorted(causes, key=lambda cause: -cause.confidence))
+    # Noise is what remains when every fault is undone, so that it comes last.
+    return tuple(sorted(causes, key=lambda cause: (cause.name in NOISES, -cause.confidence)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,6 +67,12 @@ class LogprobPairs:
         return self.table.position[self.index]
 
     @cached_property
+    def depth(self) -> np.ndarray:
+        """The number of tokens before each one in its context; without the prompt where its length is unknown."""
+        prompt = self.of_response(self.table.prompt_length)
+        return self.position + (prompt if prompt is not None and np.isfinite(prompt).all() else 0.0)
+
+    @cached_property
     def since_boundary(self) -> np.ndarray:
         """The number of tokens since the last boundary: the start of the response or of a turn.
 

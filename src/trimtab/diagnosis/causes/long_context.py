@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.causes.precision import MIN_K3
-from trimtab.diagnosis.causes.steps import MIN_RMS
 from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 SPAN = 1024
 """Smallest difference in depth, in tokens, that counts: over less, the form of an answer has a larger effect."""
@@ -41,7 +40,7 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[Finding]:
     """Detects growth with depth, and leaves the shallowest tokens."""
     if context.against:  # log-ratios follow the shape of distributions, which may change along a response
         return []
-    depth, is_from_prompt = _depth(tokens)
+    depth, is_from_prompt = tokens.depth, bool((tokens.depth > tokens.position).any())
     chosen = tokens.middle & _spans_enough(tokens, depth)
     is_within = chosen.sum() >= MIN_TOKENS and len(np.unique(tokens.row[chosen])) >= MIN_RESPONSES
     if not is_within:  # short responses to prompts of very different lengths
@@ -96,14 +95,7 @@ class _Growth:
         return self.z > MIN_Z and self.times > MIN_GROWTH and self.low > MIN_LOWER_GROWTH and self.is_monotonic
 
     def is_above(self, floor: float) -> bool:
-        return self.rms > MIN_RMS and self.k3 > max(MIN_K3, 3 * floor)
-
-
-def _depth(tokens: LogprobPairs) -> tuple[np.ndarray, bool]:
-    """Returns the depth of each token, and whether it counts from the start of the prompt."""
-    prompt = tokens.of_response(tokens.table.prompt_length)
-    known = prompt is not None and bool(np.isfinite(prompt).all())
-    return tokens.position + (prompt if known and prompt is not None else 0.0), known
+        return self.rms > LIMITS["least-rms"] and self.k3 > max(LIMITS["least-k3"], 3 * floor)
 
 
 def _spans_enough(tokens: LogprobPairs, depth: np.ndarray) -> np.ndarray:

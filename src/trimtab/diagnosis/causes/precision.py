@@ -5,7 +5,7 @@ same amount wherever the model is undecided, so it is measured there, with train
 of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
 is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
 (docs/causes.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
-weight than k3. A residual below `MIN_RMS` is that of two float32 forwards, or the rounding of the file.
+weight than k3. A residual below `least-rms` is that of two float32 forwards, or the rounding of the file.
 
 With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
 token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
@@ -20,13 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.steps import MIN_RMS, drift_between_steps
+from trimtab.diagnosis.causes.groups import direction, drift_between_steps, uneven_by
 from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.runs.metric_ranges import k3_ranges
 
-MIN_K3 = 1e-8
 BORDER_RMS, BORDER_K3, RMS_WEIGHT = 0.25, 5.8e-3, 0.7
 ID_BONUS, MIN_PERSISTENCE, MIN_IDS = 0.7, 0.07, 60
 MAX_CONFIDENCE_BY_SIZE = 0.8  # largest confidence where only the size is known
@@ -142,29 +141,53 @@ def noise_lower_bound(tokens: LogprobPairs, against: Against) -> Noise:
         math.copysign(1.0, against.line.a - 1.0) if against.line is not None else (-1.0 if against.sampler_cut else 1.0)
     )
     opposite = -direction * tokens.shift[undecided]
-    wrong = opposite[opposite > MIN_RMS]
-    if len(wrong) < 20 or share(opposite > MIN_RMS) < 0.01:
+    wrong = opposite[opposite > LIMITS["least-rms"]]
+    if len(wrong) < 20 or share(opposite > LIMITS["least-rms"]) < 0.01:
         return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)
     # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
-    factor = 1.0 if share(opposite > MIN_RMS) > 0.3 else 1.5
+    factor = 1.0 if share(opposite > LIMITS["least-rms"]) > 0.3 else 1.5
     return Noise(float(np.sqrt((wrong**2).mean())) * factor, 0.0, len(wrong), is_lower_bound=True)
+
+
+def objection(tokens: LogprobPairs, left: Left) -> str:
+    """Returns why a difference cannot be noise, empty if it can: noise has mean ratio 1, no direction and one size."""
+    if left.contract == "outside":
+        return "rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
+    if left.contract == "silent":
+        return "a few tokens decide the mean, so noise can be neither named nor excluded"
+    if left.k3 > LIMITS["noise-k3"]:
+        return "no rounding or quantization is known to be as large"
+    if (share_of := direction(tokens)) > LIMITS["direction"]:
+        return (
+            f"the probability of a token decides where its logit moves ({share_of:.0%} of the variance), unlike noise"
+        )
+    if (steps := drift_between_steps(tokens)) is not None:
+        return f"{steps.text}, and noise has one size"
+    name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
+    if part > LIMITS["uneven"]:
+        return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
+    return ""
 
 
 def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
     """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
 
-    Noise keeps the mean ratio at 1 and has one size: where a few tokens are far beyond the others, these were routed to
-    other experts, and where many are, it is not one noise. The run's settings decide if they determine whether the
-    sampler is quantized.
+    Where a few tokens are far beyond the others, or the tokens of a few prompts are in all their responses, these were
+    routed to other experts; where many are, it is not one noise. The run's settings decide if they determine whether
+    the sampler is quantized.
     """
     noise = noise_of(tokens, context)
-    if noise.rms < MIN_RMS or (not noise.is_lower_bound and noise.k3 < max(MIN_K3, 3 * context.floor)):
+    if not noise.is_lower_bound and noise.k3 < max(LIMITS["least-k3"], 3 * context.floor):
+        return []
+    if not noise.is_lower_bound and (found := _by_prompt(tokens)):
+        return found
+    if noise.rms < LIMITS["least-rms"]:
         return []
     size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
     size += ", seen against a larger systematic shift" if noise.is_lower_bound else f", k3 = {noise.k3:.1e}"
     if not noise.is_lower_bound:
         left = Left.of(tokens)
-        if left.contract != "inside" or noise.k3 > LIMITS["noise-k3"] or drift_between_steps(tokens) is not None:
+        if objection(tokens, left):
             return []
         size += f", {left.text}"
         # After lists were shifted back some pairs at the edges of stretches stay wrong.
@@ -173,7 +196,12 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
             return _routing(tokens, noise, size)
     if context.settings is not None and context.settings.coarse is not None:
         return _by_recipe(tokens, noise, size, context.settings)
-    certainty = round(min(0.95, 0.55 + 0.5 * abs(noise.coarseness)), 2)
+    return [_by_size(tokens, noise, size)]
+
+
+def _by_size(tokens: LogprobPairs, noise: Noise, size: str) -> Finding:
+    """Names the noise by its size; sizes that both kinds have leave a doubt, unless token ids tell them apart."""
+    certainty = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.coarseness > 0:
         evidence = f"{size}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
         if noise.depends_on_ids:
@@ -181,9 +209,36 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
         else:
             certainty = min(certainty, MAX_CONFIDENCE_BY_SIZE)
             evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
-        return [_noise("quantized", tokens, certainty, evidence, FIX_QUANTIZED)]
+        return _noise("quantized", tokens, round(certainty, 2), evidence, FIX_QUANTIZED)
     kind = "float16 or tf32" if noise.rms < MIN_BFLOAT16_RMS else "bfloat16"
-    return [_noise("precision", tokens, certainty, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)]
+    evidence = f"{size}: the size of {kind} arithmetic"
+    if noise.rms > LIMITS["eight-bits-rms"] and noise.persistent is None:
+        certainty = min(certainty, LIMITS["confidence-eight-bits"])
+        evidence += ", which weights of eight bits have too (token ids would tell them apart)"
+    return _noise("precision", tokens, round(certainty, 2), evidence, FIX_PRECISION)
+
+
+def _by_prompt(tokens: LogprobPairs) -> list[Finding]:
+    """Returns `routing` where the size of the error repeats for a prompt and nothing else decides it."""
+    found = uneven_by(tokens)
+    by_prompt = found.pop("prompt", 0.0)
+    if by_prompt < LIMITS["prompt-repeats"] or by_prompt < 2 * max(found.values(), default=0.0):
+        return []
+    if Left.of(tokens).contract != "inside" or direction(tokens) > LIMITS["direction"]:
+        return []
+    prompt = tokens.of_response(tokens.table.prompt)
+    assert prompt is not None
+    log_ratio = np.clip(tokens.log_ratio, -20, 20)
+    _, index, count = np.unique(prompt, return_inverse=True, return_counts=True)
+    k3 = np.bincount(index, np.expm1(log_ratio) - log_ratio)
+    order = np.argsort(-k3 / count)
+    worst = order[: 1 + int(np.searchsorted(np.cumsum(k3[order]), 0.8 * k3.sum()))]
+    evidence = (
+        f"the error repeats for a prompt: {len(worst)} of {len(count)} prompts hold 80% of k3 in all their responses, "
+        f"and the prompt decides {by_prompt:.0%} of the variance of its size. That is arithmetic, such as other "
+        "experts or another kernel for these prompts, not chance"
+    )
+    return [_noise("routing", tokens, LIMITS["confidence-routing"], evidence, FIX_ROUTING)]
 
 
 def _noise(name: str, tokens: LogprobPairs, certainty: float, evidence: str, fix: str) -> Finding:
@@ -198,7 +253,7 @@ def _routing(tokens: LogprobPairs, noise: Noise, size: str) -> list[Finding]:
         f"{noise.far:.1%} of the undecided tokens are more than five times as far apart as usual and hold "
         f"{noise.far_k3:.0%} of k3; {size}: other experts answered for these tokens"
     )
-    return [_noise("routing", tokens, 0.85, evidence, FIX_ROUTING)]
+    return [_noise("routing", tokens, LIMITS["confidence-routing"], evidence, FIX_ROUTING)]
 
 
 def _by_recipe(tokens: LogprobPairs, noise: Noise, size: str, settings: Settings) -> list[Finding]:

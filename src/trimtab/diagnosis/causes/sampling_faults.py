@@ -72,6 +72,7 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
         abs(slope) < MIN_SLOPE
         or z < (MIN_Z if spread < SMALL_SPREAD else MIN_Z_LARGE_SPREAD)
         or spread > (MAX_SPREAD if residual < SMALL_RESIDUAL else MAX_SPREAD_LARGE_RESIDUAL)
+        or slope**2 * power < LIMITS["temperature-explains"] * float(np.square(shift - shift.mean()).sum())
         or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
         or abs(slope) >= 1.9
     ):
@@ -175,6 +176,10 @@ def _finding(cause: Cause, rest: LogprobPairs, against: Against | None = None) -
 def _greedy(tokens: LogprobPairs) -> Cause | None:
     """Returns a cause if the sampler reports log-prob 0 at nearly every token."""
     if share(tokens.behavior > -1e-6) < 0.99 or tokens.trainer.mean() > -0.01:
+        return None
+    if (
+        share(tokens.trainer < LIMITS["greedy-least"]) > LIMITS["greedy-unlikely"]
+    ):  # no token of the highest probability
         return None
     evidence = (
         f"the sampler reports log-prob 0 for {share(tokens.behavior > -1e-6):.1%} of tokens (greedy decoding), the "

@@ -1,11 +1,14 @@
-"""Detects `stale`: the sampler used older weights.
+"""Detects old weights on the sampler's side: `stale`, `undelivered` and `stale-cache`.
 
-With versions, the shift of logits must grow with age (a ratio of at least `MIN_GROWTH` and `MIN_GROWTH_Z` standard
-errors of the mean log size). Without them there are three indications. Updates raise the probability of what had
-positive advantage, so that a response's log-ratio correlates with its advantage beyond what its log-prob explains;
-rounding is independent of the reward. Lag varies between steps; rounding does not. Drift shifts a token the same way in
-every context; rounding errors are nearly independent between contexts (tested for vocabularies of words, not of
-characters).
+With versions, the shift of logits must grow with age. Without them there are three indications. Updates raise the
+probability of what had positive advantage, so that a response's log-ratio correlates with its advantage beyond what its
+log-prob explains; rounding is independent of the reward. Lag varies between steps; rounding does not. Drift shifts a
+token the same way in every context; rounding errors are nearly independent between contexts (tested for vocabularies of
+words, not of characters).
+
+Versions are those of the weights that were loaded, which says nothing of weights that never arrive, nor of keys and
+values of a prompt that older weights left in a cache. Then the shift grows from step to step, or is larger where a
+prompt was asked before than where one of the same step is asked for the first time.
 """
 
 from __future__ import annotations
@@ -13,52 +16,45 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
+from trimtab.diagnosis.causes.groups import drift_between_steps, growth_of, log_size, rms_of
 from trimtab.diagnosis.causes.precision import ID_BONUS, Noise, noise_of
-from trimtab.diagnosis.causes.steps import MIN_GROWTH_Z, MIN_RMS, MIN_TOKENS, drift_between_steps, growth_of, rms_of
 from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-MIN_GROWTH = 1.15
-MIN_CORRELATION, MIN_CORRELATION_Z, STRONG_CORRELATION, STRONG_CORRELATION_Z, MIN_CORRELATION_AT_AGE_0 = (
-    0.15,
-    5.0,
-    0.3,
-    3.5,
-    0.3,
-)
-MAX_FINE_COARSENESS = -0.8
 FIX = (
     "Refresh the sampler's weights more often or bound the lag (max_lag); otherwise correct with weights of "
     "proximal over behavior and log versions to separate lag from rounding."
 )
-
 FIX_UNDELIVERED = (
     "Compare the sampler's weights with the trainer's after a publication (a checksum of each tensor, or the log-probs "
     "of one fixed text on both sides); with LoRA, whether the adapter's name and version change with each one."
+)
+FIX_CACHE = (
+    "Empty the engine's prefix cache with every publication of weights (vLLM: reset_prefix_cache, SGLang: "
+    "flush_cache), also where requests are paused over it, or turn prefix caching off to compare."
 )
 
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[Finding]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
     noise = noise_of(tokens, context)
-    correlation = None if context.against or noise.rms < MIN_RMS else _reward_correlation(tokens)
+    correlation = None if context.against or noise.rms < LIMITS["least-rms"] else _reward_correlation(tokens)
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, noise, correlation)
     corr, z = correlation or (0.0, 0.0)
-    threshold = MIN_CORRELATION if tokens.age is None else MIN_CORRELATION_AT_AGE_0
-    if corr > threshold and z > (
-        STRONG_CORRELATION_Z if corr > STRONG_CORRELATION and noise.coarseness > 0 else MIN_CORRELATION_Z
-    ):
+    is_strong = corr > LIMITS["reward-correlation-strong"] and noise.coarseness > 0
+    needed = LIMITS["reward-correlation-strong" if tokens.age is not None else "reward-correlation"]
+    if corr > needed and z > LIMITS["reward-correlation-strong-z" if is_strong else "reward-correlation-z"]:
         despite = "" if tokens.age is None else " although the file says age 0"
         evidence = (
             f"log-ratios of responses correlate with their advantage{despite}: correlation {corr:.2f}, z = {z:.1f}"
         )
-        return [_all(tokens, evidence, confidence(z, MIN_CORRELATION_Z))]
+        return [_all(tokens, evidence, confidence(z, LIMITS["reward-correlation-z"]))]
     if tokens.age is not None or context.against:
         return []
     if (steps := drift_between_steps(tokens)) is not None:
         return [_all(tokens, steps.text + ": the size of rounding does not vary, that of lag does", 0.6)]
-    fine = noise.rms >= MIN_RMS and noise.coarseness < MAX_FINE_COARSENESS + ID_BONUS
+    fine = LIMITS["least-rms"] <= noise.rms and noise.coarseness < LIMITS["drift-coarseness"] + ID_BONUS
     if noise.depends_on_ids and fine:
         evidence = (
             f"{noise.persistent:.0%} of the shift of logits depends on the token id, unlike rounding, and is too "
@@ -91,28 +87,63 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[Finding]:
     return [Finding("undelivered", evidence, FIX_UNDELIVERED, first, len(tokens) - len(first), 0.95)]
 
 
+def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Detects keys and values of older weights: prompts that were asked before differ more than new ones of a step."""
+    step, prompt = (tokens.of_response(column) for column in (tokens.table.step, tokens.table.prompt))
+    if context.against or step is None or prompt is None or (tokens.age is not None and tokens.age.any()):
+        return []
+    _, index = np.unique(prompt, return_inverse=True)
+    first = np.full(index.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, index, step)
+    repeated, middle = step > first[index], tokens.middle
+    if min((repeated & middle).sum(), (~repeated & middle).sum()) < LIMITS["group-tokens"]:
+        return []
+    size, again = log_size(tokens.shift[middle]), repeated[middle].astype(np.float64)
+    _, at = np.unique(step[middle], return_inverse=True)
+    count = np.bincount(at)
+    size, again = (values - (np.bincount(at, values) / count)[at] for values in (size, again))
+    power = float(again @ again)
+    if power <= 0:
+        return []
+    slope = float(again @ size) / power
+    error = float(np.sqrt(np.square(again * (size - slope * again)).sum())) / power
+    growth, z = float(np.exp(slope)), slope / max(error, 1e-12)
+    if growth < LIMITS["cache-growth"] or z < LIMITS["growth-z"]:
+        return []
+    new = tokens.select(~repeated)
+    k3 = [Left.of(part).k3 for part in (tokens.select(repeated), new)]
+    evidence = (
+        f"logits move {growth:.1f} times as far for prompts that were asked in an earlier step as for new ones of the "
+        f"same step (z = {z:.1f}; k3 {k3[0]:.1e} and {k3[1]:.1e}), although versions say that weights are current: "
+        "keys and values of older weights answer from the engine's prefix cache"
+    )
+    sure = confidence(z, LIMITS["growth-z"])
+    return [Finding("stale-cache", evidence, FIX_CACHE, new, len(tokens) - len(new), sure)]
+
+
 def _drift_by_age(tokens: LogprobPairs, noise: Noise, correlation: tuple[float, float] | None) -> list[Finding]:
     age = tokens.age
     assert age is not None
     middle = tokens.middle
-    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= MIN_TOKENS]
+    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= LIMITS["group-tokens"]]
     corr, z = correlation or (0.0, 0.0)
     correlated = f"; log-ratios correlate with advantage (correlation {corr:.2f}, z = {z:.1f})" if z > 4 else ""
     if len(ages) >= 2:
         young, old = middle & (age == ages[0]), middle & (age > ages[0])
         growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
-        if growth > MIN_GROWTH and growth_z > MIN_GROWTH_Z and rms_of(tokens.shift[old]) > MIN_RMS:
+        is_clear = growth > LIMITS["age-growth"] and growth_z > LIMITS["growth-z"]
+        if is_clear and rms_of(tokens.shift[old]) > LIMITS["least-rms"]:
             times = f"{growth:.2f} times" if growth < 100 else "over 100 times"
             evidence = (
                 f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){correlated}"
             )
             fresh = tokens.select(age == 0)
-            sure = confidence(growth_z, MIN_GROWTH_Z)
+            sure = confidence(growth_z, LIMITS["growth-z"])
             return [Finding("stale", evidence, FIX, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
         if 0 in ages and not correlated:
             return []
-    if noise.rms < MIN_RMS:
+    if noise.rms < LIMITS["least-rms"]:
         return []
     certainty = confidence(z, 4.0) if correlated else 0.6 if noise.coarseness > 0 or noise.depends_on_ids else 0.5
     size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarseness > 0 else "within")

@@ -1,9 +1,11 @@
 """Detects `misaligned` where the trainer's log-probs belong to another response.
 
-A response whose log-probs disagree is compared with the others of equal length. Another response's list matches when
-its distance is less than `MAX_RELATIVE_DISTANCE` of the response's own and of that of the second-best list, since among
-thousands of short, near-certain responses some list always fits slightly better. Reported when at least `MIN_RESPONSES`
-match, and `MIN_SHARE` of those that disagree, so that a policy that has really changed is not mistaken for it.
+A response whose log-probs disagree is compared with the others of equal length. Its own list is found where the
+distance of another response's list is less than `swapped-distance` of the response's own and of that of the second-best
+list, since among thousands of short, near-certain responses some list always fits slightly better. Where its own list
+is lost, two responses carry one list of the trainer, to the last digit, and the one that disagrees has the wrong one.
+Reported when `swapped-responses` are found, and `swapped-share` of those that disagree, so that a policy that has
+really changed is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -12,42 +14,48 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
 from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-CAP, MIN_OWN_DISTANCE, MAX_RELATIVE_DISTANCE, MIN_RESPONSES, MIN_SHARE, MAX_CANDIDATES = 3.0, 0.3, 0.15, 4, 0.5, 500
-MIN_SURPRISE = 3.0  # nats of surprise that a response needs to be distinguished from others
+CAP, MAX_CANDIDATES = 3.0, 500
+FIX = "Keep responses and their log-probs in one order: join them by an id, not by place, after sorting or packing."
 
 
 def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Finding]:
-    """Finds responses with the log-probs of another one, and restores their own."""
+    """Finds responses with the log-probs of another one, and restores their own or leaves them out."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)
-    own_distance = (
-        np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths if len(starts) else starts
-    )
-    surprise = -np.add.reduceat(tokens.behavior, starts) if len(starts) else starts
-    disagrees = (own_distance > MIN_OWN_DISTANCE) & (lengths >= 4) & (surprise > MIN_SURPRISE)
-    trainer, repaired, compared = tokens.trainer.copy(), np.zeros(len(starts), dtype=bool), 0
+    if len(starts) < 3:
+        return []
+    own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
+    surprise = -np.add.reduceat(tokens.behavior, starts)
+    disagrees = (own > LIMITS["swapped-own-distance"]) & (lengths >= 4) & (surprise > LIMITS["swapped-surprise"])
+    trainer = tokens.trainer.copy()
+    restored, copied = np.zeros(len(starts), dtype=bool), np.zeros(len(starts), dtype=bool)
     for length in np.unique(lengths[disagrees]):
         equal = np.flatnonzero(lengths == length)[:MAX_CANDIDATES]
         if len(equal) < 3:
             continue
         index = starts[equal][:, None] + np.arange(length)
         values = tokens.trainer[index]
+        _, same, count = np.unique(values, axis=0, return_inverse=True, return_counts=True)
+        copied[equal] = disagrees[equal] & (count[same.reshape(-1)] > 1)
         for i in np.flatnonzero(disagrees[equal]):
-            compared += 1
             distance = np.minimum(np.abs(tokens.behavior[index[i]] - values), CAP).mean(-1)
             owner, second = (int(row) for row in np.argpartition(distance, 1)[:2])
-            if owner != i and distance[owner] < MAX_RELATIVE_DISTANCE * min(own_distance[equal[i]], distance[second]):
+            if owner != i and distance[owner] < LIMITS["swapped-distance"] * min(own[equal[i]], distance[second]):
                 trainer[index[i]] = values[owner]
-                repaired[equal[i]] = True
-    swapped = int(repaired.sum())
-    if swapped < max(MIN_RESPONSES, MIN_SHARE * compared):
+                restored[equal[i]] = True
+    swapped = restored | copied
+    found = int(swapped.sum())
+    if found < max(LIMITS["swapped-responses"], LIMITS["swapped-share"] * disagrees.sum()):
         return []
     evidence = (
-        f"{swapped} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: that "
-        f"one's fit at less than {MAX_RELATIVE_DISTANCE:g} of the distance"
+        f"{found} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: "
+        f"{int(restored.sum())} of them fit that one's list far better than their own, {int(copied.sum())} have a list "
+        "that another response has as well, to the last digit"
     )
-    fix = "Keep responses and their log-probs in one order: join them by an id, not by place, after sorting or packing."
-    # Only the repaired responses are kept: the others may be swapped as well and too certain to show it.
-    rest = tokens.repaired(trainer, np.repeat(repaired, lengths))
-    return [Finding("misaligned", evidence, fix, rest, len(rest), confidence(swapped, MIN_RESPONSES))]
+    # Most are swapped: then the others may be as well, and too certain to show it.
+    kept = restored if 2 * found > len(starts) else ~swapped | restored
+    rest = tokens.repaired(trainer, np.repeat(kept, lengths))
+    moved = int(lengths[swapped].sum())
+    return [Finding("misaligned", evidence, FIX, rest, moved, confidence(found, LIMITS["swapped-responses"]))]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
-from trimtab.diagnosis.causes.precision import MIN_K3, measure_noise
-from trimtab.diagnosis.causes.steps import MIN_RMS
+from trimtab.diagnosis.causes.precision import objection
 from trimtab.diagnosis.causes.turns import turn_numbers
 from trimtab.diagnosis.causes.what_is_left import Left
 from trimtab.diagnosis.records import Cause
@@ -16,20 +15,16 @@ FIX = (
     "Look for it before you choose a correction: score one response of this data again with the trainer and with the "
     "engine, and compare token by token (the same ids, the same weights, the same template, logarithms of base e)."
 )
-MIN_PART = 0.1  # of the tokens, that a group must have to be pointed at
 
 
 def unexplained(tokens: LogprobPairs, left: Left, floor: float, rest_only: bool) -> Cause | None:
     """Returns the cause, None within the noise floor; `rest_only`: whether other causes were found and undone."""
-    noise = measure_noise(tokens)
-    if left.contract == "inside" and (noise.rms < MIN_RMS or left.k3 < max(MIN_K3, 3 * floor)):
+    if left.contract == "inside" and left.k3 < max(LIMITS["least-k3"], 3 * floor):
         return None
     correlation = float(np.corrcoef(np.exp(tokens.behavior), np.exp(tokens.trainer))[0, 1])
     evidence = f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {correlation:.2f}"
-    if left.contract == "outside":
-        evidence += ": rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
-    elif left.contract == "silent":
-        evidence += ": a few tokens decide the mean, so noise can be neither named nor excluded"
+    if reason := objection(tokens, left):
+        evidence += f": {reason}"
     evidence += _where(tokens)
     tokens_text = "after the causes above are undone, " if rest_only else ""
     return Cause("unexplained", LIMITS["confidence-unexplained"], tokens_text + evidence, FIX, 1.0, left.tokens)
@@ -43,11 +38,11 @@ def _where(tokens: LogprobPairs) -> str:
     groups = {"turn": turn_numbers(tokens), "tenth of the response": tokens.table.decile[tokens.index] + 1}
     if step is not None:
         groups["step"] = step
-    best, text = 2.0, ""
+    best, text = LIMITS["group-lift"], ""
     for name, group in groups.items():
         for value in np.unique(group)[:1000]:
             inside = group == value
             part, mass = inside.mean(), k3[inside].sum() / max(k3.sum(), 1e-300)
-            if MIN_PART * 0.5 < part < 0.9 and mass > best * part:
+            if LIMITS["group-part"] < part < 0.9 and mass > best * part:
                 best, text = mass / part, f"; {name} {value} holds {mass:.0%} of k3 with {part:.0%} of the tokens"
     return text

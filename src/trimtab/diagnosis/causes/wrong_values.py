@@ -44,19 +44,24 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
 
 
 def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
-    """The sampler reports the most likely token's log-prob: equal or far above the trainer's, never below it."""
+    """The sampler reports the most likely token's log-prob: equal or far above the trainer's, never below it.
+
+    Where it does, the two agree as often as that token was sampled: at a share of exp(log-prob) of the tokens.
+    """
     log_ratio = tokens.log_ratio
     noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, LIMITS["wrong-token-noise"])
-    far = log_ratio < -max(3 * noise, 0.1)
-    above = log_ratio > max(3 * noise, 0.1)
-    if noise > 0.2 or share(far) < LIMITS["wrong-token-share"] or far.sum() < 20:
+    gap = max(3 * noise, 0.1)
+    far, above = log_ratio < -gap, log_ratio > gap
+    if noise > LIMITS["wrong-token-most-noise"] or far.sum() < LIMITS["wrong-token-far"]:
         return []
     # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
     between = share((np.abs(log_ratio) > noise) & ~far)  # another temperature moves tokens by any amount
-    if between > LIMITS["wrong-token-between"] * share(far):
-        return []
-    if share(above) > 0.02 * share(far) or certain > 0.02 or np.median(log_ratio[far]) > -0.7:
+    affected = np.isin(tokens.row, tokens.row[far])
+    agreement = (affected & ~far).sum() / np.exp(tokens.behavior[affected]).sum()
+    low, high = LIMITS["wrong-token-agreement-low"], LIMITS["wrong-token-agreement-high"]
+    one_sided = share(above) <= LIMITS["wrong-token-above"] * share(far) and certain <= LIMITS["wrong-token-above"]
+    if not one_sided or between > LIMITS["wrong-token-between"] * share(far) or not low < agreement < high:
         return []
     evidence = (
         f"the sampler's log-prob is the trainer's at {share(~far):.0%} of the tokens and far above it at the others "

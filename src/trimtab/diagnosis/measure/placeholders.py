@@ -126,7 +126,8 @@ class PlaceholderSums:
         """Whether the other side is as far away at tokens that are almost certain, or at all where these are few."""
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
-        return share <= LIMITS["placeholder-lead"] * usual.apart / max(usual.tokens, 1)
+        near = max(usual.tokens - usual.apart, 1)
+        return share <= LIMITS["placeholder-lead"] * usual.apart / near * (1 - share)
 
     def _is_padded(self, end: str) -> bool:
         counts = self.padding[end]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,6 +50,7 @@ def build_table(
         turn=as_integers(flat.values["turn"]) if "turn" in flat.values else None,
         step=whole("step"),
         group=_groups(block, flat, rows, tally, file) if "group" in roles else None,
+        prompt=_prompts(block, flat, rows, tally),
         proximal_version=whole("proximal_version"),
         prompt_length=_prompt_length(flat, block, rows),
         reward=number("reward"),
@@ -97,8 +98,24 @@ def _groups(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts
     else:
         values = flat.single["prompt_key"].tolist()
     steps = numbers(block.scalars["step"])[rows].tolist() if "step" in block.scalars else None
-    keys = ((steps[index] if steps else ("file", file), _key(value, index)) for index, value in enumerate(values))
-    return np.fromiter((tally.group(key) for key in keys), dtype=np.int64, count=len(rows))
+    keys = [(steps[index] if steps else ("file", file), _key(value, index)) for index, value in enumerate(values)]
+    return _numbered(keys, tally.groups)
+
+
+def _prompts(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts) -> np.ndarray | None:
+    """Returns numbers of prompts (responses,), the same in every step and file; None if they are unknown."""
+    if "prompt" in block.scalars:
+        values = [block.scalars["prompt"][row] for row in rows.tolist()]
+    elif "prompt_key" in flat.single:
+        values = flat.single["prompt_key"].tolist()
+    else:
+        return None
+    return _numbered([_key(value, index) for index, value in enumerate(values)], tally.prompts)
+
+
+def _numbered(keys: Sequence[Hashable], known: dict[Hashable, int]) -> np.ndarray:
+    """Returns the number of each key (keys,); new ones are added to `known`."""
+    return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
 
 
 def _key(value: object, row: int) -> Hashable:

@@ -168,7 +168,7 @@ def _columns(
                     break
                 if having:
                     findings.append(f"{candidate} is in {having} of {len(filled)} files only and was left out")
-    return columns, findings
+    return columns, list(dict.fromkeys(findings))  # a column may serve two roles
 
 
 def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:

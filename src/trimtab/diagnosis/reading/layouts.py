@@ -25,6 +25,7 @@ TOKEN_ROLES = (
 ROW_ROLES = (
     "step",
     "group",
+    "prompt",
     "proximal_version",
     "reward",
     "advantage",
@@ -77,7 +78,7 @@ _NOT_TRIMTAB = ("group", "sample_id", "sample_mask", "loss_weight", "logp_pertur
 TRIMTAB = Layout(
     "trimtab",
     {role: (role,) for role in ROLES if role not in _NOT_TRIMTAB}
-    | {"group": ("group", "prompt_id"), "prompt_length": ("prompt_length", "prompt_ids")},
+    | {"group": ("group", "prompt_id"), "prompt": ("prompt_id",), "prompt_length": ("prompt_length", "prompt_ids")},
     (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
     "trimtab's own trainer writes it to trajectories/",
 )
@@ -100,6 +101,7 @@ VERL = Layout(
         "proximal_version": ("proximal_version",),
         "step": ("step",),
         "group": ("uid", "input"),
+        "prompt": ("input",),
         "reward": ("score",),
         "advantage": ("advantages",),
     },
@@ -124,6 +126,7 @@ TRL = Layout(
         "padding_mask": ("completion_mask",),
         "step": ("step",),
         "group": ("prompt",),
+        "prompt": ("prompt",),
         "reward": ("reward",),
         "advantage": ("advantage", "advantages"),
     },

@@ -18,8 +18,9 @@ UNEQUAL = "lists of different lengths"
 class ReadCounts:
     """Counts that are updated while files are read.
 
-    k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups:
-    numbers of prompt groups over all files. seen: the file of each response, by its id or a hash of its content.
+    k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups,
+    prompts: their numbers over all files, in the order of first occurrence. seen: the file of each response, by its id
+    or a hash of its content.
     """
 
     responses: int = 0
@@ -42,6 +43,7 @@ class ReadCounts:
     several_versions: bool = False
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
+    prompts: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
@@ -58,10 +60,6 @@ class ReadCounts:
             for reason, count in self.dropped.most_common(most)
         ]
         return "; ".join(items)
-
-    def group(self, key: Hashable) -> int:
-        """Returns the number of a prompt group, assigned in the order of first occurrence."""
-        return self.groups.setdefault(key, len(self.groups))
 
     def above_zero(self, name: str, count: int, largest: float) -> None:
         self.positive[name] += count
