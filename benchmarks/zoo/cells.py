@@ -64,7 +64,10 @@ def run(cell: Cell, file: Path) -> Result | None:
     # Streams of some kinds hold the fault already: what the noise makes up is then known from the plain stream.
     alone = drawn if planted is not drawn else base.stream("plain", 0)
     outweighed = not plant.structural and alone is not None and alone.k3 > 0.5 * planted.k3
-    return Result(cell, given, plant.cause, (plant.accepted | (noises if outweighed else set())) - {cell.without})
+    accepted = plant.accepted | (noises if outweighed else set())
+    if cell.without and plant.apart:
+        accepted |= noises or {NONE}
+    return Result(cell, given, plant.cause, accepted - {cell.without})
 
 
 def results(cells: Iterable[Cell], folder: Path) -> Iterator[Result]:

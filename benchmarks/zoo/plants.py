@@ -25,7 +25,8 @@ class Plant:
 
     name: cause and variant, "cause: variant". kind: of the stream that it needs. accepted: first causes that count as
     right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream. least:
-    fewest tokens in which it can show.
+    fewest tokens in which it can show. apart: whether other tokens are as they were, and those with the fault agree or
+    are read as missing, so that a diagnosis that does not know it names the noise of the base rightly.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Plant:
     columns: bool = False
     needs: frozenset[str] = frozenset()
     least: int = 0
+    apart: bool = False
 
     @property
     def cause(self) -> str:
@@ -55,9 +57,10 @@ def _plant(
     columns: bool = False,
     needs: Iterable[str] = (),
     least: int = 0,
+    apart: bool = False,
 ) -> Plant:
     accepted = frozenset({name.partition(":")[0], *also})
-    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs), least)
+    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs), least, apart)
 
 
 def _nothing(stream: Stream, _level: int, _random: np.random.Generator) -> Stream:
@@ -270,7 +273,7 @@ SINGLE = (
     _plant("placeholder: -9999", "plain", _sentinel_anywhere(-9999.0)),
     _plant("placeholder: -100", "plain", _sentinel_anywhere(-100.0)),
     _plant("placeholder: observations at 0", "turns", _observations_at_zero),
-    _plant("placeholder: both padded", "plain", _padded_both, REFUSED),
+    _plant("placeholder: both padded", "plain", _padded_both, REFUSED, apart=True),
     _plant("placeholder: all 0", "plain", _all_zero),
     _plant("misaligned: one shift", "plain", _shifted),
     _plant("misaligned: shifts of their own", "plain", _shifted_differently),
@@ -288,9 +291,9 @@ SINGLE = (
     _plant("undelivered", "steps", _nothing, structural=False, columns=True),
     _plant("stale", "aged", _nothing, structural=False, columns=True),
     _plant("stale-cache", "cached", _nothing, structural=False, columns=True),
-    _plant("non-finite: nan", "plain", _non_finite(np.nan, "trainer")),
-    _plant("non-finite: -inf", "plain", _non_finite(-np.inf, "trainer")),
-    _plant("non-finite: null", "plain", _null_where_certain),
+    _plant("non-finite: nan", "plain", _non_finite(np.nan, "trainer"), apart=True),
+    _plant("non-finite: -inf", "plain", _non_finite(-np.inf, "trainer"), apart=True),
+    _plant("non-finite: null", "plain", _null_where_certain, apart=True),
     _plant("routing", "routed", _nothing, structural=False),
     _plant("routing: prompts", "prompts", _nothing, "precision", structural=False, columns=True),
     _plant("long-context: responses", "long", _nothing, structural=False, least=50_000),

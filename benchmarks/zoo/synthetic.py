@@ -14,7 +14,7 @@ import numpy as np
 
 from zoo.streams import Stream
 
-VOCABULARY, POOL, BLOCK = 80, 15_000, 5_000
+VOCABULARY, POOL, LARGE_POOL, BLOCK = 80, 15_000, 200_000, 5_000
 TRAINER_AT = {"trainer@0.9": 0.9, "trainer@1.3": 1.3, "trainer@0.7": 0.7}
 """Columns with a trainer at another temperature than the sampler, weakest first."""
 COLD, CUT = (0.9, 0.8, 0.65), (0.97, 0.9, 0.8)
@@ -139,9 +139,11 @@ def synthetic(size: float, kind: str, level: int) -> Stream:
 @cache
 def _made(size: float, kind: str, level: int) -> Stream:
     random = np.random.default_rng([len(kind), level, int(1e6 * size)])
+    # Only the base without noise is used with 200,000 tokens, which must not be a few tokens many times.
+    tokens = LARGE_POOL if size < 1e-5 else POOL
     if kind == "long":
-        return _long(size, level, random)
-    layout = Layout.of(random)
+        return _long(size, level, random, tokens)
+    layout = Layout.of(random, tokens=tokens)
     if kind == "plain":
         return draw(layout, noise(size), random)
     if kind == "cold":
@@ -161,7 +163,7 @@ def _made(size: float, kind: str, level: int) -> Stream:
 
 def _turns(layout: Layout, size: float, _level: int, random: np.random.Generator) -> Stream:
     """Three turns with observations of six tokens between them; nothing is sampled there."""
-    layout = Layout.of(random, shortest=36, longest=60)
+    layout = Layout.of(random, tokens=int(layout.starts[-1]), shortest=36, longest=60)
     length = np.diff(layout.starts)[layout.row]
     turn = 3 * layout.position // length
     place = layout.position - -(-turn * length // 3)
@@ -190,10 +192,9 @@ def _steps(layout: Layout, size: float, level: int, random: np.random.Generator)
 
 def _cached(layout: Layout, size: float, level: int, random: np.random.Generator) -> Stream:
     """Versions say age 0. Keys and values of a prompt are those of its first request since the engine's start."""
-    layout = Layout.of(random)
     count = len(layout.starts) - 1
     step = np.sort(np.arange(count) % STEPS)
-    prompt = random.integers(0, 60, count)
+    prompt = random.integers(0, count // 7, count)
     lengths = 20 + 11 * (prompt % 7)
     layout.rows.update(step=step, proximal_version=step, prompt=prompt, prompt_length=lengths, cluster=prompt)
     layout.tokens["version"] = step[layout.row]
@@ -206,14 +207,14 @@ def _cached(layout: Layout, size: float, level: int, random: np.random.Generator
 
 def _long_prompts(layout: Layout, size: float, level: int, random: np.random.Generator) -> Stream:
     """Responses of 80 to 120 tokens after prompts of up to 30,000 tokens, noise in proportion to the depth."""
-    layout = Layout.of(random, shortest=80, longest=120)
+    layout = Layout.of(random, tokens=int(layout.starts[-1]), shortest=80, longest=120)
     length = random.integers(100, 30_000, len(layout.starts) - 1)
     layout.rows.update(prompt=np.arange(len(length)), prompt_length=length)
     grown = np.hypot(size, LONG[level] * (0.1 + 0.9 * length / 30_000))
     return draw(layout, noise(grown[layout.row]), random)
 
 
-def _long(size: float, level: int, random: np.random.Generator) -> Stream:
+def _long(size: float, level: int, random: np.random.Generator, tokens: int) -> Stream:
     """Responses of 1,400 to 2,600 tokens, noise in proportion to the depth."""
-    layout = Layout.of(random, tokens=60_000, shortest=1400, longest=2600)
+    layout = Layout.of(random, tokens=max(60_000, tokens), shortest=1400, longest=2600)
     return draw(layout, noise(np.hypot(size, LONG[level] * (0.1 + 0.9 * layout.position / 2600))), random)

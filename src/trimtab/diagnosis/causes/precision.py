@@ -28,7 +28,7 @@ from trimtab.runs.metric_ranges import k3_ranges
 
 BORDER_RMS, BORDER_K3, RMS_WEIGHT = 0.25, 5.8e-3, 0.7
 ID_BONUS, MIN_PERSISTENCE, MIN_IDS = 0.7, 0.07, 60
-MAX_CONFIDENCE_BY_SIZE = 0.8  # largest confidence where only the size is known
+MAX_CONFIDENCE_BY_SIZE = 0.65  # where only the size is known: weights that are a little old move logits as far
 CONFIDENCE_BY_RECIPE = 0.95
 MAX_RMS_BY_RECIPE = 1.3  # logits: the largest value measured for float32 against bfloat16 after an update
 MIN_BFLOAT16_RMS = 0.008  # logits: below, float16 or tf32 rather than bfloat16
@@ -122,7 +122,7 @@ def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     _, ids = np.unique(tokens.ids[middle], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
-    if often.sum() < MIN_IDS:
+    if often.sum() < MIN_IDS or middle.sum() < LIMITS["id-tokens"]:
         return None
     products = (np.bincount(ids, shift)[often] ** 2 - np.bincount(ids, shift**2)[often]) / count[often]
     part = float(products.sum() / (count[often] - 1).sum() / (shift**2).mean())
@@ -192,6 +192,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
         size += f", {left.text}"
         # After lists were shifted back some pairs at the edges of stretches stay wrong.
         usual = LIMITS["leftover-share"] if context.repaired else LIMITS["one-noise-share"]
+        usual = max(usual, LIMITS["one-noise-tokens"] / noise.tokens)
         if noise.far > usual and noise.far_k3 > LIMITS["coarse-noise-k3" if noise.coarseness > 0 else "one-noise-k3"]:
             return _routing(tokens, noise, size)
     if context.settings is not None and context.settings.coarse is not None:

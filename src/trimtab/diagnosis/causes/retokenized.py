@@ -40,6 +40,7 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
         return []
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = tokens.in_later_turn & (tokens.since_boundary < FIRST_TOKENS)
+    opening[:-1] |= (tokens.in_later_turn & (tokens.since_boundary == 0))[1:]  # and the last token of the turn before
     middle = tokens.middle & ~opening
     if middle.sum() < 20:
         return []
@@ -58,7 +59,7 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
         return []
     size = float(np.median(log_ratio[jumps]))
     where = (
-        f", {share(loose[opening]):.1%} of the first {FIRST_TOKENS} tokens of a turn against "
+        f", {share(loose[opening]):.1%} of the last token before a turn and its first {FIRST_TOKENS} against "
         f"{share(loose[~opening]):.2%} elsewhere"
         if boundary
         else ""

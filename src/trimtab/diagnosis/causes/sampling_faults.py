@@ -9,17 +9,17 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, logit, share, z_of
 from trimtab.diagnosis.causes.raw_logprobs import find_undeclared_raw
-from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, TemperatureFit
+from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left, TemperatureFit
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 MAX_SPREAD, SMALL_SPREAD, MIN_SLOPE, MIN_Z_LARGE_SPREAD, MIN_Z = 6.0, 2.5, 0.02, 8.0, 6.0
 # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
-SMALL_RESIDUAL, MAX_SPREAD_LARGE_RESIDUAL = 0.5, 2.0
+SMALL_RESIDUAL, MAX_SPREAD_LARGE_RESIDUAL = 1.0, 2.0
 ENTROPY_RANGE = (-3.0, 8.0)
 MIN_DEFICIT, MIN_DEFICIT_Z, MIN_BULK_Z = 1e-3, 6.0, 4.0
 CERTAIN, NEARLY_CERTAIN, UNCERTAIN = -1e-6, -0.01, -0.01
-LARGE_LOG_RATIO, MAX_LARGE_SHARE, MAX_UNEVENNESS, MAX_UP_OVER_DOWN = 0.5, 0.01, 4.0, 0.6
+MAX_UNEVENNESS, MAX_UP_OVER_DOWN = 4.0, 0.6
 MAX_LOG_RATIO = 20.0
 
 
@@ -68,16 +68,17 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     z = abs(slope) / max(residual / math.sqrt(power), 1e-12)
     entropy = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
     spread = residual / max(abs(slope), 1e-12)
+    part = slope**2 * power / max(float(np.square(shift - shift.mean()).sum()), 1e-300)
     if (
         abs(slope) < MIN_SLOPE
         or z < (MIN_Z if spread < SMALL_SPREAD else MIN_Z_LARGE_SPREAD)
         or spread > (MAX_SPREAD if residual < SMALL_RESIDUAL else MAX_SPREAD_LARGE_RESIDUAL)
-        or slope**2 * power < LIMITS["temperature-explains"] * float(np.square(shift - shift.mean()).sum())
+        or part < LIMITS["temperature-explains"]
         or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
         or abs(slope) >= 1.9
     ):
         return None
-    return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
+    return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()), part)
 
 
 def _first_occurrences(tokens: LogprobPairs) -> np.ndarray:
@@ -101,11 +102,9 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
         one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= MAX_UP_OVER_DOWN * down
     )
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
-    # The sample mean of a wide distribution of ratios is below 1 as long as its rare large values are missing.
-    wide = share(log_ratio > LARGE_LOG_RATIO) > MAX_LARGE_SHARE
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
-    by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and not wide and _is_in_bulk(tokens)
+    by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     if not (by_zeros or by_mass) or share(log_ratio < -1.0) > LIMITS["truncated-far"]:
         return None
@@ -145,6 +144,11 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding
             Finding(greedy.name, greedy.evidence, greedy.fix, tokens, len(tokens), greedy.confidence, is_final=True)
         ]
     declared, fit = _declared_raw(tokens), fit_temperature(tokens)
+    # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
+    # trainer's is that with noise, which makes the mean of the inverse a little larger.
+    reported, inverse = Left.of(tokens), Left.of(tokens.swapped())
+    drawn_by_sampler = reported.contract != "outside"
+    drawn_by_trainer = inverse.contract != "outside" or 0 < inverse.ratio_mean - 1 < 3 * reported.k3
     truncation, mirrored = find_truncation(tokens), find_truncation(tokens.swapped())
     if truncation is not None and mirrored is not None:
         truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
@@ -152,19 +156,20 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding
         fit = _fit_despite_truncation(tokens, fit, sampler_cut=truncation is not None)
     causes = [] if declared is None else [declared]
     sampler = _follows_sampler(tokens, fit, truncation, mirrored, repaired=context.repaired)
+    sampler = sampler and (drawn_by_sampler or truncation is not None)
     if truncation is not None:
         causes.append(_truncation_cause(truncation, len(tokens)))
     if mirrored is not None and declared is None:
         causes.append(_raw_truncation_cause(mirrored, len(tokens)))
     if fit is not None and sampler:
         causes.append(_temperature_cause(tokens, fit))
-    elif fit is not None and declared is None and mirrored is None:
+    elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
         causes.append(_raw_temperature_cause(tokens, fit))
         if fit.a < 1 and tokens.table.temperature is None:
             causes.append(_temperature_cause(tokens, fit, doubtful=True))
     if not causes and (hidden := find_undeclared_raw(tokens)) is not None:
         causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
-    systematic = fit is not None or truncation is not None or mirrored is not None
+    systematic = bool(causes) and (fit is not None or truncation is not None or mirrored is not None)
     against = Against(fit, sampler_cut=truncation is not None) if systematic else None
     return [_finding(cause, tokens, against) for cause in causes]
 
@@ -249,7 +254,8 @@ def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: b
         f"{known}): logit differences lie on a line, {fit.spread:.1f} logits left per unit of slope, z = {fit.z:.0f} "
         f"on {fit.tokens} tokens; mean ratio {ratio:.4f}"
     )
-    return Cause("temperature", 0.5 if doubtful else confidence(fit.z, 8.0), evidence, FIX_TEMPERATURE)
+    sure = 0.5 if doubtful else min(confidence(fit.z, 8.0), 0.5 + fit.part)
+    return Cause("temperature", sure, evidence, FIX_TEMPERATURE)
 
 
 def _raw_temperature_cause(tokens: LogprobPairs, fit: TemperatureFit) -> Cause:
@@ -259,7 +265,8 @@ def _raw_temperature_cause(tokens: LogprobPairs, fit: TemperatureFit) -> Cause:
         f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
         f"the trainer's distribution, which is the reported one at temperature {1 / fit.a:.2f} or so"
     )
-    return Cause("raw-logprobs", 0.6 if fit.a < 1 else confidence(z, 4.0), evidence, FIX_RAW)
+    sure = 0.6 if fit.a < 1 else min(confidence(z, 4.0), 0.5 + fit.part)
+    return Cause("raw-logprobs", sure, evidence, FIX_RAW)
 
 
 def _truncation_cause(truncation: Truncation, tokens: int) -> Cause:

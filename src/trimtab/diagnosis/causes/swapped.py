@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
 from trimtab.diagnosis.causes.what_is_left import Context, Finding
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
@@ -37,8 +37,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
             continue
         index = starts[equal][:, None] + np.arange(length)
         values = tokens.trainer[index]
-        _, same, count = np.unique(values, axis=0, return_inverse=True, return_counts=True)
-        copied[equal] = disagrees[equal] & (count[same.reshape(-1)] > 1)
+        copied[equal] = disagrees[equal] & _repeated(tokens, index, ~disagrees[equal])
         for i in np.flatnonzero(disagrees[equal]):
             distance = np.minimum(np.abs(tokens.behavior[index[i]] - values), CAP).mean(-1)
             owner, second = (int(row) for row in np.argpartition(distance, 1)[:2])
@@ -49,13 +48,35 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
     found = int(swapped.sum())
     if found < max(LIMITS["swapped-responses"], LIMITS["swapped-share"] * disagrees.sum()):
         return []
+    # A response that is too certain to show a wrong list may have one as well, as may one that fits worse than usual.
+    told = (lengths >= 4) & (surprise > LIMITS["swapped-surprise"])
+    after = np.add.reduceat(np.minimum(np.abs(trainer - tokens.behavior), CAP), starts) / lengths
+    usual = np.median(after[restored]) if restored.any() else np.quantile(own[told], 0.2)
+    kept = restored | (told & (own < LIMITS["swapped-fit"] * usual + 0.01))
     evidence = (
         f"{found} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: "
         f"{int(restored.sum())} of them fit that one's list far better than their own, {int(copied.sum())} have a list "
         "that another response has as well, to the last digit"
     )
-    # Most are swapped: then the others may be as well, and too certain to show it.
-    kept = restored if 2 * found > len(starts) else ~swapped | restored
     rest = tokens.repaired(trainer, np.repeat(kept, lengths))
     moved = int(lengths[swapped].sum())
     return [Finding("misaligned", evidence, FIX, rest, moved, confidence(found, LIMITS["swapped-responses"]))]
+
+
+def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:
+    """Returns which responses (responses,) carry the trainer's list of another one; index: their tokens (responses, T).
+
+    Equal responses have equal lists: not counted where ids are known, or else where those that agree have them too.
+    """
+    ids = None if tokens.ids is None else tokens.ids[index]
+    _, same, count = np.unique(tokens.trainer[index], axis=0, return_inverse=True, return_counts=True)
+    same = same.reshape(-1)
+    if ids is not None:
+        _, text = np.unique(ids, axis=0, return_inverse=True)
+        pairs, number = np.unique(np.stack([same, text.reshape(-1)]), axis=1, return_counts=True)
+        equal = dict(zip(map(tuple, pairs.T.tolist()), number.tolist(), strict=True))
+        return np.array([count[a] > equal[a, b] for a, b in zip(same.tolist(), text.reshape(-1).tolist(), strict=True)])
+    usual = np.bincount(same[agrees], minlength=len(count))
+    if share(usual[same[agrees]] > 1) > LIMITS["swapped-equal"]:
+        return np.zeros(len(index), dtype=bool)
+    return count[same] > 1

@@ -69,12 +69,14 @@ class TemperatureFit:
     """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
 
     z: of the distance of a from 1. spread: residual in logits per unit of slope. tokens: number of tokens fitted.
+    part: share of the variance of shifts that lies on the line.
     """
 
     a: float
     z: float
     spread: float
     tokens: int
+    part: float
 
 
 @dataclass(frozen=True)

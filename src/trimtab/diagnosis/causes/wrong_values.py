@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 BASES = (2, 10)
@@ -50,9 +50,13 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     """
     log_ratio = tokens.log_ratio
     noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, LIMITS["wrong-token-noise"])
+    noise = max(noise, 0.4 * float(np.quantile(log_ratio, 0.99)))
     gap = max(3 * noise, 0.1)
     far, above = log_ratio < -gap, log_ratio > gap
     if noise > LIMITS["wrong-token-most-noise"] or far.sum() < LIMITS["wrong-token-far"]:
+        return []
+    left = Left.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
+    if left.contract != "outside" or left.ratio_mean > 1:
         return []
     # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
@@ -60,8 +64,14 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     affected = np.isin(tokens.row, tokens.row[far])
     agreement = (affected & ~far).sum() / np.exp(tokens.behavior[affected]).sum()
     low, high = LIMITS["wrong-token-agreement-low"], LIMITS["wrong-token-agreement-high"]
-    one_sided = share(above) <= LIMITS["wrong-token-above"] * share(far) and certain <= LIMITS["wrong-token-above"]
-    if not one_sided or between > LIMITS["wrong-token-between"] * share(far) or not low < agreement < high:
+    unlikely = share(tokens.behavior[far] < LIMITS["wrong-token-unlikely"])  # the most likely token hardly ever is
+    one_sided = share(above) <= 0.01 + LIMITS["wrong-token-above"] * share(far)
+    possible = max(certain, unlikely / 2) <= LIMITS["wrong-token-impossible"]
+    if (
+        not (one_sided and possible)
+        or between > LIMITS["wrong-token-between"] * share(far)
+        or not low < agreement < high
+    ):
         return []
     evidence = (
         f"the sampler's log-prob is the trainer's at {share(~far):.0%} of the tokens and far above it at the others "

@@ -118,7 +118,9 @@ class PlaceholderSums:
                 return found
             frequent = tokens >= LIMITS["placeholder-tokens"]
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share) else None
-        if counts.apart < LIMITS["placeholder-tokens"] or self._is_usual(name, share):
+        if counts.apart < LIMITS["placeholder-tokens"]:
+            return None
+        if self._is_usual(name, counts.apart / (counts.tokens + 1)) and not self._is_only_last(name, place, counts):
             return None
         return replace(found, uncertain_only=share < LIMITS["placeholder-apart"])
 
@@ -128,6 +130,13 @@ class PlaceholderSums:
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
         near = max(usual.tokens - usual.apart, 1)
         return share <= LIMITS["placeholder-lead"] * usual.apart / near * (1 - share)
+
+    def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
+        """Whether 0.0 is frequent at the last token, where the other side is far away, and rare elsewhere."""
+        zeros = sum(one.tokens for (column, value, _), one in self.counts.items() if (column, value) == (name, 0.0))
+        elsewhere = (zeros - counts.tokens + 1) / self.tokens
+        frequent = counts.tokens / self.responses > LIMITS["placeholder-last"] * elsewhere
+        return place == "last" and frequent and counts.apart >= 0.5 * counts.tokens
 
     def _is_padded(self, end: str) -> bool:
         counts = self.padding[end]
