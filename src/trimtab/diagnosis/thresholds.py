@@ -37,6 +37,7 @@ TABLE: dict[str, Threshold] = {
     # Repairs and confidence.
     "heals": Threshold(0.9, "part of k3 that a repair may leave"),
     "confidence-outside": Threshold(0.45, "plus half the squared share of k3, where something stays open"),
+    "confidence-above-zero": Threshold(0.9, "confidence of unexplained where values are above 0"),
     "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo"),
     # Groups of tokens.
     "group-tokens": Threshold(40, "fewest undecided tokens of a group that is compared"),
@@ -59,8 +60,8 @@ TABLE: dict[str, Threshold] = {
     "wrong-token-unlikely": Threshold(-2.5, "nats, which a most likely token is seldom below", "bases: 12% of them"),
     "wrong-token-impossible": Threshold(0.1, "most far tokens of impossible probabilities; of unlikely ones, half"),
     "wrong-token-between": Threshold(2.5, "share between noise and far, relative to the far ones", "temperature: 1.9"),
-    "wrong-token-agreement-low": Threshold(0.85, "agreeing tokens over the sum of probabilities", "bases: .93"),
-    "wrong-token-agreement-high": Threshold(1.8, "the same at most", "bases: 1.7, other causes 2.2 and more"),
+    "wrong-token-least-missed": Threshold(0.3, "far tokens over those that were not the most likely", "other ids: .18"),
+    "wrong-token-most-missed": Threshold(2.0, "the same at most", "responses of 11 tokens: 1.5"),
     "temperature-explains": Threshold(0.08, "least share of the variance of shifts on the line of two temperatures"),
     "greedy-least": Threshold(-3.0, "nats, which hardly any most likely token is below"),
     "greedy-unlikely": Threshold(0.02, "most tokens below that in greedy decoding"),

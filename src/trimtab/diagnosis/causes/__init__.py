@@ -29,7 +29,7 @@ from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.causes.unexplained import unexplained
+from trimtab.diagnosis.causes.unexplained import above_zero, unexplained
 from trimtab.diagnosis.causes.what_is_left import Context, Detector, Finding, Left
 from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
 from trimtab.diagnosis.records import Cause, DataSummary, Measured
@@ -58,7 +58,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
     `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/causes.md.
     """
-    known = [placeholder_cause(measured), _non_finite(measured.origin)]
+    known = [placeholder_cause(measured), _non_finite(measured.origin), above_zero(measured.sample)]
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without

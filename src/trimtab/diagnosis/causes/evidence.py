@@ -13,6 +13,9 @@ from trimtab.diagnosis.tokens import TokenTable
 MAX_LOGP = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
+MAX_ROUNDED_LOGP = 1e-4
+"""Largest value above 0 that is a logarithm of 1 with a rounding error."""
+
 MIDDLE = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
 
@@ -38,8 +41,9 @@ class LogprobPairs:
 
     @classmethod
     def of(cls, table: TokenTable) -> LogprobPairs:
-        """Returns the trained tokens with finite log-probs, in order."""
+        """Returns the trained tokens with finite log-probs of at most 0, but for rounding, in order."""
         index = np.flatnonzero(table.mask & np.isfinite(table.behavior) & np.isfinite(table.trainer))
+        index = index[np.maximum(table.behavior, table.trainer)[index] <= MAX_ROUNDED_LOGP]
         behavior, trainer = (
             np.minimum(values[index].astype(np.float64), 0.0) for values in (table.behavior, table.trainer)
         )

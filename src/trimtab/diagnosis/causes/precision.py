@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.groups import direction, drift_between_steps, uneven_by
+from trimtab.diagnosis.causes.noise_groups import direction, drift_between_steps, uneven_by
 from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS

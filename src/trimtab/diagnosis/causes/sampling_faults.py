@@ -255,6 +255,8 @@ def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: b
         f"on {fit.tokens} tokens; mean ratio {ratio:.4f}"
     )
     sure = 0.5 if doubtful else min(confidence(fit.z, 8.0), 0.5 + fit.part)
+    if abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD_GAIN:  # as likely under the one as under the other
+        sure = min(sure, 0.6)
     return Cause("temperature", sure, evidence, FIX_TEMPERATURE)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.causes.groups import drift_between_steps, growth_of, log_size, rms_of
+from trimtab.diagnosis.causes.noise_groups import drift_between_steps, growth_of, log_size, rms_of
 from trimtab.diagnosis.causes.precision import ID_BONUS, Noise, noise_of
 from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS

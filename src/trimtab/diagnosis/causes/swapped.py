@@ -64,19 +64,17 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
 
 
 def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-    """Returns which responses (responses,) carry the trainer's list of another one; index: their tokens (responses, T).
+    """Returns which responses (responses,) have the trainer's list of a different one; index: tokens (responses, T).
 
-    Equal responses have equal lists: not counted where ids are known, or else where those that agree have them too.
+    Without ids, equal responses are those that the sampler gives equal log-probs; none is counted where responses that
+    agree have equal lists as well.
     """
-    ids = None if tokens.ids is None else tokens.ids[index]
     _, same, count = np.unique(tokens.trainer[index], axis=0, return_inverse=True, return_counts=True)
     same = same.reshape(-1)
-    if ids is not None:
-        _, text = np.unique(ids, axis=0, return_inverse=True)
-        pairs, number = np.unique(np.stack([same, text.reshape(-1)]), axis=1, return_counts=True)
-        equal = dict(zip(map(tuple, pairs.T.tolist()), number.tolist(), strict=True))
-        return np.array([count[a] > equal[a, b] for a, b in zip(same.tolist(), text.reshape(-1).tolist(), strict=True)])
-    usual = np.bincount(same[agrees], minlength=len(count))
-    if share(usual[same[agrees]] > 1) > LIMITS["swapped-equal"]:
+    if tokens.ids is None and share(np.bincount(same[agrees])[same[agrees]] > 1) > LIMITS["swapped-equal"]:
         return np.zeros(len(index), dtype=bool)
-    return count[same] > 1
+    text = np.round(tokens.behavior[index], 1) if tokens.ids is None else tokens.ids[index]
+    _, text = np.unique(text, axis=0, return_inverse=True)
+    both = np.stack([same, text.reshape(-1)], axis=1)
+    _, equal, number = np.unique(both, axis=0, return_inverse=True, return_counts=True)
+    return count[same] > number[equal.reshape(-1)]

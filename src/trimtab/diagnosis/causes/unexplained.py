@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.evidence import MAX_ROUNDED_LOGP, LogprobPairs
 from trimtab.diagnosis.causes.precision import objection
 from trimtab.diagnosis.causes.turns import turn_numbers
 from trimtab.diagnosis.causes.what_is_left import Left
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+from trimtab.diagnosis.tokens import TokenTable
 
 FIX = (
     "Look for it before you choose a correction: score one response of this data again with the trainer and with the "
@@ -28,6 +29,22 @@ def unexplained(tokens: LogprobPairs, left: Left, floor: float, rest_only: bool)
     evidence += _where(tokens)
     tokens_text = "after the causes above are undone, " if rest_only else ""
     return Cause("unexplained", LIMITS["confidence-unexplained"], tokens_text + evidence, FIX, 1.0, left.tokens)
+
+
+def above_zero(table: TokenTable) -> Cause | None:
+    """Returns `unexplained` for values above 0 that vary, which no logarithm of a probability is."""
+    largest = np.maximum(table.behavior, table.trainer)[table.mask]
+    count = int((largest > MAX_ROUNDED_LOGP).sum())
+    if count < LIMITS["placeholder-tokens"]:
+        return None
+    evidence = (
+        f"values are above 0 at {count} of {int(table.mask.sum())} tokens, up to {float(np.nanmax(largest)):.3g}: they "
+        "are not natural logarithms of probabilities"
+    )
+    fix = (
+        "Check what the column holds (probabilities, negated log-probs, sums over several tokens) and write log-probs."
+    )
+    return Cause("unexplained", LIMITS["confidence-above-zero"], evidence, fix, tokens=count)
 
 
 def _where(tokens: LogprobPairs) -> str:

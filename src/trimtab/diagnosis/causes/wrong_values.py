@@ -46,7 +46,7 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
 def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     """The sampler reports the most likely token's log-prob: equal or far above the trainer's, never below it.
 
-    Where it does, the two agree as often as that token was sampled: at a share of exp(log-prob) of the tokens.
+    Where it does, the two disagree as often as another token was sampled: at a share of 1 - exp(log-prob) of all.
     """
     log_ratio = tokens.log_ratio
     noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, LIMITS["wrong-token-noise"])
@@ -62,15 +62,15 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
     between = share((np.abs(log_ratio) > noise) & ~far)  # another temperature moves tokens by any amount
     affected = np.isin(tokens.row, tokens.row[far])
-    agreement = (affected & ~far).sum() / np.exp(tokens.behavior[affected]).sum()
-    low, high = LIMITS["wrong-token-agreement-low"], LIMITS["wrong-token-agreement-high"]
+    # As many tokens as were not the most likely one by these probabilities.
+    missed = far.sum() / max(float((1 - np.exp(tokens.behavior[affected])).sum()), 1e-12)
     unlikely = share(tokens.behavior[far] < LIMITS["wrong-token-unlikely"])  # the most likely token hardly ever is
     one_sided = share(above) <= 0.01 + LIMITS["wrong-token-above"] * share(far)
     possible = max(certain, unlikely / 2) <= LIMITS["wrong-token-impossible"]
     if (
         not (one_sided and possible)
         or between > LIMITS["wrong-token-between"] * share(far)
-        or not low < agreement < high
+        or not LIMITS["wrong-token-least-missed"] < missed < LIMITS["wrong-token-most-missed"]
     ):
         return []
     evidence = (

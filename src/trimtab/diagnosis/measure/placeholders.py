@@ -129,6 +129,8 @@ class PlaceholderSums:
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
         near = max(usual.tokens - usual.apart, 1)
+        if usual.apart > near:  # nothing agrees
+            return True
         return share <= LIMITS["placeholder-lead"] * usual.apart / near * (1 - share)
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:

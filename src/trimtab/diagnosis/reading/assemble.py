@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.reading.cells import shown
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
+from trimtab.diagnosis.reading.prompt_numbers import groups_of, prompts_of
 from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, SINGLE, WRONG, FlatRows, ListColumn, RowBlock, numbers
 from trimtab.diagnosis.reading.read_counts import (
     EXTERNAL_TRACE,
@@ -49,8 +50,8 @@ def build_table(
         version=_version(flat, block, rows),
         turn=as_integers(flat.values["turn"]) if "turn" in flat.values else None,
         step=whole("step"),
-        group=_groups(block, flat, rows, tally, file) if "group" in roles else None,
-        prompt=_prompts(block, flat, rows, tally),
+        group=groups_of(block, flat, rows, tally, file) if "group" in roles else None,
+        prompt=prompts_of(block, flat, rows, tally),
         proximal_version=whole("proximal_version"),
         prompt_length=_prompt_length(flat, block, rows),
         reward=number("reward"),
@@ -89,42 +90,6 @@ def _prompt_length(flat: FlatRows, block: RowBlock, rows: np.ndarray) -> np.ndar
         return numbers(block.scalars["prompt_length"])[rows]
     known = flat.single.get("prompt_length")
     return None if known is None else known.astype(np.float64)
-
-
-def _groups(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
-    """Returns numbers of prompt groups (responses,), unique over all files: per step, or per file without steps."""
-    if "group" in block.scalars:
-        values = [block.scalars["group"][row] for row in rows.tolist()]
-    else:
-        values = flat.single["prompt_key"].tolist()
-    steps = numbers(block.scalars["step"])[rows].tolist() if "step" in block.scalars else None
-    keys = [(steps[index] if steps else ("file", file), _key(value, index)) for index, value in enumerate(values)]
-    return _numbered(keys, tally.groups)
-
-
-def _prompts(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts) -> np.ndarray | None:
-    """Returns numbers of prompts (responses,), the same in every step and file; None if they are unknown."""
-    if "prompt" in block.scalars:
-        values = [block.scalars["prompt"][row] for row in rows.tolist()]
-    elif "prompt_key" in flat.single:
-        values = flat.single["prompt_key"].tolist()
-    else:
-        return None
-    return _numbered([_key(value, index) for index, value in enumerate(values)], tally.prompts)
-
-
-def _numbered(keys: Sequence[Hashable], known: dict[Hashable, int]) -> np.ndarray:
-    """Returns the number of each key (keys,); new ones are added to `known`."""
-    return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
-
-
-def _key(value: object, row: int) -> Hashable:
-    """Returns the key of a group. A response without a group forms its own."""
-    if value is None or value != value:
-        return ("alone", row, object())
-    if isinstance(value, str | bytes):
-        return hash(value)  # prompts are long, and only their equality matters
-    return value if isinstance(value, Hashable) else hash(repr(value))
 
 
 def _advantage(flat: FlatRows) -> np.ndarray:

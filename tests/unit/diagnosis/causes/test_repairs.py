@@ -100,4 +100,6 @@ def test_a_fault_that_no_detector_knows_is_not_named_otherwise(kind: str, tmp_pa
     causes = diagnose(file, without=[known.name]).causes
     assert causes, "nothing was said"
     assert known.name not in {cause.name for cause in causes}
-    assert causes[0].name == "unexplained" or causes[0].confidence < 0.5, causes[0]
+    # A list whose first values were lost is filled up with zeros, which are found without the shift as well.
+    expected = {"unexplained", "placeholder"} if kind == "first-lost" else {"unexplained"}
+    assert causes[0].name in expected or causes[0].confidence < 0.5, causes[0]
