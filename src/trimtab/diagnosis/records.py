@@ -136,11 +136,11 @@ class DriftSplit:
 class View:
     """Tokens grouped into bins: count, mean ratio, mean log-ratio, k3, mean |log-ratio| and quantiles of each bin.
 
-    name: probability, position, length, token, turn (positions around its boundaries), turn-number, observation (tokens
-    since the last one), version (age in updates), entropy. low, median, high: 2%, 50% and 98% quantile of the
-    log-ratio. Each array is (bins,); labels are the displayed names; edges are (bins + 1,) where bins are intervals.
-    columns: further arrays by name, such as `rejected/<rule>` of the length view, the share of responses in the bin
-    that a sequence rule would reject.
+    name: probability, position, length, token, prompt, turn (positions around its boundaries), turn-number,
+    observation (tokens since the last one), version (age in updates), entropy. low, median, high: 2%, 50% and 98%
+    quantile of the log-ratio. Each array is (bins,); labels are the displayed names; edges are (bins + 1,) where bins
+    are intervals. columns: further arrays by name, such as `rejected/<rule>` of the length view, the share of responses
+    in the bin that a sequence rule would reject.
     """
 
     name: str

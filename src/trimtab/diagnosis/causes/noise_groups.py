@@ -13,6 +13,7 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+from trimtab.diagnosis.variance import explained
 
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
@@ -40,25 +41,6 @@ def parts_of(values: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
 
 
-def explained(values: np.ndarray, group: np.ndarray, least: int) -> float:
-    """Returns the share of the variance that groups of at least `least` values explain beyond chance; 0 for one group.
-
-    Beyond three standard deviations of what groups without a meaning explain.
-    """
-    _, group, count = np.unique(group, return_inverse=True, return_counts=True)
-    used = (count >= least)[group]
-    values, group = values[used], group[used]
-    groups = int((count >= least).sum())
-    if groups < 2:
-        return 0.0
-    values = values - values.mean()
-    total = float(values @ values)
-    means = np.bincount(group, values, len(count)) / np.maximum(count, 1)
-    between = float((count * np.square(means))[count >= least].sum())
-    chance = (groups - 1 + 3 * np.sqrt(2 * (groups - 1))) / len(values)
-    return between / max(total, 1e-300) - float(chance)
-
-
 def direction(tokens: LogprobPairs) -> float:
     """Returns the share of the variance of shifts that the token's probability explains: near 0 for noise."""
     middle = tokens.middle
@@ -67,7 +49,7 @@ def direction(tokens: LogprobPairs) -> float:
     shift = tokens.shift[middle]
     scale = 1.48 * float(np.median(np.abs(shift)))
     mean = 0.5 * (tokens.behavior + tokens.trainer)[middle]
-    return explained(np.clip(shift, -5 * scale, 5 * scale), parts_of(mean), 1)
+    return explained(np.clip(shift, -5 * scale, 5 * scale), parts_of(mean))
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 from trimtab.diagnosis.measure.bins import plane
 from trimtab.diagnosis.measure.by_age import AgeView
 from trimtab.diagnosis.measure.by_length import LengthView
+from trimtab.diagnosis.measure.by_prompt import prompt_view
 from trimtab.diagnosis.measure.by_token_id import TokenIdView
 from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
@@ -68,7 +69,7 @@ def measure(
     if not trained:
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
-    views = [ids.view(drawn), *(part.view() for part in parts)]
+    views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
     return Measured(
         origin=replace(summary, trained=trained),
         size=sizes.size(summary.anchor, seed),

@@ -15,7 +15,7 @@ from trimtab.pages.render import short_exponent
 
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
-SINGLE = ("turn", "turn-number", "observation", "token")
+SINGLE = ("turn", "turn-number", "observation", "prompt", "token")
 GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
 """A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
 has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
@@ -99,6 +99,8 @@ def bin_text(view: View, index: int, texts: Mapping[int, str]) -> str:
     label = view.labels[index]
     if view.name == "turn-number":
         return f"turn {label}"
+    if view.name == "prompt":
+        return f"prompt {label} (the number of its first occurrence, from 0)"
     if view.name == "observation":
         return label if not label[0].isdigit() else f"tokens {label} after an observation"
     if view.name == "token":

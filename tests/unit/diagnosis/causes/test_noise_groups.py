@@ -1,0 +1,127 @@
+"""Noise has one size and no direction: what differs between groups of tokens is something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.support import planted_causes as plant
+
+from trimtab.diagnosis.causes import find_causes
+from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.noise_groups import direction, uneven_by
+from trimtab.diagnosis.causes.unexplained import above_zero
+from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.variance import explained
+
+VOCABULARY, LENGTH = 30, 25
+
+
+def drawn(size: np.ndarray, *, seed: int = 0, temperature: float = 1.0, **columns: np.ndarray) -> TokenTable:
+    """Responses of LENGTH tokens from random distributions; size: noise of the trainer's logits (responses,)."""
+    random = np.random.default_rng(seed)
+    count = len(size) * LENGTH
+    logits = random.normal(size=(count, VOCABULARY)) * random.lognormal(1.0, 0.5, (count, 1))
+    other = logits / temperature + np.repeat(size, LENGTH)[:, None] * random.normal(size=logits.shape)
+    sampler, trainer = (values - np.log(np.exp(values).sum(1, keepdims=True)) for values in (logits, other))
+    ids = (np.exp(sampler).cumsum(1) > random.random((count, 1))).argmax(1)
+    at = np.arange(count), ids
+    return TokenTable(
+        starts=np.arange(len(size) + 1) * LENGTH,
+        mask=np.ones(count, dtype=bool),
+        behavior=sampler[at].astype(np.float32),
+        proximal=trainer[at].astype(np.float32),
+        ids=ids,
+        **columns,
+    )
+
+
+def versions(step: np.ndarray) -> dict[str, np.ndarray]:
+    """Versions that say that every token is of age 0."""
+    return {"step": step, "proximal_version": step, "version": np.repeat(step, LENGTH)}
+
+
+def first(table: TokenTable, *without: str) -> Cause:
+    return find_causes(plant.measured(table), without)[0]
+
+
+def test_explained_by_hand() -> None:
+    """Two groups of means 0 and 2 around variance 1: 1 of 2 is between them, less what chance explains of 2,000."""
+    random = np.random.default_rng(0)
+    group = np.arange(2000) % 2
+    values = random.normal(size=2000) + 2.0 * group
+    assert explained(values, group) == pytest.approx(0.5 - (1 + 3 * np.sqrt(2)) / 2000, abs=0.03)
+    assert explained(random.normal(size=2000), group) < 0.0
+    assert explained(values, np.zeros(2000)) == 0.0
+    assert explained(values, np.arange(2000), least=2) == 0.0
+
+
+def test_noise_has_no_direction_and_another_temperature_has() -> None:
+    noise = LogprobPairs.of(drawn(np.full(120, 0.3)))
+    assert direction(noise) < 0.03
+    assert max(uneven_by(noise).values()) < 0.03
+    assert direction(LogprobPairs.of(drawn(np.full(120, 0.05), temperature=1.3))) > 0.3
+
+
+def test_a_temperature_that_is_not_known_is_not_called_quantized() -> None:
+    table = drawn(np.full(200, 0.02), temperature=1.3)
+    assert first(table).name == "temperature"
+    cause = first(table, "temperature")
+    assert cause.name == "unexplained"
+    assert "probability of a token decides where its logit moves" in cause.evidence
+
+
+def asked(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, prompts, and the steps since each prompt was first asked; the engine starts again at step 4."""
+    random = np.random.default_rng(seed)
+    step, prompt = np.repeat(np.arange(8), 30), random.integers(0, 50, 240)
+    began: dict[tuple[int, bool], int] = {}
+    keys = [(int(p), bool(s >= 4)) for p, s in zip(prompt, step, strict=True)]
+    age = np.array([int(s) - began.setdefault(key, int(s)) for key, s in zip(keys, step, strict=True)])
+    return step, prompt, age
+
+
+def test_keys_and_values_of_older_weights_are_a_stale_cache() -> None:
+    step, prompt, age = asked(1)
+    table = drawn(0.03 + 0.1 * age, prompt=prompt, **versions(step))
+    cause = first(table)
+    assert cause.name == "stale-cache"
+    assert cause.confidence > 0.7
+    assert cause.share_of_k3 is not None
+    assert cause.share_of_k3 > 0.8
+    assert first(table, "stale-cache").name == "unexplained"
+    # Prompts that are asked in every step, of one engine: nothing is new, so nothing can be told.
+    everywhere = replace(table, prompt=np.arange(240) % 30)
+    assert "stale-cache" not in plant.names(everywhere)
+
+
+def test_weights_that_never_arrive_are_no_stale_cache() -> None:
+    step, prompt, _ = asked(2)
+    table = drawn(0.03 + 0.1 * step, prompt=prompt, **versions(step))
+    assert first(table).name == "undelivered"
+
+
+def test_noise_of_one_size_is_neither() -> None:
+    step, prompt, _ = asked(3)
+    assert plant.names(drawn(np.full(240, 0.05), prompt=prompt, **versions(step))) == {"precision"}
+
+
+def test_an_error_that_repeats_for_a_prompt_is_routing() -> None:
+    prompt = np.arange(200) // 4
+    hard = np.isin(prompt, np.arange(0, 50, 6))
+    cause = first(drawn(np.where(hard, 0.4, 0.02), prompt=prompt))
+    assert cause.name == "routing"
+    assert "of 50 prompts hold 80% of k3" in cause.evidence
+
+
+def test_values_above_zero_are_unexplained_and_in_no_other_cause() -> None:
+    table = drawn(np.full(100, 0.05))
+    behavior = table.behavior.copy()
+    behavior[:40] = np.exp(behavior[:40])  # probabilities
+    wrong = replace(table, behavior=behavior)
+    causes = plant.causes(wrong)
+    assert [cause.name for cause in causes] == ["unexplained", "precision"]
+    assert "above 0 at 40 of 2500 tokens" in causes[0].evidence
+    assert above_zero(table) is None
