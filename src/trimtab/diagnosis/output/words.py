@@ -205,14 +205,15 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
 def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[Match]:
     """Returns the known faults to show under a cause.
 
-    Where versions are unknown, noise is blamed on faults of the same trainer only, and healthy data on none.
+    Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
+    repaired first and the data is not healthy.
     """
-    origin, noise = diagnosis.measured.origin, cause.name not in faults(diagnosis)
-    healthy = tone(diagnosis) == "good"
+    origin, wrong = diagnosis.measured.origin, faults(diagnosis)
+    loud = not wrong and tone(diagnosis) != "good"
     found = [
         match
         for match in matches(cause.name, origin)
-        if match.certain or not noise or (origin.framework in match.fault.trainers and not healthy)
+        if match.certain or cause.name in wrong or (loud and origin.framework in match.fault.trainers)
     ]
     return found[:MOST_KNOWN]
 
