@@ -38,7 +38,7 @@ def test_every_row_is_whole() -> None:
     assert len({fault.link for fault in faults}) == len(faults)
     for fault in faults:
         assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", fault.link)
-        assert date(2024, 1, 1) <= date.fromisoformat(fault.date) <= date(2026, 11, 30)
+        assert date.fromisoformat(fault.date).year >= 2024
         assert fault.causes
         assert set(fault.causes) <= set(NAMES)
         assert fault.engine in ("", "vllm", "sglang", "transformers")
