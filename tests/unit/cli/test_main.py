@@ -232,16 +232,16 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, caps
     values = json.loads(capsys.readouterr().out)
     assert values["ok"] is False
     for name in ("monty", "bubblewrap"):
-        [sandbox] = [check for check in values["checks"] if check["name"] == name]
-        assert sandbox["required"] is False
-        assert sandbox["value"].startswith("runs Python tools: ") == (sandbox["advice"] == "")
-    missing = [check for check in values["checks"] if check["name"] == "no-such-library"]
+        [sandbox] = [check for check in values["findings"] if check["name"] == name]
+        assert sandbox["status"] in ("ok", "note")
+        assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
+    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
     assert missing == [
         {
+            "status": "fail",
             "name": "no-such-library",
-            "value": "missing",
-            "advice": "pip install '.[train]' in a checkout of Trimtab",
-            "required": True,
+            "detail": "missing",
+            "next_step": "pip install '.[train]' in a checkout of Trimtab",
         }
     ]
 

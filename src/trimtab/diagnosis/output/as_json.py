@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.output.words import outside
+from trimtab.diagnosis.known import matches
+from trimtab.diagnosis.output.words import findings, outside
 from trimtab.diagnosis.records import Diagnosis, View
 
 
@@ -23,7 +24,11 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
         "outside": outside(size),
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
-        "causes": [asdict(cause) for cause in diagnosis.causes],
+        "causes": [
+            asdict(cause) | {"page": cause.page, "known": [match.as_dict() for match in matches(cause.name, origin)]}
+            for cause in diagnosis.causes
+        ],
+        "findings": [asdict(finding) for finding in findings(diagnosis)],
         "recommendation": {
             "preset": recommendation.preset,
             "overrides": dict(recommendation.overrides),
@@ -47,7 +52,8 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             "masked": None if origin.masked is None else asdict(origin.masked),
             "nonfinite": dict(origin.nonfinite),
             "missing": dict(origin.missing),
-            "findings": list(origin.findings),
+            "engine": origin.engine,
+            "versions": dict(origin.versions),
         },
     }
     return {key: _plain(value) for key, value in result.items()}

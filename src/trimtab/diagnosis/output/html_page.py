@@ -63,7 +63,7 @@ def page(diagnosis: Diagnosis, command: str = "") -> str:
             "cuts": panels.view_panels(measured),
             "notes": [(view.name, view.note) for view in measured.views.values() if view.note and view.name != "token"],
             "tokens": panels.top_tokens(measured, diagnosis.texts),
-            "causes": diagnosis.causes,
+            "causes": [(cause, words.known_lines(diagnosis, cause)) for cause in diagnosis.causes],
             "faults": words.faults(diagnosis),
             "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),
             "recommendation": diagnosis.recommendation,

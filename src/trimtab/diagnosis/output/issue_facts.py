@@ -23,6 +23,7 @@ def issue_facts(diagnosis: Diagnosis, command: str = "") -> list[tuple[str, str]
         ("data", f"{measured.origin.framework}, trainer's log-probs of the {measured.origin.anchor} policy"),
         ("sampling in the files", _sampling(measured.sample)),
         ("run's recipe beside the files", str(measured.origin.settings or "none")),
+        ("versions beside the files", ", ".join(map(" ".join, measured.origin.versions.items())) or "none"),
     ]
     return [("command", command), *facts] if command else facts
 

@@ -14,6 +14,7 @@ from trimtab.diagnosis.output.words import (
     faults,
     format_number,
     format_with_interval,
+    known_lines,
     masked_text,
     method_text,
     opening,
@@ -41,7 +42,7 @@ def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]
     measured, origin = diagnosis.measured, diagnosis.measured.origin
     lines = [("verdict" if index == 0 else "", line) for index, line in enumerate(opening(diagnosis))]
     lines.append(("read", read_text(origin)))
-    lines += [("", finding) for finding in origin.findings]
+    lines += [("", finding.text) for finding in origin.findings]
     if origin.missing:
         lines.append(("missing", _missing(origin.missing)))
     lines += _size(diagnosis)
@@ -89,7 +90,10 @@ def _digits(value: float, form: str) -> str:
 def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if not diagnosis.causes:
         return [("causes", "none stands out above the noise floor")]
-    named = [f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence}" for cause in diagnosis.causes]
+    named = []
+    for cause in diagnosis.causes:
+        named.append(f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence} ({cause.page})")
+        named += [match.text for match in known_lines(diagnosis, cause)]
     return [("causes" if index == 0 else "", text) for index, text in enumerate(named)]
 
 

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.diagnosis.advice.rules import MUST_FIX
+from trimtab.diagnosis.known import Match, matches
 from trimtab.diagnosis.output.hotspots import hotspots
-from trimtab.diagnosis.records import DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
+from trimtab.diagnosis.records import Cause, DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
+from trimtab.findings import Finding
 from trimtab.intervals import Interval
 from trimtab.pages.render import beside, number, short
 from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
 WIDE = 3.0
 """Ratio of the ends of an interval of the mean ratio beyond which it is no evidence that 1 is inside."""
+MOST_KNOWN = 3
+"""Largest number of known faults that is shown under a cause."""
 CLOSE = 1e-3
 """A mean ratio this close to 1 is accepted, however narrow its interval is."""
 
@@ -186,6 +190,32 @@ def split_text(measured: Measured) -> str:
 def faults(diagnosis: Diagnosis) -> list[str]:
     """Returns the names of the causes that must be fixed before any correction."""
     return [cause.name for cause in diagnosis.causes if cause.name in MUST_FIX]
+
+
+def findings(diagnosis: Diagnosis) -> list[Finding]:
+    """Returns everything that was found, the causes first."""
+    wrong = faults(diagnosis)
+    causes = [
+        Finding("fail" if cause.name in wrong else "note", cause.name, cause.evidence, cause.fix)
+        for cause in diagnosis.causes
+    ]
+    return [*causes, *diagnosis.measured.origin.findings]
+
+
+def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[Match]:
+    """Returns the known faults to show under a cause.
+
+    Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
+    repaired first and the data is not healthy.
+    """
+    origin, wrong = diagnosis.measured.origin, faults(diagnosis)
+    loud = not wrong and tone(diagnosis) != "good"
+    found = [
+        match
+        for match in matches(cause.name, origin)
+        if match.certain or cause.name in wrong or (loud and origin.framework in match.fault.trainers)
+    ]
+    return found[:MOST_KNOWN]
 
 
 def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:

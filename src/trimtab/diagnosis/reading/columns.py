@@ -20,6 +20,7 @@ from trimtab.diagnosis.reading.layouts import (
 from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.torch_table import TorchTable
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.findings import Finding
 
 COSTS = {
     "response_ids": "no view by token id",
@@ -51,7 +52,7 @@ class Resolved:
     columns: Mapping[str, str]
     anchor: str
     missing: Mapping[str, str]
-    findings: tuple[str, ...]
+    findings: tuple[Finding, ...]
     checked: frozenset[Path]
     numbered: bool = False
     grouped: bool = False
@@ -84,7 +85,8 @@ def resolve(
         text += f" (nor do {len(other) - 1} more files)" if len(other) > 1 else ""
         rest = {path: names for path, names in scanned.items() if path not in other}
         resolved = _resolve_names(rest, framework, given)
-        return replace(resolved, findings=(*resolved.findings, text), left_out=frozenset(other))
+        findings = (*resolved.findings, Finding("note", "left out", text))
+        return replace(resolved, findings=findings, left_out=frozenset(other))
     fault: TrimtabError | None = None
     for table in tables:
         try:
@@ -150,8 +152,8 @@ def _detect_layout(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
 
 def _columns(
     filled: Mapping[Path, frozenset[str]], layout: Layout, given: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Returns column names by role that every file has, and a sentence for each that only some files have."""
+) -> tuple[dict[str, str], list[Finding]]:
+    """Returns column names by role that every file has, and a finding for each that only some files have."""
     columns, findings = {}, []
     for role in ROLES:
         name = given.get(role)
@@ -167,7 +169,8 @@ def _columns(
                     columns[role] = candidate
                     break
                 if having:
-                    findings.append(f"{candidate} is in {having} of {len(filled)} files only and was left out")
+                    text = f"{candidate} is in {having} of {len(filled)} files only and was left out"
+                    findings.append(Finding("note", "columns", text))
     return columns, list(dict.fromkeys(findings))  # a column may serve two roles
 
 

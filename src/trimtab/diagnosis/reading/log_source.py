@@ -15,7 +15,7 @@ from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
 from trimtab.diagnosis.reading.ragged import RowBlock, Table
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
-from trimtab.diagnosis.reading.run_settings import settings_of
+from trimtab.diagnosis.reading.run_settings import made_with, settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
@@ -85,6 +85,7 @@ class LogSource:
                 f"the trainer did not compute. {advice}"
             )
         settings, unread = settings_of(self.files)
+        engine, versions, unknown = made_with(self.files, resolved.framework)
         return DataSummary(
             framework=resolved.framework,
             files=len(self._tables),
@@ -95,9 +96,11 @@ class LogSource:
             dropped=dict(counts.dropped.most_common()),
             nonfinite=dict(counts.nonfinite),
             missing=resolved.missing,
-            findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *unread),
+            findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *(unread or unknown)),
             settings=settings,
             masked=self._masked_responses(),
+            engine=engine,
+            versions=versions,
         )
 
     def _masked_responses(self) -> MaskedResponses | None:

@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trimtab.findings import Finding
+
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
@@ -69,41 +71,42 @@ class ReadCounts:
         """Returns a column that cannot hold log-probs, since most of its values are above 0, or None."""
         return next((name for name, count in self.positive.items() if 2 * count > self.trained), None)
 
-    def findings(self, anchor: str) -> list[str]:
-        """Returns anomalies of the data, one sentence each."""
-        anomalies = []
+    def findings(self, anchor: str) -> list[Finding]:
+        """Returns anomalies of the data."""
+        anomalies: list[Finding] = []
+
+        def note(name: str, detail: str, next_step: str = "") -> None:
+            anomalies.append(Finding("note", name, detail, next_step))
+
         for name, count in self.positive.items():
-            anomalies.append(
-                f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g}): a "
-                f"log-probability cannot be; check that the column holds natural logarithms"
-            )
+            text = f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g})"
+            note("above 0", f"{text}: a log-probability cannot be", "check that the column holds natural logarithms")
         for name, count in self.unknown.items():
             if count:
-                anomalies.append(f"{name} is not a finite number in {count} of {self.responses} responses")
+                note("not a number", f"{name} is not a finite number in {count} of {self.responses} responses")
         if self.damaged:
-            anomalies.append(
-                f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite: those tokens "
-                f"are left out here, a trainer has to drop the responses"
-            )
+            text = f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite"
+            note("not finite", f"{text}: those tokens are left out here, a trainer has to drop the responses")
         if self.trained and self.equal == self.trained:
-            anomalies.append(
+            note(
+                "equal columns",
                 f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "
-                f"are identical or one is a copy of the other (a bypass mode that takes the sampler's log-probs)"
+                f"are identical or one is a copy of the other (a bypass mode that takes the sampler's log-probs)",
             )
         if self.trained and self.zero == self.trained:
-            anomalies.append("logp_behavior is 0 at every trained token: the sampler reported no log-probs")
+            note("zeros", "logp_behavior is 0 at every trained token: the sampler reported no log-probs")
         if self.no_rows:
-            anomalies.append(f"{_count(self.no_rows, 'file')} without rows")
+            note("files", f"{_count(self.no_rows, 'file')} without rows")
         if self.empty_files:
-            anomalies.append(f"{_count(self.empty_files, 'empty file')}")
+            note("files", f"{_count(self.empty_files, 'empty file')}")
         if self.skipped_files:
-            anomalies.append(
-                f"{_count(self.skipped_files, 'file')} without the trainer's log-probs left out (ranks of earlier "
-                f"pipeline stages hold none)"
-            )
+            text = f"{_count(self.skipped_files, 'file')} without the trainer's log-probs left out"
+            note("files", f"{text} (ranks of earlier pipeline stages hold none)")
         if self.several_versions:
-            anomalies.append("some responses are of several versions of the weights; each counts as of its oldest")
-        return anomalies + [f"left out: {reason}, first in {place}" for reason, place in self.first.items()]
+            note("versions", "some responses are of several versions of the weights; each counts as of its oldest")
+        for reason, place in self.first.items():
+            note("left out", f"left out: {reason}, first in {place}")
+        return anomalies
 
 
 def _count(number: int, noun: str) -> str:

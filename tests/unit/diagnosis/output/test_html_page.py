@@ -19,6 +19,7 @@ from trimtab.diagnosis.output.html_page import page, write_page
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
+from trimtab.findings import Finding
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +94,12 @@ def test_the_page_loads_and_runs_nothing(whole: str) -> None:
 def test_text_of_files_is_escaped_everywhere() -> None:
     evil = bare(
         causes=(Cause("stale", 0.5, EVIL, EVIL),),
-        origin={"dropped": {EVIL: 2}, "missing": {EVIL: EVIL}, "nonfinite": {EVIL: 3}, "findings": (EVIL,)},
+        origin={
+            "dropped": {EVIL: 2},
+            "missing": {EVIL: EVIL},
+            "nonfinite": {EVIL: 3},
+            "findings": (Finding("note", EVIL, EVIL, EVIL),),
+        },
         size={"floor_note": EVIL},
         only={"token": views(hostile=EVIL)["token"]},
     )

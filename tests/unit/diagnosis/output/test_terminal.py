@@ -14,6 +14,7 @@ from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
+from trimtab.findings import Finding
 from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
@@ -38,8 +39,9 @@ where     sampler probability below 0.1 (16% of the tokens, 76% of all k3); toke
 all k3); age 2 or more (49% of the tokens, 79% of all k3)
 split     of the drift, k3 1.1e-3 is trainer and sampler computing differently and 3.7e-3 \
 (3.0e-3 to 4.5e-3) is older weights
-causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.
-          stale (confidence 0.88): k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7.
+causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps. \
+(docs/causes.md#quantized)
+          stale (confidence 0.88): k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7. (docs/causes.md#stale)
 do        token-tis with weight_max=1.31: Tails are heavy per response, light per token.
           on this data it keeps 100% of the tokens, changes 1.0% of the weights, leaves ESS 0.99
 page      diagnose.html"""
@@ -80,7 +82,7 @@ def test_the_absence_of_a_cause_is_stated() -> None:
 
 
 def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
-    text = verdict(example(origin={"findings": ("column \x1b[31mred\u202e",)}))
+    text = verdict(example(origin={"findings": (Finding("note", "columns", "column \x1b[31mred\u202e"),)}))
     assert "column  [31mred" in text
     assert "\x1b" not in text
     assert "\u202e" not in text

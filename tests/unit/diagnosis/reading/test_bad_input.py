@@ -98,7 +98,7 @@ def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -
     assert origin.dropped == {"no finite log-prob at any trained token": 2}
     assert np.diff(table.starts).tolist() == [1, 1, 2]
     assert table.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
-    assert any(result.startswith("4 responses with values") for result in origin.findings)
+    assert any(found.text.startswith("4 responses with values") for found in origin.findings)
 
 
 @pytest.mark.parametrize("low", [-3.4028235e38, -1e30, -1e9])
@@ -125,25 +125,25 @@ def test_a_log_prob_above_zero_is_a_finding_and_rounding_is_not(tmp_path: Path) 
     odd = row((-1.0, 0.7), (-1.0, 1e-6))
     _, origin = read(lines(tmp_path / "a.jsonl", odd, GOOD))
     assert len(origin.findings) == 1
-    assert origin.findings[0].startswith("1 of 4 values of logp_behavior are above 0 (largest 0.7)")
+    assert origin.findings[0].text.startswith("1 of 4 values of logp_behavior are above 0 (largest 0.7)")
 
 
 def test_a_reward_that_is_no_number_is_a_finding(tmp_path: Path) -> None:
     (table,), origin = read(lines(tmp_path / "a.jsonl", row(reward="1.0"), row(reward=1.0), row(reward=None)))
     np.testing.assert_array_equal(table.reward, [np.nan, 1, np.nan])  # type: ignore[arg-type]
-    assert origin.findings == ("reward is not a finite number in 2 of 3 responses",)
+    assert tuple(found.text for found in origin.findings) == ("reward is not a finite number in 2 of 3 responses",)
 
 
 def test_a_copy_of_the_samplers_log_probs_is_a_finding(tmp_path: Path) -> None:
     _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0))))
-    assert "bit for bit" in origin.findings[0]
+    assert "bit for bit" in origin.findings[0].text
     _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0)), GOOD))
     assert origin.findings == ()
 
 
 def test_log_probs_of_zero_everywhere_are_a_finding(tmp_path: Path) -> None:
     _, origin = read(lines(tmp_path / "a.jsonl", row((0.0, 0.0))))
-    assert "the sampler reported no log-probs" in origin.findings[0]
+    assert "the sampler reported no log-probs" in origin.findings[0].text
 
 
 def test_a_half_written_last_line_is_counted(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_file_of_lines_without_data_is_one_clear_line(tmp_path: Path, content:
 def test_one_empty_file_among_others_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("")
     _, origin = read(lines(tmp_path / "a.jsonl", GOOD), tmp_path / "b.jsonl")
-    assert origin.findings == ("1 empty file",)
+    assert tuple(found.text for found in origin.findings) == ("1 empty file",)
     assert origin.files == 1
 
 
@@ -282,7 +282,7 @@ def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
     (table,), origin = read(plain, entropy)
     assert table.responses == 2
     assert table.entropy is None
-    assert origin.findings == ("entropy is in 1 of 2 files only and was left out",)
+    assert tuple(found.text for found in origin.findings) == ("entropy is in 1 of 2 files only and was left out",)
     current = lines(tmp_path / "c.jsonl", {"logp_behavior": [-1.0], "logp_current": [-1.0]})
     assert "has no logp_proximal" in refused(plain, current)
 
@@ -321,7 +321,7 @@ def test_a_column_of_probabilities_is_refused_by_name(tmp_path: Path) -> None:
     assert "logp_behavior is above 0 at most trained tokens" in message
     assert "--columns logp_behavior=COLUMN" in message
     _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
-    assert any("above 0" in result for result in origin.findings), "a few are a finding"
+    assert any("above 0" in found.text for found in origin.findings), "a few are a finding"
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -18,6 +18,7 @@ from trimtab.diagnosis.reading.cells import as_list, shown
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.findings import Finding
 
 LOGPS = [-0.5, -1.25, 0.0]
 OPENAI = [{"token": "a", "logprob": value, "top_logprobs": []} for value in LOGPS]
@@ -135,7 +136,8 @@ def test_files_of_a_folder_without_log_probs_are_left_out(tmp_path: Path) -> Non
     lines(tmp_path / "text.jsonl", {"input": "q", "output": "a", "score": 1.0, "step": 3})  # as verl writes
     table, origin = read(tmp_path)
     assert (table.responses, origin.files, origin.framework, origin.dropped) == (2, 1, "trimtab", {})
-    assert origin.findings == (f"left out: {tmp_path / 'config.json'} holds no log-probs (nor do 2 more files)",)
+    text = f"left out: {tmp_path / 'config.json'} holds no log-probs (nor do 2 more files)"
+    assert origin.findings == (Finding("note", "left out", text),)
     # A file that is named, or that holds one side only, is still an error.
     with pytest.raises(TrimtabError, match=r"config\.json has no logp_behavior"):
         read(tmp_path / "train.jsonl", tmp_path / "config.json")

@@ -105,7 +105,7 @@ def test_miles_ranks_that_hold_the_same_responses_count_once() -> None:
     assert table.group.tolist() == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
     assert table.version is not None
     assert table.version.tolist() == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
-    assert "oldest" in origin.findings[0]
+    assert "oldest" in origin.findings[0].text
     assert table.step is not None
     assert table.step.tolist() == [7] * 4
 
@@ -121,7 +121,7 @@ def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> N
     torch.save(payload, tmp_path / "7_0.pt")
     source = open_log([tmp_path])
     assert sum(table.responses for table in source.tables()) == 2
-    assert "1 file without the trainer's log-probs" in source.summary().findings[0]
+    assert "1 file without the trainer's log-probs" in source.summary().findings[0].text
 
 
 def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
     assert table.prompt_length is not None
     assert table.prompt_length.tolist() == [3, 3, 2, 3, 3, 2]
     assert not {"step", "group", "reward"} & origin.missing.keys()
-    assert origin.findings == (
+    assert tuple(found.text for found in origin.findings) == (
         "left out: no part of the loss (sample_mask 0), first in row 4 of train_data_step1.jsonl",
     )
 
@@ -364,4 +364,4 @@ def test_a_value_missing_in_some_rows_only_is_counted(tmp_path: Path) -> None:
     assert (origin.anchor, table.responses) == ("current", 2)
     assert origin.dropped == {"no logp_current": 1, "no finite log-prob at any trained token": 1}
     assert origin.nonfinite == {"logp_current nan": 1}
-    assert "reward is not a finite number in 1 of 2 responses" in origin.findings
+    assert "reward is not a finite number in 1 of 2 responses" in [found.text for found in origin.findings]

@@ -89,7 +89,7 @@ def test_cells_are_read_as_python_and_json_write_them(tmp_path: Path) -> None:
     assert table.ids.tolist() == [5, 9007199254740993, 1, 2, 3]
     assert table.step is not None
     assert table.step.tolist() == [3, 4]
-    assert "reward is not a finite number in 1 of 2 responses" in origin.findings
+    assert "reward is not a finite number in 1 of 2 responses" in [found.text for found in origin.findings]
 
 
 def test_rows_left_out_are_named(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_rows_left_out_are_named(tmp_path: Path) -> None:
         "lists of different lengths": 1,
         "not as many cells as the header": 1,
     }
-    assert set(origin.findings) == {
+    assert {found.text for found in origin.findings} == {
         "left out: logp_behavior is not a list of numbers but one number, first in row 2 of a.csv",
         "left out: logp_behavior is not a list of numbers, first in row 5 of a.csv: '[a, b]'",
         "left out: lists of different lengths, first in row 3 of a.csv: logp_behavior 2, logp_proximal 1",

@@ -1,0 +1,103 @@
+"""Faults of engines and trainers that were reported in public, matched with a cause and with what made the data."""
+
+from __future__ import annotations
+
+import importlib.resources
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from trimtab.diagnosis.records import DataSummary
+
+ENGINES = {"miles": "sglang", "prime-rl": "vllm"}
+"""The sampler of trainers that have one only."""
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """One row of `known_faults.toml`.
+
+    causes: names of causes that it shows as. engine, trainers: empty for any. versions: affected ones according to the
+    source, by package. seen: versions it was observed with. link, date: the post that describes it.
+    """
+
+    causes: tuple[str, ...]
+    symptom: str
+    repair: str
+    link: str
+    date: str
+    engine: str = ""
+    trainers: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seen: str = ""
+    models: str = ""
+    feature: str = ""
+
+    @property
+    def where(self) -> str:
+        """The trainer, engine, versions, models and feature that it needs."""
+        needed = [f"{name} {versions}" for name, versions in self.versions.items()]
+        return ", ".join(filter(None, (*self.trainers, *(needed or [self.engine]), self.models, self.feature)))
+
+
+@dataclass(frozen=True)
+class Match:
+    """A fault that may be that of the data; `certain` if the versions are known to be affected."""
+
+    fault: KnownFault
+    certain: bool
+
+    @property
+    def text(self) -> str:
+        """One sentence each on where it occurs, what it does and what repairs it, and the source."""
+        fault, word = self.fault, "known" if self.certain else "may apply"
+        return f"{word} ({fault.where}): {fault.symptom}. Repair: {fault.repair} ({fault.link})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"certain": self.certain, **asdict(self.fault)}
+
+
+@cache
+def known_faults() -> tuple[KnownFault, ...]:
+    """Returns the rows of the table, in its order."""
+    file = importlib.resources.files("trimtab.diagnosis") / "known_faults.toml"
+    rows = tomllib.loads(file.read_text(encoding="utf-8"))["fault"]
+    lists = ("causes", "trainers")
+    return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
+
+
+def matches(cause: str, data: DataSummary) -> list[Match]:
+    """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
+
+    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. Where
+    trainer or engine are unknown, any may apply.
+    """
+    found = []
+    for fault in known_faults():
+        certain = _affected(fault.versions, data.versions)
+        if cause in fault.causes and certain is not None and _fits(fault, data):
+            found.append(Match(fault, certain))
+    trainer = data.framework
+    return sorted(found, key=lambda one: (not one.certain, trainer not in one.fault.trainers, one.fault.trainers != ()))
+
+
+def _fits(fault: KnownFault, data: DataSummary) -> bool:
+    """Whether trainer and engine are those of the fault, or unknown."""
+    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
+    known = data.framework not in ("trimtab", "columns") or data.settings is not None
+    engine = data.engine or ENGINES.get(data.framework, "")
+    if fault.trainers and known and data.framework not in fault.trainers:
+        return False
+    return not fault.engine or engine in ("", fault.engine)
+
+
+def _affected(needed: Mapping[str, str], versions: Mapping[str, str]) -> bool | None:
+    """Whether versions are among the affected ones: True, False where one is unknown, None if one is not."""
+    known = {name: versions[name] for name in needed if name in versions}
+    if any(not SpecifierSet(needed[name]).contains(version, prereleases=True) for name, version in known.items()):
+        return None
+    return bool(needed) and len(known) == len(needed)

@@ -1,0 +1,151 @@
+"""The table of known faults: its rows, what they are matched with, and where a match is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from tests.support.diagnosis_example import example
+
+from trimtab.diagnosis.known import ENGINES, KnownFault, known_faults, matches
+from trimtab.diagnosis.output.as_json import as_dict
+from trimtab.diagnosis.output.html_page import page
+from trimtab.diagnosis.output.terminal import rows
+from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.records import NAMES, Cause, DataSummary, Settings
+
+DOCS = Path(__file__).parents[3] / "docs"
+OWN = Settings("bfloat16", "float32", "none", ())
+
+
+def data(framework: str = "columns", **changes: object) -> DataSummary:
+    return DataSummary(framework, 1, 10, 100, 100, "proximal", **changes)  # pyright: ignore[reportArgumentType]
+
+
+def links(cause: str, origin: DataSummary) -> set[str]:
+    return {match.fault.link.rpartition("/")[2] for match in matches(cause, origin)}
+
+
+def test_every_row_is_whole() -> None:
+    faults = known_faults()
+    assert 40 <= len(faults) <= 60
+    assert len({fault.link for fault in faults}) == len(faults)
+    for fault in faults:
+        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", fault.link)
+        assert date.fromisoformat(fault.date).year >= 2024
+        assert fault.causes
+        assert set(fault.causes) <= set(NAMES)
+        assert fault.engine in ("", "vllm", "sglang", "transformers")
+        assert fault.engine or fault.trainers or fault.models, "a fault is one of something"
+        for text in (fault.symptom, fault.repair, fault.feature):
+            assert text
+            assert not text.endswith(".")
+        assert len(fault.symptom) <= 140
+        for versions in fault.versions.values():
+            assert SpecifierSet(versions)
+
+
+def test_trainers_whose_files_are_read_have_the_names_of_their_layouts() -> None:
+    named = {trainer for fault in known_faults() for trainer in fault.trainers}
+    assert {"nemo-rl", "verl", "trl", "miles", "prime-rl"} <= named
+    assert not named & {"slime", "nemo", "prime"}, "slime's files are those of miles"
+    assert set(ENGINES) <= set(LAYOUTS)
+
+
+def test_a_fault_of_another_trainer_is_left_out() -> None:
+    assert "4018" in links("stale-cache", data("nemo-rl"))
+    assert "2783" not in links("stale-cache", data("nemo-rl"))
+    assert "46125" in links("stale-cache", data("nemo-rl")), "one of vLLM, whatever the trainer"
+    assert {"4018", "2783", "46125"} <= links("stale-cache", data("columns")), "the trainer is not known"
+    assert {"4018", "2783"} <= links("stale-cache", data("trimtab")), "hooks in other trainers write these columns"
+    assert not {"4018", "2783"} & links("stale-cache", data("trimtab", settings=OWN, engine="vllm"))
+
+
+def test_a_fault_of_another_engine_is_left_out() -> None:
+    assert "27886" in links("stale-cache", data("miles"))
+    assert "46125" not in links("stale-cache", data("miles")), "miles samples with SGLang"
+    assert "46125" in links("stale-cache", data("trimtab", settings=OWN, engine="vllm"))
+    assert links("stale-cache", data("trimtab", settings=OWN, engine="transformers")) == set()
+
+
+@pytest.mark.parametrize(
+    ("version", "certain"), [("0.20.0", True), ("0.20.2.dev3", True), ("0.21.0", None), ("0.17.1", None), ("", False)]
+)
+def test_versions_decide(version: str, certain: bool | None) -> None:
+    # vLLM 0.20 is affected and 0.21 repaired (NeMo-RL, pull request 2895).
+    found = matches("undelivered", data("nemo-rl", versions={"vllm": version} if version else {}))
+    matched = [match.certain for match in found if match.fault.link.endswith("/2895")]
+    assert matched == ([] if certain is None else [certain])
+
+
+def test_known_versions_come_first_then_the_same_trainer() -> None:
+    found = matches("unexplained", data("nemo-rl", versions={"vllm": "0.16.0"}))
+    assert [match.certain for match in found][:2] == [True, False]
+    assert found[0].fault.link.endswith("/2128")
+    assert found[0].text.startswith("known (nemo-rl, vllm <0.17, Nemotron-3-Nano, vLLM with Megatron): ")
+    same = [match.fault.trainers == ("nemo-rl",) for match in found]
+    assert same == sorted(same, reverse=True)
+    assert True in same
+    assert False in same
+
+
+def test_at_most_three_stand_under_a_cause() -> None:
+    origin = {"framework": "nemo-rl", "versions": {"vllm": "0.20.1"}}
+    diagnosis = example(causes=(Cause("undelivered", 0.9, "age 0 throughout", "Send them."),), origin=origin)
+    lines = [text for _, text in rows(diagnosis)]
+    start = lines.index("undelivered (confidence 0.90): age 0 throughout (docs/causes.md#undelivered)")
+    shown = lines[start + 1 : start + 4]
+    assert [line.split()[0] for line in shown[:2]] == ["known", "known"]
+    assert not lines[start + 4].startswith(("known", "may apply"))
+    (cause,) = json.loads(json.dumps(as_dict(diagnosis)))["causes"]
+    assert cause["page"] == "docs/causes.md#undelivered"
+    assert [fault["certain"] for fault in cause["known"]][:3] == [True, True, False]
+    assert set(cause["known"][0]) == {"certain", *(field.name for field in fields(KnownFault))}
+    html = page(diagnosis)
+    assert html.count('<span class="tag warn">known</span>') == 2
+    assert "https://github.com/NVIDIA-NeMo/RL/pull/2895" in html
+
+
+@pytest.mark.parametrize(
+    ("k3", "framework", "shown"), [(1e-4, "nemo-rl", False), (0.05, "nemo-rl", True), (0.05, "columns", False)]
+)
+def test_noise_is_blamed_on_the_same_trainer_only_and_where_it_is_large(k3: float, framework: str, shown: bool) -> None:
+    diagnosis = example(
+        causes=(Cause("precision", 0.9, "small"),),
+        origin={"framework": framework},
+        size={"mismatch": {**example().measured.size.mismatch, "k3": k3}},
+    )
+    assert bool([text for _, text in rows(diagnosis) if text.startswith("may apply")]) is shown
+
+
+def test_causes_and_what_is_odd_about_the_files_are_one_list() -> None:
+    diagnosis = example(causes=(Cause("copied", 0.9, "equal", "Compute them."), Cause("stale", 0.6, "old", "Publish.")))
+    assert as_dict(diagnosis)["findings"] == [
+        {"status": "fail", "name": "copied", "detail": "equal", "next_step": "Compute them."},
+        {"status": "note", "name": "stale", "detail": "old", "next_step": "Publish."},
+        {"status": "note", "name": "lengths", "detail": "3 responses have a length of 1", "next_step": ""},
+    ]
+
+
+def test_the_page_is_generated() -> None:
+    script = runpy.run_path(str(DOCS / "known_faults.py"))
+    assert (DOCS / "known-faults.md").read_text(encoding="utf-8") == script["markdown"]() + "\n", (
+        "run: python docs/known_faults.py > docs/known-faults.md"
+    )
+
+
+def test_every_cause_has_a_section_and_nothing_else_has() -> None:
+    text = (DOCS / "causes.md").read_text(encoding="utf-8")
+    assert re.findall(r"^#+ (.+)$", text, re.MULTILINE)[1:] == list(NAMES)
+    for part in text.split("\n## ")[1:]:
+        name, _, body = part.partition("\n")
+        starts = re.findall(r"^\*\*(.+?)\.\*\*", body, re.MULTILINE)
+        assert starts == ["What it is", "Why it happens", "How to prove it", "What to set", "Threads"], name
+        assert f"known-faults.md#{name}" in body
+        assert Cause(name, 1.0, "").page == f"docs/causes.md#{name}"
