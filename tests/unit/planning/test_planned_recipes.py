@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
