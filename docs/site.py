@@ -52,7 +52,8 @@ def collect() -> None:
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, PAGES / name)
     for page in PAGES.rglob("*.md"):
-        page.write_text(page.read_text(encoding="utf-8").replace(METRICS, "docs/metrics.md"), encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace(f"{METRICS})", "docs/metrics.md)"), encoding="utf-8")
     docs = PAGES / "docs"
     (docs / "metrics.md").write_text(generator("metrics")["markdown"](), encoding="utf-8")
     (docs / "recipes.md").write_text(recipe_reference.markdown(), encoding="utf-8")
