@@ -31,12 +31,14 @@ def described(name: str) -> tuple[str, str, str]:
 def section(name: str) -> str:
     """One preset: its sentences, its equation with the default numbers, and its own keywords."""
     what, when, source = described(name)
-    own = [f"`{key} = {_value(value)}`" for key, value in keywords_of(name).items() if key not in SHARED]
-    lines = [f"### `{name}`", "", what, "", "```text", objective(name).equation(), "```", ""]
-    lines += [f"{when} Source: {source}", ""]
-    if own:
-        lines += [f"Keywords: {', '.join(own)}.", ""]
-    return "\n".join(lines)
+    one = objective(name)
+    terms = [line for line in one.equation().splitlines() if not line.startswith(("  D: ", "  A: "))]
+    defaults = {key: value for key, value in keywords_of(name).items() if key not in SHARED}
+    defaults |= {"aggregation": one.aggregation.kind, "advantage": one.advantage}
+    listed = ", ".join(f"`{key} = {_value(value)}`" for key, value in defaults.items())
+    return "\n".join(
+        [f"### `{name}`", "", f"{what} {when}", "", "```text", *terms, "```", "", f"{listed}. Source: {source}", ""]
+    )
 
 
 def _value(value: object) -> str:
