@@ -6,7 +6,6 @@ A preset's sentences are those of `described`, its equation that of the built ob
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from inspect import Parameter
 from pathlib import Path
@@ -31,18 +30,19 @@ def described(name: str) -> tuple[str, str, str]:
 def section(name: str) -> str:
     """One preset: its sentences, its equation with the default numbers, and its own keywords."""
     what, when, source = described(name)
-    one = objective(name)
+    one, keywords = objective(name), keywords_of(name)
     terms = [line for line in one.equation().splitlines() if not line.startswith(("  D: ", "  A: "))]
-    defaults = {key: value for key, value in keywords_of(name).items() if key not in SHARED}
-    defaults |= {"aggregation": one.aggregation.kind, "advantage": one.advantage}
-    listed = ", ".join(f"`{key} = {_value(value)}`" for key, value in defaults.items())
+    defaults = {key: value for key, value in keywords.items() if key not in SHARED}
+    defaults |= {"aggregation": one.aggregation.kind} if "aggregation" in keywords else {}
+    defaults |= {"advantage": one.advantage}
+    listed = ", ".join(f"`{key}={_value(value)}`" for key, value in defaults.items())
     return "\n".join(
         [f"### `{name}`", "", f"{what} {when}", "", "```text", *terms, "```", "", f"{listed}. Source: {source}", ""]
     )
 
 
 def _value(value: object) -> str:
-    return "none" if value is None else "required" if value is Parameter.empty else json.dumps(value)
+    return "none" if value is None else "required" if value is Parameter.empty else str(value).lower()
 
 
 def presets() -> str:
