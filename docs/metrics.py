@@ -6,8 +6,8 @@ from trimtab.runs.metric_catalog import Metric, sections
 
 HEAD = """# Metrics
 
-Every key that a run writes to `metrics.jsonl`, from `src/trimtab/runs/metrics.toml`. What to look at first, and the files of a
-run: [evaluation](evaluation.md#watching-a-run).
+Every key that a run writes to `metrics.jsonl`, from `src/trimtab/runs/metrics.toml`. What to look at first:
+[evaluation](evaluation.md#watching-a-run).
 
 Symbols: π is the current policy (`logp_current`), π_old the proximal policy (`logp_proximal`: trainer numerics, weights
 at the start of the update phase), μ the behavior policy (`logp_behavior`: what the sampler reported), ρ = π_old/μ per
