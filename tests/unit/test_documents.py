@@ -73,7 +73,7 @@ def test_every_example_is_linked_from_three_pages() -> None:
                 assert f"{example.name})" in text, f"{page} does not link {example.name}"
 
 
-def test_tests_named_in_the_feature_table_exist() -> None:
+def test_tests_named_on_the_page_of_frameworks_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     page = (ROOT / "docs" / "frameworks.md").read_text()
     named, paths = re.findall(r"`(test_\w+)`", page), re.findall(r"`(tests/[\w/.]+)`", page)
