@@ -37,7 +37,7 @@ def section(name: str) -> str:
     defaults |= {"advantage": one.advantage}
     listed = ", ".join(f"`{key}={_value(value)}`" for key, value in defaults.items())
     return "\n".join(
-        [f"### `{name}`", "", f"{what} {when}", "", "```text", *terms, "```", "", f"{listed}. Source: {source}", ""]
+        [f"### `{name}`", "", f"{what} {when}", "", "```text", *terms, "```", "", f"Defaults: {listed}. Source: {source}", ""]
     )
 
 
