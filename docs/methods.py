@@ -36,8 +36,9 @@ def section(name: str) -> str:
     defaults |= {"aggregation": one.aggregation.kind} if "aggregation" in keywords else {}
     defaults |= {"advantage": one.advantage}
     listed = ", ".join(f"`{key}={_value(value)}`" for key, value in defaults.items())
+    block = ["```text", *terms, "```"]
     return "\n".join(
-        [f"### `{name}`", "", f"{what} {when}", "", "```text", *terms, "```", "", f"Defaults: {listed}. Source: {source}", ""]
+        [f"### `{name}`", "", f"{what} {when}", "", *block, "", f"Defaults: {listed}. Source: {source}", ""]
     )
 
 
