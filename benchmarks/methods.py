@@ -1,4 +1,4 @@
-"""Every method under three kinds of off-policyness, in the laboratory: the table of docs/results/methods.md.
+"""Every method under three kinds of off-policyness, in the laboratory: the table of docs/choosing.md.
 
     python benchmarks/methods.py --out runs/methods
 

@@ -1,4 +1,4 @@
-"""Generates docs/known-faults.md from the table: `python docs/known_faults.py > docs/known-faults.md`."""
+"""Generates the page of known faults from the table; it is built with the site (docs/site.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ them: `known` where the run's versions are affected, `may apply` where versions,
 A thread is proof that somebody met the fault, not that you did.
 
 Versions are those that a thread calls affected; "seen" is where it was observed. Trainers that are not named may have
-the fault too. This page is generated from `src/trimtab/diagnosis/known_faults.toml`
-(`python docs/known_faults.py > docs/known-faults.md`).
+the fault too. This page is generated from `src/trimtab/diagnosis/known_faults.toml`.
 """
 COLUMNS = "| where | what happens | repair | source |\n|---|---|---|---|"
 

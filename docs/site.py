@@ -1,27 +1,24 @@
 """Collects the pages of the documentation site in build/pages, where `mkdocs build` finds them (`make docs`).
 
 README, CONTRIBUTING, CHANGELOG, docs/ and examples/ keep their places, so that their links are valid both on the site
-and in the repository. Two kinds of pages are written here: one for each preset, from its docstring, its equation and
-docs/results/presets.md, and one for each part of the Python interface.
+and in the repository. Written here are the pages that follow from the code alone: metrics, known faults, keys of
+recipes, what each adapter carries, and the Python interface.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import runpy
 import shutil
-from inspect import Parameter
 from pathlib import Path
+from typing import Any
 
-from trimtab.adapters.hooks import HOOKS
-from trimtab.objectives import keywords_of, objective, objectives
-from trimtab.objectives.presets import PRESETS
+from trimtab.cli import recipe_reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE")
-REQUIRED = {"dr-grpo": {"length_max": 1000}, "luffy": {"length_max": 1000}}
-"""Numbers that a preset has no default for, in its equation."""
+BUILT = {"src/trimtab/runs/metrics.toml": "metrics", "src/trimtab/diagnosis/known_faults.toml": "known_faults"}
+"""Tables that pages in the repository link, and the script in docs/ that writes the page of each."""
 
 API = {
     "objectives": (
@@ -54,67 +51,30 @@ def collect() -> None:
     for name in TOP:
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, PAGES / name)
-    results = measured((ROOT / "docs" / "results" / "presets.md").read_text(encoding="utf-8"))
-    folder = PAGES / "docs" / "methods"
-    folder.mkdir()
-    for name in objectives():
-        (folder / f"{name}.md").write_text(preset_page(name, results.get(name)), encoding="utf-8")
-    (folder / "index.md").write_text(index_page(), encoding="utf-8")
-    (PAGES / "docs" / "api").mkdir()
+    for page in PAGES.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for table, name in BUILT.items():
+            text = text.replace(f"{table})", f"docs/{page_of(name)})")
+        page.write_text(text, encoding="utf-8")
+    docs = PAGES / "docs"
+    for name in BUILT.values():
+        (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
+    (docs / "recipes.md").write_text(recipe_reference.markdown(), encoding="utf-8")
+    with (docs / "adapters.md").open("a", encoding="utf-8") as file:
+        file.write(f"\n{generator('adapters')['markdown']()}\n")
+    (docs / "api").mkdir()
     for name, (title, *members) in API.items():
         directives = "\n\n".join(f"::: trimtab.{member}" for member in members)
-        (PAGES / "docs" / "api" / f"{name}.md").write_text(f"# {title}\n\n{directives}\n", encoding="utf-8")
+        (docs / "api" / f"{name}.md").write_text(f"# {title}\n\n{directives}\n", encoding="utf-8")
 
 
-def measured(page: str) -> dict[str, list[tuple[str, str]]]:
-    """Returns the columns of the table of all presets, by preset."""
-    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in page.splitlines() if line[:1] == "|"]
-    head, _, *body = rows
-    return {row[0].strip("`"): list(zip(head[1:], row[1:], strict=True)) for row in body if len(row) == len(head)}
+def page_of(script: str) -> str:
+    return f"{script.replace('_', '-')}.md"
 
 
-def index_page() -> str:
-    """Returns the page with a line for each preset."""
-    lines = ["# Presets", "", "One objective, and its named points. What they share: [math](../math.md).", ""]
-    lines += ["| preset | what it is |", "|---|---|"]
-    lines += [f"| [`{name}`]({name}.md) | {_docstring(name)[0]} |" for name in objectives()]
-    return "\n".join(lines) + "\n"
-
-
-def preset_page(name: str, result: list[tuple[str, str]] | None) -> str:
-    """Returns the page of a preset: what it is, its equation, when to use it, its source, numbers and results."""
-    what, when, source = _docstring(name)
-    built = objective(name, **REQUIRED.get(name, {}))
-    refused = [hook.trainer for hook in HOOKS.values() if _cannot(name, hook.refusal(built))]
-    carried = "every trainer with an adapter" if not refused else f"the adapters but those of {', '.join(refused)}"
-    keywords = keywords_of(name).items()
-    lines = [f"# {name}", "", what, "", "```text", built.equation(), "```", ""]
-    lines += [f"**When.** {when}", "", f"**Source.** {source} ([choices](../papers.md), [formulas](../math.md))", ""]
-    lines += [f"**In other trainers.** Carried by {carried} ([adapters](../adapters.md)).", ""]
-    if result is not None:
-        head, values = zip(*result, strict=True)
-        lines += ["**Measured** ([every preset](../results/presets.md)):", ""]
-        lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head), f"| {' | '.join(values)} |", ""]
-    lines += ["| keyword | default |", "|---|---|"]
-    lines += [f"| `{key}` | {'required' if value is Parameter.empty else f'`{value}`'} |" for key, value in keywords]
-    lines += ["", "```toml", "[objective]", f'name = "{name}"', *_required(name), "```", ""]
-    return "\n".join(lines)
-
-
-def _required(name: str) -> list[str]:
-    return [f"{key} = {value}" for key, value in REQUIRED.get(name, {}).items()]
-
-
-def _cannot(name: str, reason: str | None) -> bool:
-    """Whether a reason is more than the choice of an aggregation."""
-    return reason is not None and (name == "oapl" or not reason.startswith("its aggregation"))
-
-
-def _docstring(name: str) -> tuple[str, str, str]:
-    """Returns what a preset is, when to use it, and where it is from: the three parts of its docstring."""
-    what, _, rest = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
-    when, _, source = rest.partition("\n")
-    return tuple(re.sub(r"\s+", " ", part).strip() for part in (what, when, source))  # type: ignore[return-value]
+def generator(name: str) -> dict[str, Any]:
+    """The functions of a script in docs/."""
+    return runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints the table of docs/results/presets.md: parity, accuracy in the laboratory and cost of every preset.
+"""Prints the table of docs/choosing.md: parity, accuracy in the laboratory and cost of every preset.
 
     python docs/figures/preset_table.py --grids runs/new runs/old --costs costs.md
 

@@ -116,7 +116,7 @@ class Completion:
     is set once the response is complete.
 
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
-    (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
+    (docs/results/experiments.md). The trainer renormalizes over them so that both policies share one action space.
 
     `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
     entry for each token that was run through the model, which the last token is not. Where the weights changed during

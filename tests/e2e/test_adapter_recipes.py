@@ -75,8 +75,9 @@ if __name__ == "__main__":
 }
 
 
-def blocks(page: str) -> list[str]:
-    text = (ROOT / "docs" / "adapters" / page).read_text(encoding="utf-8")
+def blocks(trainer: str) -> list[str]:
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    text = page.partition(f"\n## {trainer}\n")[2].partition("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -109,7 +110,7 @@ def test_areal_s_worker_trains_with_the_loss(tmp_path: Path) -> None:
         environ = source.replace("from areal.utils import logging", "import logging")
     else:
         environ = ENVIRON
-    actor, trainer = blocks("areal.md")
+    actor, trainer = blocks("AReaL")
     write(tmp_path, AREAL | {"areal/utils/environ.py": environ, "trimtab_actor.py": actor})
     named, loss = run(tmp_path, "-c", trainer + AREAL_TRAINER).split()
     assert (named, loss) == ("trimtab_actor.Actor", "areal.trainer.ppo.actor")
@@ -121,7 +122,7 @@ def test_areal_s_worker_trains_with_the_loss(tmp_path: Path) -> None:
 
 def test_openrlhf_s_actor_trains_with_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
-    (script,) = blocks("openrlhf.md")
+    (script,) = blocks("OpenRLHF")
     write(tmp_path, OPENRLHF | {"train_trimtab.py": script})
     assert "actor: trimtab.adapters.openrlhf option" in run(tmp_path, "train_trimtab.py", "option")
     assert "actor: openrlhf.models.loss option" in run(tmp_path, "-m", "openrlhf.cli.train_ppo_ray", "option")

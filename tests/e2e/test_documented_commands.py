@@ -56,6 +56,7 @@ class Plan:
 REPORT = "report.html"
 PLANS = {
     "trimtab recipes": Plan(says="quickstart-stale"),
+    "trimtab recipes --keys": Plan(says=r"## `\[trainer\]`"),
     "trimtab recipes --json": Plan(says='"quickstart-stale": '),
     "trimtab show quickstart --set trainer.steps=10": Plan(says="steps = 10"),
     "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
@@ -333,6 +334,7 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
         "import trimtab",
         "trimtab.train(",
         "# parts: [(PolicyLogps, advantages), ...], one for each micro-batch",
+        "import torch",
     ]
 
 
@@ -343,6 +345,7 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
         (1, SHORT, "assert result.run.joinpath('report.html').exists()"),
         (2, SHORT, ""),
         (3, GIVEN + PARTS, "assert c.grad.abs().sum() > 0"),
+        (4, "", ""),
     ],
 )
 def test_python_of_the_pages_runs(index: int, before: str, after: str, tiny: Path, tmp_path: Path) -> None:

@@ -45,12 +45,11 @@ ELSEWHERE = {
     ("docs/frameworks.md", 0): "tests/unit/diagnosis/reading/test_frameworks.py",  # the columns that it adds
     ("docs/frameworks.md", 1): "tests/unit/adapters/test_verl_dump.py",
     ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
-    ("docs/adapters/trl.md", 0): "tests/e2e/test_trl_trainer.py",
-    ("docs/adapters/areal.md", 0): "tests/e2e/test_adapter_recipes.py",
-    ("docs/adapters/areal.md", 1): "tests/e2e/test_adapter_recipes.py",
-    ("docs/adapters/openrlhf.md", 0): "tests/e2e/test_adapter_recipes.py",
+    ("docs/adapters.md", 0): "tests/e2e/test_trl_trainer.py",
+    ("docs/adapters.md", 3): "tests/e2e/test_adapter_recipes.py",
+    ("docs/adapters.md", 4): "tests/e2e/test_adapter_recipes.py",
+    ("docs/adapters.md", 5): "tests/e2e/test_adapter_recipes.py",
 }
-SECTIONS_OF_OTHERS = {"docs/adapters/prime-rl.md"}
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -110,8 +109,11 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
         "docs/diagnose.md": diagnose,
         "docs/tasks.md": tasks,
         "docs/bitwise.md": lambda: {"torch": torch, "build": build, "reference": build},
-        "docs/adapters/nemo-rl.md": lambda: {"loss_fn": SimpleNamespace(use_fused_linear_logprobs=False)},
-        "docs/adapters/tinker.md": lambda: {"training_client": client, "data": data},
+        "docs/adapters.md": lambda: {
+            "loss_fn": SimpleNamespace(use_fused_linear_logprobs=False),
+            "training_client": client,
+            "data": data,
+        },
     }
 
 
@@ -158,9 +160,7 @@ def test_a_block_that_runs_elsewhere_is_python(page: str, index: int) -> None:
 @pytest.mark.parametrize(("page", "index", "code"), all_blocks("toml"))
 def test_toml_of_a_page_has_keys_that_exist(page: str, index: int, code: str) -> None:
     table = tomllib.loads(code)
-    if page in SECTIONS_OF_OTHERS:
-        return
-    if page == "docs/adapters/verl.md":
+    if page == "docs/adapters.md":
         for own in table.values():
             assert objective(own.pop("name"), **own)
         return

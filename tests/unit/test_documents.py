@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,31 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_architecture_page_is_generated_from_the_sources() -> None:
-    script = [sys.executable, str(ROOT / "docs" / "architecture.py")]
-    page = subprocess.run(script, capture_output=True, text=True, check=True).stdout
-    there = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert there == page, "run: python docs/architecture.py > docs/architecture.md"
+def test_the_architecture_page_has_a_line_for_each_package_and_walks_over_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "trimtab"
+    rows = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert rows == sorted(folder.name for folder in package.iterdir() if folder.is_dir() and folder.name[0] != "_")
+    walked = re.findall(r"`(\w+/[\w/]*(?:\.py|/))`", page.partition("## Walk one")[2])
+    assert len(walked) > 20
+    assert {path for path in walked if not (package / path).exists()} == set()
+
+
+def test_the_presets_on_the_page_of_methods_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    assert script["written"](page) == page, "run: python docs/methods.py"
+    assert re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE) == objectives()
+    for name in objectives():
+        what, when, source = script["described"](name)
+        assert min(len(what), len(source)) >= 10, name
+        assert when.startswith("Use it "), name
+        assert when.endswith("."), name
+
+
+def test_every_preset_is_measured_on_the_page_of_choices() -> None:
+    table = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("| preset | parity, error |")[2]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", table.partition("\n\n")[0], flags=re.MULTILINE) == objectives()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +52,8 @@ def test_the_architecture_page_is_generated_from_the_sources() -> None:
     ids=lambda p: p.name,
 )
 def test_every_link_has_a_target(document: Path) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
@@ -53,9 +73,9 @@ def test_every_example_is_linked_from_three_pages() -> None:
                 assert f"{example.name})" in text, f"{page} does not link {example.name}"
 
 
-def test_tests_named_in_the_feature_table_exist() -> None:
+def test_tests_named_on_the_page_of_frameworks_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    page = (ROOT / "docs" / "peers.md").read_text()
+    page = (ROOT / "docs" / "frameworks.md").read_text()
     named, paths = re.findall(r"`(test_\w+)`", page), re.findall(r"`(tests/[\w/.]+)`", page)
     assert named
     assert paths
@@ -100,8 +120,8 @@ def test_contributing_lists_every_hook_of_a_feature() -> None:
 
 
 def texts_for_users() -> dict[str, str]:
-    """Pages, sources and what builds the project, but for the two that tell its history."""
-    history = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"}
+    """Pages, sources and what builds the project, but for its history."""
+    history = {ROOT / "CHANGELOG.md"}
     files = [*ROOT.glob("*.*"), ROOT / "Makefile", *ROOT.glob(".ci/*"), *(ROOT / ".github").rglob("*.yml")]
     for folder in ("docs", "src", "examples", "benchmarks", "tests"):
         files += [path for kind in ("md", "py", "toml", "txt") for path in (ROOT / folder).rglob(f"*.{kind}")]

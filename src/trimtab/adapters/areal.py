@@ -47,7 +47,7 @@ def install(objective: str | Objective, **keywords: Any) -> None:
     if controls and "WORLD_SIZE" not in os.environ:
         raise TrimtabError(
             "this process only starts those that train, so that install has no effect here: call it in the "
-            "constructor of an actor (docs/adapters/areal.md)"
+            "constructor of an actor (docs/adapters.md)"
         )
     setattr(module, FUNCTION, loss)
 

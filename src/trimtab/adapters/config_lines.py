@@ -1,7 +1,7 @@
 """Renders an objective as configuration of Trimtab, verl, TRL and Miles, from the settings of its parts.
 
 A comment names what a framework has no equivalent of. Option names are those of verl 0.9, TRL 1.16 and Miles 31f1ca96
-(docs/recommendations.md).
+(docs/choosing.md).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def show(
 ) -> None:
     """Print a recipe with its base, all defaults and --set resolved, as TOML: what a run saves as config.toml.
 
-    Absent keys that have no default are left out; docs/recipes.md lists all.
+    Absent keys that have no default are left out; `trimtab recipes --keys` lists all.
     """
     from trimtab.config import load_config
 

@@ -74,7 +74,7 @@ Bounds = Annotated[
         "--bound",
         metavar="NAME[=VALUE]",
         help="With --watch: when to raise an alarm, as k3=0.02; k3, ratio_q99 (at most), ess_token, ess_seq, pearson, "
-        "ratio_q01 (at least). Without a value that of docs/metrics.md; `NAME=` drops one. Default: k3 and ess_token.",
+        "ratio_q01 (at least). Without a value: the healthy range; `NAME=` drops one. Default: k3 and ess_token.",
     ),
 ]
 Every = Annotated[

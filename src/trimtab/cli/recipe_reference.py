@@ -1,4 +1,4 @@
-"""Generates docs/recipes.md (all recipe keys) from the schema: `trimtab recipes --keys > docs/recipes.md`."""
+"""The page of all recipe keys, from the schema: `trimtab recipes --keys`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ UNLIMITED = 1e6
 HEAD = """# Recipes: every key
 
 A recipe is a TOML file, or the same as a mapping in Python. What ships with the package is listed by `trimtab recipes`;
-`trimtab show RECIPE` prints one with every default filled in. This page is generated from the schema
-(`trimtab recipes --keys > docs/recipes.md`); a test keeps the two equal.
+`trimtab show RECIPE` prints one with every default filled in. `trimtab recipes --keys` prints this page.
 
 ```toml
 base = "quickstart"           # start from this recipe; everything below changes it
@@ -52,8 +51,8 @@ steps = 100
 
 METHODS = """## Objectives: the keywords of `[objective]`
 
-What they mean: [math](math.md); `trimtab explain NAME` prints the equation. `clip_low`, `clip_high` are the eps of
-`[1 - clip_low, 1 + clip_high]`, `clip_dual` is the bound for negative advantages; `weight_*` bound the importance
+What they mean: [methods](methods.md); `trimtab explain NAME` prints the equation. `clip_low`, `clip_high` are the eps
+of `[1 - clip_low, 1 + clip_high]`, `clip_dual` is the bound for negative advantages; `weight_*` bound the importance
 weight and `keep_*` the ratio that decides what is rejected, all of them the ratio itself; `normalize` divides weights
 by their mean.
 

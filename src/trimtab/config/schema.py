@@ -326,7 +326,7 @@ class Config(Section):
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
     description: str = Field(default="", description="one line, shown by `trimtab recipes`")
     numerics: Literal["native", "invariant"] = Field(
-        default="native", description="`invariant`: sampler and trainer agree bit for bit (docs/true-on-policy.md)"
+        default="native", description="`invariant`: sampler and trainer agree bit for bit (docs/bitwise.md)"
     )
     threads: Processes | None = Field(default=None, description="threads of PyTorch; default: PyTorch's own choice")
     model: ModelConfig = ModelConfig()

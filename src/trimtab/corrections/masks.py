@@ -1,6 +1,6 @@
 """Rejection masks: rules that select, without gradient, the trained tokens or sequences to keep.
 
-A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas: docs/math.md,
+A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas: docs/objectives.md,
 "Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in a file of your own:
 docs/objectives.md.
 """
@@ -288,7 +288,7 @@ class Veto(Mask):
     """Rejects a whole sequence when any of its trained tokens is below `min`, on raw values.
 
     of: "ratio", the ratio to the sampler (Miles' code), or "probability", that of the numerator policy (the published
-        rule, docs/papers.md). They differ where the sampler's own probability is tiny.
+        rule, docs/methods.md). They differ where the sampler's own probability is tiny.
     over: as in `Band`.
     """
 

@@ -1,8 +1,8 @@
 """Derives bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
 
 Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
-batch. A bound here is a quantile of the observed values, clamped to the range that published bounds span (the bounds:
-docs/math.md; the shares and ranges: docs/recommendations.md).
+batch. A bound here is a quantile of the observed values, clamped to the range that published bounds span; shares
+and ranges: docs/choosing.md, "Bounds from the data".
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RolloutStats:
         discarded_lengths: tokens that had been sampled for each response that was given up, for whatever reason.
         groups, no_signal, refilled: groups that were scored; those of equal rewards; those sampled in their place.
         restarts, interrupted: engines that were started again; responses that new weights interrupted.
-        episodes, calls, tool_errors, void, failed_episodes: multi-turn responses and their calls (docs/metrics.md).
+        episodes, calls, tool_errors, void, failed_episodes: multi-turn responses and their calls (runs/metrics.toml).
         first_tool_errors: the first error of each response that has one.
         errors: messages for the user.
         seconds_generating, seconds_scoring, seconds_waiting: durations.

@@ -1,7 +1,7 @@
 """The catalog of run metrics: description, formula, healthy range, and remedy.
 
 `metrics.toml` is the single source for the captions and shaded bands of report.html, the verdicts of
-`trimtab diagnose` and docs/metrics.md; `metric_ranges.py` judges values by it.
+`trimtab diagnose` and the site's page of metrics; `metric_ranges.py` judges values by it.
 """
 
 from __future__ import annotations

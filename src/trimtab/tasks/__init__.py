@@ -57,7 +57,7 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
 
 
 def options(name: str) -> dict[str, FieldInfo]:
-    """Returns type, default and description of every option, for help texts and docs/recipes.md."""
+    """Returns type, default and description of every option, for help texts and `trimtab recipes --keys`."""
     if name not in _KINDS:
         raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
     return _fields(importlib.import_module(_KINDS[name]))

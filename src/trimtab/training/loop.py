@@ -156,7 +156,7 @@ class Trainer:
         self.source.publish(named_weights(model), version, **options)
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
-        """The metrics of a step that docs/metrics.md lists. `version`: updates before the step."""
+        """The metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
         self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         self.seconds["proximal"] = batch.seconds
         metrics: dict[str, Any] = {

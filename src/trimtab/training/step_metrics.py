@@ -1,4 +1,4 @@
-"""The metrics that every step has, under the names of `docs/metrics.md`; features add theirs (`Feature.end_step`)."""
+"""The metrics that every step has, under the names of `runs/metrics.toml`; features add theirs (`Feature.end_step`)."""
 
 from __future__ import annotations
 

@@ -135,9 +135,8 @@ def test_causes_and_what_is_odd_about_the_files_are_one_list() -> None:
 
 def test_the_page_is_generated() -> None:
     script = runpy.run_path(str(DOCS / "known_faults.py"))
-    assert (DOCS / "known-faults.md").read_text(encoding="utf-8") == script["markdown"]() + "\n", (
-        "run: python docs/known_faults.py > docs/known-faults.md"
-    )
+    page = script["markdown"]()
+    assert all(page.count(f"]({fault.link})") == len(fault.causes) for fault in known_faults())
 
 
 def test_every_cause_has_a_section_and_nothing_else_has() -> None:
@@ -147,5 +146,8 @@ def test_every_cause_has_a_section_and_nothing_else_has() -> None:
         name, _, body = part.partition("\n")
         starts = re.findall(r"^\*\*(.+?)\.\*\*", body, re.MULTILINE)
         assert starts == ["What it is", "Why it happens", "How to prove it", "What to set", "Threads"], name
-        assert f"known-faults.md#{name}" in body
+        links = set(re.findall(r"\]\((https://github.com/[^)]+)\)", body.partition("**Threads.**")[2]))
+        known = {fault.link for fault in known_faults() if name in fault.causes}
+        assert links <= known, name
+        assert len(links) == min(len(known), 5), name
         assert Cause(name, 1.0, "").page == f"docs/causes.md#{name}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,6 @@ from trimtab.planning.planner import Plan, PlanRequest, best_plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import find_shape
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 
 
@@ -83,18 +79,3 @@ def test_its_objective_reads_the_behavior_policy(name: str) -> None:
     built = from_section(config.objective.model_dump())
     assert "behavior" in built.needs
     validate(Facts(config, built, config.ray.trainers), "objective")
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_every_key_is_explained(name: str) -> None:
-    text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
-    described = DOCUMENT.read_text()
-
-    def keys(section: dict[str, object], place: str) -> list[str]:
-        result: list[str] = []
-        for key, value in section.items():
-            result += keys(value, f"{place}{key}.") if isinstance(value, dict) else [f"{place}{key}"]
-        return result
-
-    missing = [key for key in keys(tomllib.loads(text), "") if f"`{key}`" not in described]
-    assert not missing

@@ -15,7 +15,7 @@ __all__ = ["advise"]
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
     """Returns the outcomes of all presets on `measured.sample`, and the recommended one with bounds and reason.
 
-    If a cause must be fixed first (docs/recommendations.md), the reason names it, and no preset is recommended.
+    If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
     """
     table = outcomes(AdviceData.of(measured.sample))
     size = measured.size

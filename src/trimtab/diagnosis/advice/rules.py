@@ -1,6 +1,6 @@
 """The rules that select the recommended preset; the first one that applies decides.
 
-The reason of a rule names the measurement that supports it; docs/recommendations.md lists the sources.
+The reason of a rule names the measurement that supports it; docs/choosing.md lists the sources.
 """
 
 from __future__ import annotations

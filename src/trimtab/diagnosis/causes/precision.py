@@ -4,7 +4,7 @@ The run's recipe decides, if it lies next to the files. Otherwise size decides: 
 same amount wherever the model is undecided, so it is measured there, with trainer and sampler treated alike. The effect
 of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
 is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
-(docs/causes.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
+(docs/detection.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
 weight than k3. A residual below `least-rms` is that of two float32 forwards, or the rounding of the file.
 
 With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a

@@ -1,8 +1,8 @@
 """The named objectives: one constructor each, with the defaults of its paper.
 
 Keywords that all of them share (aggregation, denominator, length_max, kl, kl_coef, entropy_coef) and parts given beside
-a preset are applied by `lookup.objective`. Sources and choices: docs/papers.md; which to use:
-docs/recommendations.md.
+a preset are applied by `lookup.objective`. Sources and choices: docs/methods.md; which to use:
+docs/choosing.md.
 """
 
 # The order of these imports is the order of the presets in every table.

@@ -81,7 +81,7 @@ def drpo(*, epsilon: float = 0.15) -> Objective:
     """A quadratic penalty on current/behavior in place of a mask: the gradient turns where |pi - mu| passes epsilon.
 
     Use it as `dppo`, where a hard mask makes training unsteady.
-    Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale (docs/papers.md).
+    Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale.
     """
     return Objective("drpo", Ratio("token", "behavior"), QuadraticPenalty(epsilon))
 

@@ -157,7 +157,7 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
     saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
     if saved.placement != config.placement and not _can_change_placement(saved, config):
         raise TrimtabError(
-            f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "
+            f"{run.path} cannot go on elsewhere (docs/scale.md says which runs can): resume it with placement = "
             f"{saved.placement!r}"
         )
     refuse_other(saved, config, run.path)

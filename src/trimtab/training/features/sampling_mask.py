@@ -1,4 +1,4 @@
-"""Renormalizes log-probs over the sampling masks of truncated sampling (docs/results/sampling-masks.md)."""
+"""Renormalizes log-probs over the sampling masks of truncated sampling (docs/results/experiments.md)."""
 
 from __future__ import annotations
 

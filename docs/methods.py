@@ -1,0 +1,62 @@
+"""Writes the section of docs/methods.md that follows from the presets: `python docs/methods.py`.
+
+A preset's sentences are those of `described`, its equation that of the built objective, its defaults `keywords_of`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from inspect import Parameter
+from pathlib import Path
+
+from trimtab.objectives import keywords_of, objective, objectives
+from trimtab.objectives.presets import PRESETS
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- presets: written by docs/methods.py -->\n", "<!-- end of presets -->\n"
+SHARED = {"denominator", "kl", "kl_coef", "entropy_coef", "aggregation", "length_max"}
+
+
+def described(name: str) -> tuple[str, str, str]:
+    """What a preset does, when to use it, and its source: the only place here that knows where they are written."""
+    what, _, rest = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
+    rest = " ".join(rest.split())
+    before, use, after = rest.partition("Use it")
+    when, _, source = f"{use}{after}".partition(". ")
+    return " ".join([what, before]).strip(), f"{when}.", source
+
+
+def section(name: str) -> str:
+    """One preset: its sentences, its equation with the default numbers, and its own keywords."""
+    what, when, source = described(name)
+    one, keywords = objective(name), keywords_of(name)
+    terms = [line for line in one.equation().splitlines() if not line.startswith(("  D: ", "  A: "))]
+    defaults = {key: value for key, value in keywords.items() if key not in SHARED}
+    defaults |= {"aggregation": one.aggregation.kind} if "aggregation" in keywords else {}
+    defaults |= {"advantage": one.advantage}
+    listed = ", ".join(f"`{key}={_value(value)}`" for key, value in defaults.items())
+    block = ["```text", *terms, "```"]
+    return "\n".join(
+        [f"### `{name}`", "", f"{what} {when}", "", *block, "", f"Defaults: {listed}. Source: {source}", ""]
+    )
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else "required" if value is Parameter.empty else str(value).lower()
+
+
+def presets() -> str:
+    """The whole section: a line of links, then every preset in the order of `objectives()`."""
+    links = " · ".join(f"[`{name}`](#{name})" for name in objectives())
+    return "\n".join([links, "", *map(section, objectives())]) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with its section of presets written anew."""
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", flags=re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{presets()}{END}", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
