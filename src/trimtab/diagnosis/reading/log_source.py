@@ -85,6 +85,9 @@ class LogSource:
                 f"the trainer did not compute. {advice}"
             )
         settings, unread = settings_of(self.files)
+        remarks = (*resolved.findings, *unread)
+        if remarks and not counts.quotes:
+            remarks = (f"remarks that name files or columns are left out: {len(remarks)}",)
         return DataSummary(
             framework=resolved.framework,
             files=len(self._tables),
@@ -95,7 +98,7 @@ class LogSource:
             dropped=dict(counts.dropped.most_common()),
             nonfinite=dict(counts.nonfinite),
             missing=resolved.missing,
-            findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *unread),
+            findings=(*counts.findings(f"logp_{resolved.anchor}"), *remarks),
             settings=settings,
             masked=self._masked_responses(),
         )
@@ -150,15 +153,19 @@ class LogSource:
 
 
 def open_log(
-    paths: Sequence[Path], *, framework: str | Layout | None = None, columns: Mapping[str, str] | None = None
+    paths: Sequence[Path],
+    *,
+    framework: str | Layout | None = None,
+    columns: Mapping[str, str] | None = None,
+    counts: ReadCounts | None = None,
 ) -> LogSource:
     """Opens files and directories as one source.
 
     framework: a layout or its name in `layouts.LAYOUTS`; None detects it by the columns. columns: column names by role
-    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column.
+    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
-    counts = ReadCounts()
+    counts = counts or ReadCounts()
     tables = []
     for file in find_files([Path(path) for path in paths]):
         table = open_table(file)

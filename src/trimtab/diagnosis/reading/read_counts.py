@@ -19,7 +19,8 @@ class ReadCounts:
     """Counts that are updated while files are read.
 
     k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups:
-    numbers of prompt groups over all files. seen: the file of each response, by its id or a hash of its content.
+    numbers of prompt groups over all files. quotes: whether messages name files and quote their cells. seen: the file
+    of each response, by its id or a hash of its content.
     """
 
     responses: int = 0
@@ -39,6 +40,7 @@ class ReadCounts:
     largest: dict[str, float] = field(default_factory=dict)
     file: Path | None = None
     first: dict[str, str] = field(default_factory=dict)
+    quotes: bool = True
     several_versions: bool = False
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
@@ -49,7 +51,8 @@ class ReadCounts:
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:
-                self.first.setdefault(reason, f"row {row} of {self.file.name}{detail and f': {detail}'}")
+                quoted = f" of {self.file.name}{detail and f': {detail}'}" if self.quotes else ""
+                self.first.setdefault(reason, f"row {row}{quoted}")
 
     def reasons(self, most: int) -> str:
         """Lists the most common reasons, each with the first row dropped for it."""
