@@ -77,7 +77,8 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     figures = (
         f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; "
         f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
-        f"Pearson {format_digits(values['pearson'], '.5f')}, perplexity ratio {format_digits(values['ppl_ratio'], '.5g')}"
+        f"Pearson {format_digits(values['pearson'], '.5f')}, "
+        f"perplexity ratio {format_digits(values['ppl_ratio'], '.5g')}"
     )
     k3 = format_with_interval(size, "k3")
     return [
