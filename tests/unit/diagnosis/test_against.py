@@ -161,22 +161,22 @@ def test_places_and_tails_by_hand() -> None:
 def test_a_side_without_mismatch_and_sides_with_few_responses_have_words() -> None:
     exact = np.full((30, 10), -1.0)
     noisy = stream(0, 0.1)
-    nothing = replace(of(exact, exact), causes=())
-    nothing = with_k3(nothing, 0.0)
-    some = with_k3(of(*noisy), 0.005)
-    both, one = against(nothing, nothing), against(some, nothing)
-    assert math.isnan(both.k3.value)
-    assert compared.verdict(nothing, both)[0] == "Trainer and sampler agree exactly in A and in B."
-    assert compared.verdict(some, one)[0] == "Trainer and sampler agree exactly in B and not in A."
+    nothing, some = with_k3(of(exact, exact), 0.0, "exact"), with_k3(of(*noisy), 0.005)
+    assert math.isnan(against(nothing, nothing).k3.value)
+    sentences = [compared.verdict(a, against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
+    assert sentences == [
+        "Trainer and sampler agree up to rounding in A and in B.",
+        "Trainer and sampler agree up to rounding in B and not in A (k3 5.0e-3 in A, 0 in B).",
+    ]
     few = against(some, with_k3(of(noisy[0][:3], noisy[1][:3]), 0.005))
     assert few.differs is None
     assert compared.verdict(some, few)[0].endswith("too few responses to say whether that is chance.")
     assert "too few responses for an interval" in dict(compared.rows(some, few))["k3"]
 
 
-def with_k3(diagnosis: Diagnosis, value: float) -> Diagnosis:
+def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") -> Diagnosis:
     size = diagnosis.measured.size
-    size = replace(size, mismatch={**size.mismatch, "k3": value})
+    size = replace(size, mismatch={**size.mismatch, "k3": value}, verdict=verdict)
     return replace(diagnosis, measured=replace(diagnosis.measured, size=size))
 
 

@@ -23,6 +23,8 @@ from trimtab.diagnosis.output.words import (
 from trimtab.diagnosis.records import Diagnosis, MismatchSize
 from trimtab.intervals import Interval
 
+_AGREE = ("exact", "rounding")
+"""Verdicts of a size that is no mismatch."""
 HEADS = ("", "A", "B", "A against B")
 _PAIRED = {
     "response": "the same {n:,} responses occur in both, and the intervals compare each with itself",
@@ -125,8 +127,8 @@ def _change_text(change: Interval, equal: float, form: Callable[[float], str], u
 
 
 def _factor(value: float) -> str:
-    """Formats a factor: 0.46, 2.2, 74, 270; small ones as powers of ten."""
-    return f"{value:,.0f}" if value >= 10 else format_number(value)
+    """Formats a factor: 0.46, 2.2, 74, 270; very small and very large ones as powers of ten."""
+    return f"{value:,.0f}" if 10 <= value < 1e5 else format_number(value)
 
 
 def _points(share: float) -> str:
@@ -134,12 +136,16 @@ def _points(share: float) -> str:
 
 
 def _size_sentence(first: Diagnosis, comparison: Comparison) -> str:
-    k3 = [side.measured.size.mismatch["k3"] for side in (first, comparison.baseline)]
-    if not all(value > 0 for value in k3):
-        zero = ["A", "B"][k3.index(0.0)] if 0.0 in k3 else ""
-        if k3 == [0.0, 0.0]:
-            return "Trainer and sampler agree exactly in A and in B."
-        return f"Trainer and sampler agree exactly in {zero} and not in {'A' if zero == 'B' else 'B'}."
+    sizes = [side.measured.size for side in (first, comparison.baseline)]
+    agree = [size.verdict in _AGREE for size in sizes]
+    if all(agree):
+        return "Trainer and sampler agree up to rounding in A and in B."
+    if any(agree):
+        one, other = "AB" if agree[0] else "BA"
+        k3 = ", ".join(
+            f"{format_number(size.mismatch['k3'])} in {name}" for name, size in zip("AB", sizes, strict=True)
+        )
+        return f"Trainer and sampler agree up to rounding in {one} and not in {other} (k3 {k3})."
     change, size = comparison.k3, f"{_factor(comparison.k3.value)} times as large in A as in B"
     interval = f"95% interval {_factor(change.low)} to {_factor(change.high)} times"
     if comparison.differs is None:

@@ -33,14 +33,15 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         method = words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides)
         items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]
         items += [("where", words.where_text(diagnosis.measured, diagnosis.texts)), ("correction", method)]
-        items += _data("read", diagnosis)
+        items += _data(diagnosis)
     else:
         lines = compared.verdict(diagnosis, comparison)
         table = [compared.HEADS, *compared.figures(diagnosis, comparison)]
-        items = [("A", comparison.names[0]), ("B", comparison.names[1])] if any(comparison.names) else []
-        items += [*_data("A read", diagnosis), *_data("B read", comparison.baseline)]
-        items += [("paired", compared.paired_text(comparison))]
-    items += facts(diagnosis)
+        items = [("paired", compared.paired_text(comparison))]
+        for name, file, side in zip("AB", comparison.names, (diagnosis, comparison.baseline), strict=True):
+            items += [(name, file)] if file else []
+            items += [(f"{name}, {what}", text) for what, text in _data(side)]
+    items.append(("versions", versions()))
     first, *others = map(_escaped, lines)
     listed = "\n".join(f"- {name}: {_escaped(text)}" for name, text in items)
     text = "\n\n".join([f"**{first}**", *others, _rendered(table), listed])
@@ -48,15 +49,10 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
     return f"{text}\n- command: `` {command.replace('``', '` `')} ``" if command else text
 
 
-def facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Returns names and values of what a figure depends on: versions, the settings in the files and beside them."""
-    measured = diagnosis.measured
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return [
-        ("versions", f"{versions}, Python {platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("sampling in the files", _sampling(measured.sample)),
-        ("run's recipe beside the files", str(measured.origin.settings or "none")),
-    ]
+def versions() -> str:
+    """Returns the versions on which the last digits of figures depend."""
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return f"{packages}, Python {platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
 def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
@@ -70,10 +66,14 @@ def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     return rows
 
 
-def _data(name: str, diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    origin = diagnosis.measured.origin
-    return [(name, f"{words.read_text(origin)}; trainer's log-probs of the {origin.anchor} policy")] + [
-        (f"{name}, remark", finding) for finding in origin.findings
+def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Returns what was read, what is odd about it, and how it was sampled."""
+    measured, origin = diagnosis.measured, diagnosis.measured.origin
+    return [
+        ("read", f"{words.read_text(origin)}; trainer's log-probs of the {origin.anchor} policy"),
+        *(("remark", finding) for finding in origin.findings),
+        ("sampling in the files", _sampling(measured.sample)),
+        ("run's recipe beside the files", str(origin.settings or "none")),
     ]
 
 

@@ -7,7 +7,7 @@ import math
 from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.against import Comparison, Place
-from trimtab.diagnosis.output.markdown import facts, markdown
+from trimtab.diagnosis.output.markdown import markdown, versions
 from trimtab.intervals import Interval
 
 GOLDEN = """\
@@ -29,20 +29,21 @@ of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
 - correction: token-tis with weight\\_max=1.31
 - read: 20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token); trainer's log-probs of the proximal policy
-- read, remark: 3 responses have a length of 1
+- remark: 3 responses have a length of 1
 """
 
 
 def test_the_whole_text_on_a_fixed_diagnosis() -> None:
     text = markdown(example())
     assert text.startswith(GOLDEN)
-    assert text.removeprefix(GOLDEN).count("\n- ") == 2, "versions, sampling and recipe follow"
+    names = [line.partition(":")[0] for line in text.removeprefix(GOLDEN).splitlines()]
+    assert names == ["- sampling in the files", "- run's recipe beside the files", "- versions"]
 
 
 def test_text_of_files_becomes_no_mark() -> None:
     evil = "<!-- x\n# | `a` [b](c) *d*"
     line = next(line for line in markdown(example(origin={"findings": (evil,)})).splitlines() if "&lt;!--" in line)
-    assert line == "- read, remark: &lt;!-- x \\# \\| \\`a\\` \\[b\\](c) \\*d\\*"
+    assert line == "- remark: &lt;!-- x \\# \\| \\`a\\` \\[b\\](c) \\*d\\*"
 
 
 def test_a_command_cannot_end_its_fence() -> None:
@@ -81,4 +82,4 @@ def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
     ) in lines
     assert "- A: new\\|a.jsonl" in lines
     assert "- paired: the same 12 prompts occur in both, and the intervals compare each with itself" in lines
-    assert facts(example())[0][1] in "\n".join(lines).replace("\\", "")
+    assert versions() in "\n".join(lines).replace("\\", "")
