@@ -146,16 +146,16 @@ def test_places_and_tails_by_hand() -> None:
         return math.expm1(log) - log
 
     places = {name: [(p.label, p.first, p.second) for p in bins] for name, bins in comparison.places.items()}
-    close = {"rel": 1e-5}  # log-probs are float32
+    close = 1e-5  # log-probs are float32
     assert [label for label, _, _ in places["step"]] == ["4", "9"]
-    assert [second for _, _, second in places["step"]] == pytest.approx([part(0.1), part(-0.2)], **close)
+    assert [second for _, _, second in places["step"]] == pytest.approx([part(0.1), part(-0.2)], rel=close)
     assert places["position"][-1][0] == "90-100%"
-    assert [first for _, first, _ in places["position"]] == pytest.approx([part(0.1)] * 9 + [part(0.3)], **close)
+    assert [first for _, first, _ in places["position"]] == pytest.approx([part(0.1)] * 9 + [part(0.3)], rel=close)
     assert "length" not in places, "all responses are of one length"
     # The 1% of the tokens with the largest log-ratios: all 100 of 0.3, and of the other side all 500 of -0.2.
     whole = 900 * part(0.1) + 100 * part(0.3)
-    assert comparison.tails[0] == pytest.approx(100 * part(0.3) / whole, **close)
-    assert comparison.tails[1] == pytest.approx(part(-0.2) / (part(0.1) + part(-0.2)), **close)
+    assert comparison.tails[0] == pytest.approx(100 * part(0.3) / whole, rel=close)
+    assert comparison.tails[1] == pytest.approx(part(-0.2) / (part(0.1) + part(-0.2)), rel=close)
 
 
 def test_a_side_without_mismatch_and_sides_with_few_responses_have_words() -> None:

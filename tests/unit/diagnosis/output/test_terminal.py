@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.terminal import rows, verdict
 from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.intervals import Interval
 
@@ -47,6 +48,21 @@ page      diagnose.html"""
 
 def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
     assert verdict(example(), Path("diagnose.html")) == GOLDEN
+
+
+def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
+    """In their order, the verdict first; README leaves some out. Comparisons have lines of their own."""
+    printed = [label for label, _ in rows(example(), "page") if label]
+    samples = []
+    for page in ("README.md", "docs/diagnose.md"):
+        text = (Path(__file__).parents[4] / page).read_text()
+        blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+        samples += [block for block in blocks if re.search("^size ", block, re.MULTILINE)]
+    assert len(samples) == 3
+    for sample in samples:
+        labels = [line[:10].strip() for line in sample.splitlines() if line[:1] != " "]
+        assert labels == [label for label in printed if label in labels]
+        assert labels[0] == "verdict"
 
 
 def test_folded_lines_hold_the_same_words_under_their_label() -> None:
