@@ -60,8 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return planted(tmp_path_factory.mktemp("one"), 0.1), planted(tmp_path_factory.mktemp("two"), 0.05)
 
 
-def outputs(runs: tuple[Path, Path], folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
-    """What each form of output holds, alone and in comparison, standard error included; and the pages."""
+def outputs(runs: tuple[Path, ...], folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
+    """What each form of output holds, standard error and page included: of the first run, then against the others."""
     page = folder / f"{MARK}PAGE.html"
     result = {}
     for against in ([], *(["--against", str(other)] for other in runs[1:])):

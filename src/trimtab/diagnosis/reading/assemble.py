@@ -97,8 +97,9 @@ def _groups(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts
     else:
         values = flat.single["prompt_key"].tolist()
     steps = numbers(block.scalars["step"])[rows].tolist() if "step" in block.scalars else None
+    named = "group" not in block.scalars or isinstance(next(iter(values), None), str | bytes)
     keys = ((steps[index] if steps else ("file", file), _key(value, index)) for index, value in enumerate(values))
-    return np.fromiter((tally.group(key) for key in keys), dtype=np.int64, count=len(rows))
+    return np.fromiter((tally.group(key, named=named) for key in keys), dtype=np.int64, count=len(rows))
 
 
 def _key(value: object, row: int) -> Hashable:

@@ -19,8 +19,9 @@ class ReadCounts:
     """Counts that are updated while files are read.
 
     k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups:
-    numbers of prompt groups over all files. quotes: whether messages name files and quote their cells. seen: the file
-    of each response, by its id or a hash of its content.
+    numbers of prompt groups, over all files and perhaps other data; own: what tells groups without a name from those of
+    other data. quotes: whether messages name files and quote their cells. seen: the file of each response, by its id or
+    a hash of its content.
     """
 
     responses: int = 0
@@ -44,6 +45,7 @@ class ReadCounts:
     several_versions: bool = False
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
+    own: object = field(default_factory=object)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
@@ -62,9 +64,12 @@ class ReadCounts:
         ]
         return "; ".join(items)
 
-    def group(self, key: Hashable) -> int:
-        """Returns the number of a prompt group, assigned in the order of first occurrence."""
-        return self.groups.setdefault(key, len(self.groups))
+    def group(self, key: Hashable, *, named: bool) -> int:
+        """Returns the number of a prompt group, assigned in the order of first occurrence.
+
+        named: whether the key is that of the same prompt in other data too; a bare number counts within these only.
+        """
+        return self.groups.setdefault((key if named else (self.own, key)), len(self.groups))
 
     def above_zero(self, name: str, count: int, largest: float) -> None:
         self.positive[name] += count
