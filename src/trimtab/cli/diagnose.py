@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -143,8 +143,15 @@ def diagnose(
         raise TrimtabError("--redact shows no texts of tokens: leave out --tokenizer")
     if markdown and as_json:
         raise TrimtabError("--markdown and --json are two forms of one output: leave one out")
-    target = page_path(out)
+    options = {"framework": framework, "columns": names, "tokenizer": tokenizer}
+    form = "json" if as_json else "markdown" if markdown else "terminal"
+    _answer(files, against or [], options, page_path(out), form, redact=redact)
 
+
+def _answer(
+    files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
+) -> None:
+    """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
     from trimtab.diagnosis.output import as_json as json_of
     from trimtab.diagnosis.output import compared
     from trimtab.diagnosis.output.html_page import write_page
@@ -152,23 +159,23 @@ def diagnose(
     from trimtab.diagnosis.output.terminal import folded, verdict
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
-    from trimtab.diagnosis.redaction import Redaction
+    from trimtab.diagnosis.redaction import Redaction, errors_kept_back
 
     redaction, comparison = Redaction() if redact else None, None
     with _progress() as on_progress:
-        options = {"framework": framework, "columns": names, "tokenizer": tokenizer, "redaction": redaction}
         if against:
-            diagnosis, comparison = compare(files, against, on_progress=on_progress, **options)
+            diagnosis, comparison = compare(files, against, on_progress=on_progress, redaction=redaction, **options)
         else:
-            diagnosis = run(files, on_progress=on_progress, **options)
+            diagnosis = run(files, on_progress=on_progress, redaction=redaction, **options)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
         command = "" if redact else shlex.join(["trimtab", *sys.argv[1:]])
-        write_page(diagnosis, target, command, comparison)
+        with errors_kept_back(redaction):
+            write_page(diagnosis, target, command, comparison)
     shown = "written; --redact leaves its name out" if redact else str(target)
-    if as_json:
+    if form == "json":
         against_json = {} if comparison is None else {"against": compared.as_dict(diagnosis, comparison)}
         print_json({**json_of.as_dict(diagnosis), **against_json, "report": None if redact else target})
-    elif markdown:
+    elif form == "markdown":
         echo(markdown_of(diagnosis, comparison, command))
     elif comparison is None:
         echo(verdict(diagnosis, shown, _width()))

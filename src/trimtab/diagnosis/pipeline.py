@@ -13,7 +13,7 @@ from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.records import Diagnosis, Measured, Placeholder
-from trimtab.diagnosis.redaction import REFUSAL, Redaction
+from trimtab.diagnosis.redaction import Redaction, errors_kept_back
 from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_of
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -49,7 +49,7 @@ def diagnose(
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     on_progress = on_progress or _ignore_progress
-    try:
+    with errors_kept_back(redaction):
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(
             [Path(path) for path in paths],
@@ -63,10 +63,6 @@ def diagnose(
         texts, problem = ({}, "") if redaction else _texts(measured, vocabulary or tokenizer_of(files))
         if vocabulary is not None and problem:
             raise TrimtabError(problem)
-    except TrimtabError:
-        if redaction is None:
-            raise
-        raise TrimtabError(REFUSAL) from None
     tokens = measured.origin.tokens
     on_progress("looking for causes", tokens)
     causes = find_causes(measured, without)

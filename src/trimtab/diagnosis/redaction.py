@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from trimtab.diagnosis.records import DataSummary, Measured, Settings, View
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.errors import TrimtabError
 
-REFUSAL = (
-    "the files cannot be diagnosed. The reason names or quotes them, so --redact keeps it back: run again without it"
-)
 _IDS = 1 << 20
 """Largest vocabulary; ids beyond it, and negative ones, are all replaced by -1."""
 _NUMERICS = re.compile(r"(float|bfloat|int|uint|fp|mxfp|nvfp)\d+(_e\dm\d)?(_(static|dynamic))?|auto|none|[\d.e-]+")
+
+
+@contextmanager
+def errors_kept_back(redaction: Redaction | None) -> Iterator[None]:
+    """Replaces the text of a `TrimtabError`, which may name files and quote their cells; not without a redaction."""
+    try:
+        yield
+    except TrimtabError:
+        if redaction is None:
+            raise
+        raise TrimtabError(
+            "this cannot be done. The reason names files or quotes them, so --redact keeps it back: run again without "
+            "--redact to see it"
+        ) from None
 
 
 class Redaction:

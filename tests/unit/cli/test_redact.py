@@ -132,6 +132,17 @@ def test_the_reason_of_a_refusal_is_kept_back(
         assert error.count("\n") == 1
 
 
+def test_the_name_of_a_page_that_cannot_be_written_is_kept_back(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{MARK}FILE").write_text("")
+    arguments = ["diagnose", str(runs[1]), "--out", str(tmp_path / f"{MARK}FILE" / f"{MARK}PAGE.html")]
+    assert main.run(arguments) == 2
+    assert found(capsys.readouterr().err)
+    assert main.run([*arguments, "--redact"]) == 2
+    assert found(capsys.readouterr().err) == set()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -105,7 +105,7 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _tiles(size: MismatchSize) -> list[dict[str, str]]:
     """Returns the four main statistics."""
     shown = {
-        "k3": ("k3, nats per token", "distance of trainer and sampler, 0 where they agree"),
+        "k3": ("k3, per token", "distance of trainer and sampler, 0 where they agree"),
         "ratio_mean": ("Mean ratio", "trainer over sampler; 1 where log-probs are right, however large k3 is"),
         "ess_token": ("Effective sample size", "share of the tokens that still counts once each is weighted"),
         "pearson": ("Pearson r", "correlation of the two probabilities, 1 at best"),

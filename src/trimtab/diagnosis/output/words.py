@@ -285,7 +285,7 @@ def _place(diagnosis: Diagnosis) -> str:
 
 
 def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return text[:1].upper() + text[1:] if text[:2].isalpha() else text  # k3 stays k3
 
 
 def certainty(cause: Cause) -> str:

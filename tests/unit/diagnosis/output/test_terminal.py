@@ -87,6 +87,35 @@ def test_faults_come_before_the_correction() -> None:
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
 
 
+def test_the_answers_of_the_page_are_complete_and_explain_k3_where_it_first_occurs() -> None:
+    answers = words.headline(example())
+    assert [label for label, _ in answers] == [
+        *("What was found", "Apart from that", "How large it is", "What to do", "Where it is", "Why this answer"),
+    ]
+    texts = dict(answers)
+    assert texts["What was found"].endswith("quantized weights (sure: confidence 0.94 of 1).")
+    # The mean absolute log-ratio is .0312: a factor of exp(.0312) = 1.0317.
+    assert texts["How large it is"].startswith(
+        "The two probabilities of a token, the trainer's and the sampler's, differ by 3.2% on average (k3, an "
+        "estimate of the KL divergence per token: 4.8e\u20113, 95% interval 4.3e\u20113 to 5.4e\u20113): more than"
+    )
+    whole = " ".join(text for _, text in answers)
+    assert whole.index("k3") == whole.index("k3, an estimate of the KL divergence")
+    assert texts["Why this answer"].startswith("k3 at age 0"), "a symbol keeps its case"
+
+
+def test_the_place_of_a_fault_is_its_tokens_and_what_remains_is_told_apart() -> None:
+    fault = Cause("placeholder", 0.97, "It is 0.0.", "Mask it.", tokens=9000)
+    broken = example(causes=(fault,))
+    among = dict(words.headline(broken))["Where it is"]
+    assert among.startswith("In 9,000 tokens, 9.9% of all. Mostly at sampler probability below 0.1")  # of 91,000
+    left_out = replace(broken, measured=replace(broken.measured, removed=9000))
+    # Of 91,000 + 9,000.
+    assert dict(words.headline(left_out))["Where it is"].startswith(
+        "In 9,000 tokens, 9.0% of all. What remains without them: mostly at sampler probability below 0.1"
+    )
+
+
 def test_many_missing_columns_are_named_only() -> None:
     absent = {name: f"no {name}" for name in ("entropy", "step", "group", "advantage")}
     lines = verdict(example(origin={"missing": absent})).splitlines()
