@@ -128,7 +128,7 @@ def test_the_reason_of_a_refusal_is_kept_back(
         assert main.run([*arguments, "--redact"]) == 2
         error = capsys.readouterr().err
         assert found(error) == set()
-        assert "run again without it" in error
+        assert "run again without --redact" in error
         assert error.count("\n") == 1
 
 

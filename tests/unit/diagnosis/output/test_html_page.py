@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
 
+from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, write_page
 from trimtab.diagnosis.output.markdown import markdown
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
+from trimtab.intervals import Interval
 
 pytestmark = pytest.mark.e2e
 
@@ -239,3 +241,24 @@ def test_without_a_command_or_settings_the_page_says_so() -> None:
     [issue] = [text for text in Reader(page(bare())).texts if text.startswith("**")]
     assert "command" not in issue
     assert "not in the files" in issue
+
+
+def test_a_comparison_stands_first_with_its_table_and_places() -> None:
+    comparison = Comparison(
+        baseline=bare(causes=()),
+        k3=Interval(2.0, 1.5, 2.5),
+        ratio_mean=Interval(1.0, 0.99, 1.01),
+        tail=Interval(0.2, 0.1, 0.3),
+        tails=(0.4, 0.2),
+        paired="",
+        pairs=0,
+        places={"step": (Place("1", 0.1, 0.05), Place("2", 0.1, 0.01))},
+        names=(EVIL, "old.jsonl"),
+    )
+    text = page(bare(), "", comparison)
+    assert "<script" not in text
+    texts = [part.strip() for part in Reader(text).texts]
+    order = ["A against B", "2 times (1.5 to 2.5), more than chance", "k3 at step 2", "10 times", "What was found"]
+    assert [part for part in texts if part in order] == [order[0], order[1], order[0], *order[2:]]
+    [first] = [part for part in texts if part.startswith("The mismatch of trainer and sampler is 2 times as large")]
+    assert texts.index(first) < texts.index("A against B")
