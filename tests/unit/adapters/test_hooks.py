@@ -86,7 +86,7 @@ def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_
 
 
 def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:
-    """geo-mask has no weight that could become NaN: it rejected such responses, and opsm kept them."""
+    """geo-mask has no weight that could become NaN: it would reject such responses."""
     fields = {"old_log_probs": HOLES_TRAINER, "rollout_log_probs": HOLES, "response_mask": HOLES_MASK.long()}
     add = verl_driver.corrected({"geo-mask": PolicyLoss("geo-mask", {})}, lambda *_: None)  # type: ignore[arg-type]
     batch, metrics = add(SimpleNamespace(batch=fields), {"rollout_is": "trimtab-geo-mask"})
