@@ -80,7 +80,8 @@ def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
 
 def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:
     result = run("unscored", tmp_path)
-    assert result["unscored"] == [0.25, 0.25]  # One response of each group of four.
+    assert result["unscored"] == [0.25, 0.25]  # One response of each group of four: a first digit is never certain.
+    assert all(0.1 < share < 0.5 for share in result["unscored_tokens"])  # All of its tokens, of 1 to 8.
     assert result["finite"]
 
 

@@ -281,7 +281,8 @@ def unscored(folder: Path) -> dict[str, Any]:
     trainer.train()
     log = [row for row in trainer.state.log_history if "trimtab/unscored" in row]
     finite = all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters())
-    return {"unscored": [row["trimtab/unscored"] for row in log], "finite": finite}
+    shares = {name: [row[f"trimtab/{name}"] for row in log] for name in ("unscored", "unscored_tokens")}
+    return {**shares, "finite": finite}
 
 
 def train(folder: Path) -> dict[str, Any]:

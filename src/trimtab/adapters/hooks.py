@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.corrections.reduce import reported as as_reported
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, State
 from trimtab.objectives import objective as preset
@@ -209,6 +210,36 @@ def turns_of(mask: Tensor) -> Tensor:
     """
     before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return ((mask & ~before).cumsum(1) - 1).clamp(min=0)
+
+
+CERTAIN = math.log(0.99)
+"""Log-prob of the trainer from which a token that the sampler did not score is left out without its response."""
+
+
+def unreported(mask: Tensor, behavior: Tensor) -> Tensor:
+    """Returns (batch, time) bool: the trained tokens without a log-prob of the sampler."""
+    return mask & ~torch.isfinite(as_reported(behavior))
+
+
+def scored(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
+    """Returns (batch, time) bool: the trained tokens whose log-prob the sampler reported, in responses that are usable.
+
+    Some engines report none for a token of which they were certain. Where the trainer is too, only the token is left
+    out: its ratio is close to 1, and its gradient close to 0. Any other token without a log-prob is an error of unknown
+    size (an overflow, a token outside top-p): its response is left out whole.
+    """
+    missing = unreported(mask, behavior)
+    unusable = missing & ~(trainer.detach() >= CERTAIN)
+    return mask & ~missing & ~unusable.any(1, keepdim=True)
+
+
+def unscored(mask: Tensor, kept: Tensor) -> dict[str, float]:
+    """Returns the shares of trained responses and tokens that `scored` left out, responses counted where all are."""
+    responses, tokens = mask.any(1), mask.sum().clamp(min=1)
+    return {
+        "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),
+        "unscored_tokens": ((mask & ~kept).sum() / tokens).item(),
+    }
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, require_correction, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, require_correction, scored, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
 
@@ -50,26 +50,32 @@ def tis(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Multiplies the trainer's own loss by the weight and the masks of an objective.
 
-    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens get the weight 0; the masks
-    are returned unchanged, so that denominators stay. Without `--use-tis`, which leaves `--get-mismatch-metrics`, the
-    loss is returned as it is, with the metrics. Raises `TrimtabError` for an objective without a correction, or with a
-    mask that reads the current policy or advantages, which this hook does not pass.
+    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that `hooks.scored`
+    leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without `--use-tis`,
+    which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics. Raises `TrimtabError` for an
+    objective without a correction, or with a mask that reads the current policy or advantages, which this hook does not
+    pass.
     """
     built = _objective(args, "custom_tis_function_path")
     require_correction(built, "", "use loss")
     _whole(train_log_probs, response_lengths)
-    mask = _padded(loss_masks).bool()
+    mask, trainer, behavior = _padded(loss_masks).bool(), _padded(train_log_probs), _padded(rollout_log_probs)
+    kept = scored(mask, behavior, trainer)
     result = correct(
-        _padded(train_log_probs),
-        _padded(rollout_log_probs),
-        mask,
+        trainer,
+        behavior,
+        kept,
         weight=built.weight,
         masks=built.masks,
         turn=turns_of(mask),
     )
     weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
-    rejected = _flat(mask.to(pg_loss), response_lengths) - keep
-    metrics = {"trimtab/weight/mean": weight.clone(), "trimtab/reject/tokens": rejected}
+    trained, usable = (_flat(values.to(pg_loss), response_lengths) for values in (mask, kept))
+    metrics = {
+        "trimtab/weight/mean": weight.clone(),
+        "trimtab/reject/tokens": usable - keep,
+        "trimtab/unscored_tokens": trained - usable,
+    }
     return pg_loss * weight * keep if args.use_tis else pg_loss, list(loss_masks), metrics
 
 

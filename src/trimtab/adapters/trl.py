@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import build, hook, reported, turns_of
+from trimtab.adapters.hooks import build, hook, reported, scored, turns_of, unreported, unscored
 from trimtab.adapters.trl_settings import check_settings
-from trimtab.corrections.reduce import finite_rows
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
@@ -53,8 +52,9 @@ class GRPOTrainer(PlainTrainer):
     update after each generation, which `trimtab diagnose` reads. Other parameters are those of TRL.
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
-    all processes. Responses with a token whose log-prob the sampler did not report are not trained, and counted as
-    `trimtab/unscored`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have no effect,
+    all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
+    trainer is certain of the token (`hooks.scored`). `trimtab/unscored` and `trimtab/unscored_tokens` are the shares
+    left out. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have no effect,
     and for objectives and dumps that need what TRL does not have.
     """
 
@@ -86,8 +86,7 @@ class GRPOTrainer(PlainTrainer):
         if auxiliary is not None:
             steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
-        self._log("eval" if update is None else "train", {"unscored": unscored.item()})
+        self._log("eval" if update is None else "train", unscored(_mask(inputs), logps.mask))
         if update is None:
             self._log("eval", output.metrics.finalize())
         else:
@@ -113,12 +112,10 @@ class GRPOTrainer(PlainTrainer):
         if proximal is None and current is not None:
             proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
         mask = _mask(inputs)
-        if behavior is not None:
-            mask = mask & finite_rows(mask, behavior=behavior)
         return PolicyLogps(
             current=current,
             behavior=behavior,
-            mask=mask,
+            mask=mask if behavior is None or proximal is None else scored(mask, behavior, proximal),
             proximal=proximal,
             reference=inputs.get("ref_per_token_logps"),
             entropy=entropy,
@@ -147,7 +144,10 @@ class GRPOTrainer(PlainTrainer):
         steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
         parts = []
         for inputs in (buffered[step % size] for step in steps):
-            current = self._score(model, inputs)[0] if self._objective.prepare_needs else None
+            # What `scored` leaves out depends on the trainer's log-probs.
+            behavior = inputs.get("sampling_per_token_logps")
+            holes = behavior is not None and bool(unreported(_mask(inputs), behavior).any())
+            current = self._score(model, inputs)[0] if holes or self._objective.prepare_needs else None
             parts.append(self._objective.prepare(self._logps(inputs, current), _advantage(inputs)))
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state

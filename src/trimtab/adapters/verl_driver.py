@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, reported, require_correction, turns_of
+from trimtab.adapters.hooks import build, reported, require_correction, scored, turns_of, unscored
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
@@ -35,11 +35,11 @@ def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Cal
             fields["rollout_is_weights"] = rollout
             return batch, _named(mismatch(old, rollout, mask).finalize())
         objective = _correction(chosen.removeprefix(PREFIX), named)
-        turn = turns_of(mask)
-        result = correct(old, rollout, mask, weight=objective.weight, masks=objective.masks, turn=turn)
-        # Rejected tokens have the weight 0; the mask stays, and with it verl's denominators.
+        kept, turn = scored(mask, rollout, old), turns_of(mask)
+        result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
+        # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
         fields["rollout_is_weights"] = result.weight.to(old) * result.keep
-        return batch, _named(result.metrics.finalize())
+        return batch, _named(result.metrics.finalize() | unscored(mask, kept))
 
     return add_to_batch
 

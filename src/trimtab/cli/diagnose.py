@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,8 +57,26 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE.html", help=f"Where the page goes. Default: {PAGE} in the current folder."),
 ]
-
-
+AgainstFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--against",
+        metavar="FILE",
+        help="Compare with these files or folders, of any framework: how much larger the mismatch is, where, and "
+        "whether that is more than chance. Repeat it for several. --framework and --columns are those of both.",
+    ),
+]
+Markdown = Annotated[
+    bool, typer.Option("--markdown", help="Print Markdown for an issue instead: a few sentences and a table.")
+]
+Redact = Annotated[
+    bool,
+    typer.Option(
+        "--redact",
+        help="Leave out texts, names of files, and what quotes their cells; replace token ids by random numbers. For "
+        "every output, the page included.",
+    ),
+]
 WatchFolder = Annotated[
     Path | None,
     typer.Option(
@@ -99,6 +117,9 @@ def diagnose(
     tokenizer: TokenizerName = None,
     out: Out = None,
     as_json: Json = False,
+    against: AgainstFiles = None,
+    markdown: Markdown = False,
+    redact: Redact = False,
     watch: WatchFolder = None,
     bound: Bounds = None,
     every: Every = 2.0,
@@ -106,9 +127,10 @@ def diagnose(
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
     names = parse_columns(columns or [])
     if watch is not None:
-        if files or out is not None or tokenizer is not None:
+        if files or out is not None or tokenizer is not None or against or markdown or redact:
             raise TrimtabError(
-                "--watch DIR reads that folder and writes no page: leave out FILE, --out and --tokenizer"
+                "--watch DIR reads that folder and writes no page: leave out FILE, --out, --tokenizer, --against, "
+                "--markdown and --redact"
             )
         if os.path.lexists(watch) and not watch.is_dir():
             raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
@@ -117,21 +139,48 @@ def diagnose(
         raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")
     if bound:
         raise TrimtabError("--bound is of --watch: add --watch DIR, or leave it out")
-    target = page_path(out)
+    if redact and tokenizer is not None:
+        raise TrimtabError("--redact shows no texts of tokens: leave out --tokenizer")
+    if markdown and as_json:
+        raise TrimtabError("--markdown and --json are two forms of one output: leave one out")
+    options = {"framework": framework, "columns": names, "tokenizer": tokenizer}
+    form = "json" if as_json else "markdown" if markdown else "terminal"
+    _answer(files, against or [], options, page_path(out), form, redact=redact)
 
-    from trimtab.diagnosis.output.as_json import as_dict
+
+def _answer(
+    files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
+) -> None:
+    """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
+    from trimtab.diagnosis.output import as_json as json_of
+    from trimtab.diagnosis.output import compared
     from trimtab.diagnosis.output.html_page import write_page
-    from trimtab.diagnosis.output.terminal import verdict
+    from trimtab.diagnosis.output.markdown import markdown as markdown_of
+    from trimtab.diagnosis.output.terminal import folded, verdict
+    from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
+    from trimtab.diagnosis.redaction import Redaction, errors_kept_back
 
+    redaction, comparison = Redaction() if redact else None, None
     with _progress() as on_progress:
-        diagnosis = run(files, framework=framework, columns=names, tokenizer=tokenizer, on_progress=on_progress)
+        if against:
+            diagnosis, comparison = compare(files, against, on_progress=on_progress, redaction=redaction, **options)
+        else:
+            diagnosis = run(files, on_progress=on_progress, redaction=redaction, **options)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
-        page = write_page(diagnosis, target, shlex.join(["trimtab", *sys.argv[1:]]))
-    if as_json:
-        print_json({**as_dict(diagnosis), "report": page})
+        command = "" if redact else shlex.join(["trimtab", *sys.argv[1:]])
+        with errors_kept_back(redaction):
+            write_page(diagnosis, target, command, comparison)
+    shown = "written; --redact leaves its name out" if redact else str(target)
+    if form == "json":
+        against_json = {} if comparison is None else {"against": compared.as_dict(diagnosis, comparison)}
+        print_json({**json_of.as_dict(diagnosis), **against_json, "report": None if redact else target})
+    elif form == "markdown":
+        echo(markdown_of(diagnosis, comparison, command))
+    elif comparison is None:
+        echo(verdict(diagnosis, shown, _width()))
     else:
-        echo(verdict(diagnosis, page, _width()))
+        echo(folded(compared.rows(diagnosis, comparison, shown), _width()))
 
 
 def _watch(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trimtab.diagnosis.advice import advise
+from trimtab.diagnosis.against import Comparison, against
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.records import Diagnosis, Measured, Placeholder
+from trimtab.diagnosis.redaction import Redaction, errors_kept_back
 from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_of
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -27,6 +30,8 @@ def diagnose(
     tokenizer: str | None = None,
     on_progress: OnProgress | None = None,
     without: Collection[str] = (),
+    redaction: Redaction | None = None,
+    groups: dict[Hashable, int] | None = None,
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
@@ -36,23 +41,61 @@ def diagnose(
         the local Hugging Face cache; None uses that of the run.
     on_progress: called with the current phase and the number of tokens.
     without: names of causes that are not looked for.
+    redaction: leaves out texts, names of files and what quotes their cells, and replaces token ids by random numbers.
+    groups: numbers of prompt groups, shared with another diagnosis so that the same prompts are known as such.
 
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
-    vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
     on_progress = on_progress or _ignore_progress
-    measured, files = examine([Path(path) for path in paths], framework, columns or {}, on_progress, without)
+    with errors_kept_back(redaction):
+        vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
+        measured, files = examine(
+            [Path(path) for path in paths],
+            framework,
+            columns or {},
+            on_progress,
+            without,
+            redaction=redaction,
+            groups=groups,
+        )
+        texts, problem = ({}, "") if redaction else _texts(measured, vocabulary or tokenizer_of(files))
+        if vocabulary is not None and problem:
+            raise TrimtabError(problem)
     tokens = measured.origin.tokens
     on_progress("looking for causes", tokens)
     causes = find_causes(measured, without)
     on_progress("trying every preset", tokens)
     outcomes, recommendation = advise(measured, causes)
-    texts, problem = _texts(measured, vocabulary or tokenizer_of(files))
-    if vocabulary is not None and problem:
-        raise TrimtabError(problem)
     return Diagnosis(measured, causes, outcomes, recommendation, texts)
+
+
+def compare(
+    first: Sequence[str | Path],
+    second: Sequence[str | Path],
+    *,
+    framework: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    tokenizer: str | None = None,
+    on_progress: OnProgress | None = None,
+    redaction: Redaction | None = None,
+) -> tuple[Diagnosis, Comparison]:
+    """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
+    groups: dict[Hashable, int] = {}
+    one, two = (
+        diagnose(
+            paths,
+            framework=framework,
+            columns=columns,
+            tokenizer=tokenizer,
+            on_progress=on_progress,
+            redaction=redaction,
+            groups=groups,
+        )
+        for paths in (first, second)
+    )
+    return one, against(one, two, ("", "") if redaction else (_name(first), _name(second)))
 
 
 def examine(
@@ -61,14 +104,20 @@ def examine(
     columns: Mapping[str, str],
     on_progress: OnProgress,
     without: Collection[str] = (),
+    *,
+    redaction: Redaction | None = None,
+    groups: dict[Hashable, int] | None = None,
 ) -> tuple[Measured, Sequence[Path]]:
     """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
     left_out: tuple[Placeholder, ...] = ()
     before: Measured | None = None
     while True:
-        log = open_log(paths, framework=framework, columns=columns)
+        counts = ReadCounts(groups={} if groups is None else groups, quotes=redaction is None)
+        log = open_log(paths, framework=framework, columns=columns, counts=counts)
         on_progress("reading again without placeholders" if left_out else "reading", 0)
-        measured = measure(_with_progress(log.tables(), on_progress), log.summary, left_out=left_out)
+        tables = log.tables() if redaction is None else map(redaction.table, log.tables())
+        measured = measure(_with_progress(tables, on_progress), log.summary, left_out=left_out)
+        measured = measured if redaction is None else redaction.measured(measured)
         found = () if "placeholder" in without else measured.placeholders
         if before is not None:
             removed = before.origin.trained - measured.origin.trained
@@ -76,6 +125,10 @@ def examine(
         if not found or sum(one.tokens for one in found) >= measured.origin.trained:
             return replace(measured, placeholders=found), log.files
         left_out, before = found, measured
+
+
+def _name(paths: Sequence[str | Path]) -> str:
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from argparse import Namespace
@@ -15,9 +16,21 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import HOOKS, averaged, build, counted_state, hook, per_response, reported, turns_of
+from trimtab.adapters.hooks import (
+    HOOKS,
+    averaged,
+    build,
+    counted_state,
+    hook,
+    per_response,
+    reported,
+    scored,
+    turns_of,
+    unscored,
+)
+from trimtab.adapters.verl_loss import PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.objectives import PolicyLogps, correct, objective, objectives
 
@@ -55,6 +68,43 @@ def test_every_trainer_carries_grpo() -> None:
 def test_runs_of_the_mask_are_turns() -> None:
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 1, 1, 1, 0, 0]]).bool()
     assert turns_of(mask).tolist() == [[0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
+
+
+NAN, CERTAIN, UNSURE = math.nan, math.log(0.995), math.log(0.9)
+HOLES = torch.tensor([[-1.0, NAN, -2.0], [-1.0, NAN, -2.0], [-9999.0, -1.0, 0.0], [NAN, -1.0, -1.0]])
+HOLES_TRAINER = torch.tensor([[-1.0, CERTAIN, -2.0], [-1.0, UNSURE, -2.0], [NAN, -1.0, 0.0], [UNSURE, -1.0, -1.0]])
+HOLES_MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 1, 1]]).bool()
+
+
+def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_certain_of_it() -> None:
+    kept = scored(HOLES_MASK, HOLES, HOLES_TRAINER)
+    assert kept.tolist() == [[True, False, True], [False] * 3, [False] * 3, [False, True, True]]
+    # Of 4 responses 2, of 10 trained tokens 1 + 3 + 2.
+    assert unscored(HOLES_MASK, kept) == {"unscored": 0.5, "unscored_tokens": pytest.approx(0.6)}
+    nothing = torch.zeros(2, 0, dtype=torch.bool)
+    assert unscored(nothing, nothing) == {"unscored": 0.0, "unscored_tokens": 0.0}
+
+
+def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:
+    """geo-mask has no weight that could become NaN: it would reject such responses."""
+    fields = {"old_log_probs": HOLES_TRAINER, "rollout_log_probs": HOLES, "response_mask": HOLES_MASK.long()}
+    add = verl_driver.corrected({"geo-mask": PolicyLoss("geo-mask", {})}, lambda *_: None)  # type: ignore[arg-type]
+    batch, metrics = add(SimpleNamespace(batch=fields), {"rollout_is": "trimtab-geo-mask"})
+    assert batch.batch["rollout_is_weights"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0], [0, 1, 1]]
+    assert metrics["rollout_corr/trimtab/unscored"] == 0.5
+    assert metrics["rollout_corr/trimtab/unscored_tokens"] == pytest.approx(0.6)
+    assert metrics["rollout_corr/trimtab/reject/tokens"] == 0
+    loss, _, values = slime.tis(
+        Namespace(trimtab_objective="token-tis", use_tis=True),
+        pg_loss=torch.ones(6),
+        train_log_probs=list(HOLES_TRAINER[:2]),
+        rollout_log_probs=list(HOLES[:2]),
+        loss_masks=[torch.ones(3)] * 2,
+        response_lengths=[3, 3],
+    )
+    assert loss.tolist() == [1, 0, 1, 0, 0, 0]
+    assert values["trimtab/unscored_tokens"].tolist() == [0, 1, 0, 1, 1, 1]
+    assert values["trimtab/reject/tokens"].tolist() == [0] * 6
 
 
 def test_a_fraction_as_count_is_divided_by() -> None:

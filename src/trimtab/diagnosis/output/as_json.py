@@ -56,7 +56,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             "versions": dict(origin.versions),
         },
     }
-    return {key: _plain(value) for key, value in result.items()}
+    return {key: plain(value) for key, value in result.items()}
 
 
 def _view(view: View) -> dict[str, Any]:
@@ -69,15 +69,16 @@ def _view(view: View) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Returns lists, numbers and strings; NaN and infinities become None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.output import panels, words
-from trimtab.diagnosis.output.issue_facts import issue_facts
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.against import Comparison
+from trimtab.diagnosis.output import compared, panels, words
+from trimtab.diagnosis.output.markdown import markdown
 from trimtab.diagnosis.records import Diagnosis, MismatchSize
 from trimtab.pages.render import beside, number, render
 from trimtab.runs.atomic import write_output
@@ -33,15 +33,15 @@ FIGURES = (
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 
 
-def write_page(diagnosis: Diagnosis, path: Path, command: str = "") -> Path:
+def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: Comparison | None = None) -> Path:
     """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written.
 
     command: the command line, for a reader who was not there.
     """
-    return write_output(path, page(diagnosis, command).encode())
+    return write_output(path, page(diagnosis, command, comparison).encode())
 
 
-def page(diagnosis: Diagnosis, command: str = "") -> str:
+def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
     """Returns the HTML. All text is escaped, since it comes from files."""
     measured = diagnosis.measured
     size, origin = measured.size, measured.origin
@@ -71,10 +71,23 @@ def page(diagnosis: Diagnosis, command: str = "") -> str:
             "outcomes": _outcomes(diagnosis),
             "origin": origin,
             "read": words.read_text(origin),
-            "issue": issue_facts(diagnosis, command),
-            "verdict": verdict(diagnosis),
+            "issue": markdown(diagnosis, comparison, command),
+            "against": None if comparison is None else _against(diagnosis, comparison),
         },
     )
+
+
+def _against(diagnosis: Diagnosis, comparison: Comparison) -> dict[str, Any]:
+    differs = comparison.differs
+    return {
+        "verdict": compared.verdict(diagnosis, comparison),
+        "tone": "plain" if differs is None else "warn" if differs else "good",
+        "names": comparison.names,
+        "heads": compared.HEADS,
+        "rows": compared.figures(diagnosis, comparison)[:-1],  # the first cause of each is said above the table
+        "places": compared.place_rows(comparison),
+        "paired": compared.paired_text(comparison),
+    }
 
 
 def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -85,7 +98,6 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("responses", f"{origin.responses:,}"),
         ("trained tokens", f"{origin.trained:,}"),
         ("steps", f"{len(steps):,}" if steps else "not known"),
-        ("trainer's log-probs", origin.anchor),
         ("dropped", f"{sum(origin.dropped.values()):,}"),
     ]
 
@@ -93,12 +105,15 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _tiles(size: MismatchSize) -> list[dict[str, str]]:
     """Returns the four main statistics."""
     shown = {
-        "k3": "k3, nats per token",
-        "ratio_mean": "Mean ratio",
-        "ess_token": "ESS, token weights",
-        "pearson": "Pearson r",
+        "k3": ("k3, per token", "distance of trainer and sampler, 0 where they agree"),
+        "ratio_mean": ("Mean ratio", "trainer over sampler; 1 where log-probs are right, however large k3 is"),
+        "ess_token": ("Effective sample size", "share of the tokens that still counts once each is weighted"),
+        "pearson": ("Pearson r", "correlation of the two probabilities, 1 at best"),
     }
-    return [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown.items()]
+    return [
+        {"name": name, "value": _value(size, key), "note": f"95%: {_interval(size, key)}", "what": what}
+        for key, (name, what) in shown.items()
+    ]
 
 
 def _value(size: MismatchSize, key: str) -> str:
@@ -112,9 +127,9 @@ def _interval(size: MismatchSize, key: str) -> str:
     interval = size.intervals.get(key)
     if interval is None or not words.known(interval):
         return "no interval"
-    form = "{:.5f} to {:.5f}" if key in ("ratio_mean", "pearson", "ppl_ratio") else None
-    ends = (interval.low, interval.high)
-    return f"95%: {form.format(*ends) if form else ' to '.join(words.format_number(end) for end in ends)}"
+    form = "{:.5f}".format if key in ("ratio_mean", "pearson", "ppl_ratio") else number
+    form = words.format_number if key == "k3" else form
+    return f"{form(interval.low)} to {form(interval.high)}"
 
 
 def _figures(size: MismatchSize) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from trimtab.diagnosis.output.words import format_number, format_percent, size_t
 from trimtab.diagnosis.records import Measured, View
 from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
 from trimtab.pages import charts
-from trimtab.pages.render import short_exponent
+from trimtab.pages.render import number, short_exponent
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
@@ -135,7 +135,7 @@ def _trend(steps: np.ndarray, k3: np.ndarray) -> str:
     change = last_median / first_median
     if 0.67 < change < 1.5:
         return f"Steady; {peak}."
-    trend = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {format_percent(change)}"
+    trend = f"Grows {number(float(f'{change:.2g}'))}-fold" if change > 1 else f"Falls to {format_percent(change)}"
     return f"{trend} from the first quarter to the last; {peak}."
 
 
@@ -201,7 +201,7 @@ def _envelope(view: View, measured: Measured) -> list[Panel]:
     )
     result = (
         f"Widest at probability {short_exponent(view.labels[widest])} ({number_at(width, widest)} nats, "
-        f"{share_at(tokens, widest)} of the tokens, {share_at(k3, widest)} of all k3); "
+        f"{share_at(tokens, widest)} of the tokens, {share_at(k3, widest)} of the mismatch); "
         f"{number_at(width, likeliest)} nats at {short_exponent(view.labels[likeliest])}."
     )
     svg = figures.envelope_svg(view, "log-ratio, nats", "sampler probability", log=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trimtab.diagnosis.output.words import (
@@ -12,6 +11,7 @@ from trimtab.diagnosis.output.words import (
     contract,
     effect_text,
     faults,
+    format_digits,
     format_number,
     format_with_interval,
     known_lines,
@@ -32,12 +32,18 @@ MISSING = 3
 """Largest number of absent columns for which the verdict explains each."""
 
 
-def verdict(diagnosis: Diagnosis, page: Path | None = None, width: int | None = None) -> str:
+def verdict(diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None) -> str:
     """Returns the whole verdict; `width`: columns at which lines are wrapped, None for no wrapping."""
-    return "\n".join(line for label, text in rows(diagnosis, page) for line in _folded(label, text, width))
+    return folded(rows(diagnosis, page), width)
 
 
-def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]]:
+def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
+    """Returns labeled lines as text."""
+    label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
+    return "\n".join(line for label, text in lines for line in _folded(f"{label:<{label_width}}", text, width))
+
+
+def rows(diagnosis: Diagnosis, page: Path | str | None = None) -> list[tuple[str, str]]:
     """Returns label and text of each line; an empty label continues the line above."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
     lines = [("verdict" if index == 0 else "", line) for index, line in enumerate(opening(diagnosis))]
@@ -72,7 +78,8 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     figures = (
         f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; "
         f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
-        f"Pearson {_digits(values['pearson'], '.5f')}, perplexity ratio {_digits(values['ppl_ratio'], '.5g')}"
+        f"Pearson {format_digits(values['pearson'], '.5f')}, "
+        f"perplexity ratio {format_digits(values['ppl_ratio'], '.5g')}"
     )
     k3 = format_with_interval(size, "k3")
     return [
@@ -81,10 +88,6 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("", outside_text(size)),
         *([("", masked)] if (masked := masked_text(diagnosis.measured.origin)) else ()),
     ]
-
-
-def _digits(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
 def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -109,12 +112,11 @@ def _advice(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [("do" if index == 0 else "", text) for index, text in enumerate(texts)]
 
 
-def _folded(label: str, text: str, width: int | None) -> list[str]:
+def _folded(head: str, text: str, width: int | None) -> list[str]:
     # Text from files (column names, findings) may contain control characters.
     plain = "".join(sign if sign.isprintable() else " " for sign in text)
-    head = f"{label:<{LABEL}}"
     if width is None:
         return [head + plain]
     return textwrap.wrap(
-        plain, max(width, 40), initial_indent=head, subsequent_indent=" " * LABEL, break_on_hyphens=False
+        plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )

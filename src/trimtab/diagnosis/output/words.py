@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,10 @@ def format_number(value: float) -> str:
     if value == 0:
         return "0"
     return short(value) if math.isfinite(value) else "–"
+
+
+def format_digits(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
 def format_percent(share: float) -> str:
@@ -165,9 +170,9 @@ def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> s
         return "nowhere: there is no mismatch"
     spots = hotspots(measured, texts)
     if not spots:
-        return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
+        return "spread evenly: no part of any view holds much more of the mismatch than its share of the tokens"
     items = [
-        f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of all k3)"
+        f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of the mismatch)"
         for spot in spots
     ]
     return "; ".join(items[:most])
@@ -245,11 +250,10 @@ def opening(diagnosis: Diagnosis) -> list[str]:
     """Returns what is wrong, how sure that is and what to do first, in plain sentences."""
     lines = []
     for cause in diagnosis.causes[:2]:
-        sure = next(word for least, word in CERTAINTY if cause.confidence >= least)
-        plain = f"{PLAIN[cause.name]} ({cause.name}, {sure}, confidence {cause.confidence:.2f})."
+        plain = f"{PLAIN[cause.name]} ({cause.name}, {certainty(cause)}, confidence {cause.confidence:.2f})."
         lines.append(f"Apart from that: {plain[0].lower()}{plain[1:]}" if lines else plain)
     if not lines:
-        lines.append("Trainer and sampler agree: no cause stands out above the noise floor.")
+        lines.append(f"{AGREES}.")
     wrong = faults(diagnosis)
     if wrong:
         first = next(cause for cause in diagnosis.causes if cause.name in wrong)
@@ -257,18 +261,69 @@ def opening(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def headline(diagnosis: Diagnosis) -> list[str]:
-    """Returns the verdict in sentences: the opening, the size, the recommendation."""
-    size, recommendation, lines = diagnosis.measured.size, diagnosis.recommendation, opening(diagnosis)
-    k3 = format_with_interval(size, "k3")
-    lines.append(f"The mismatch is k3 = {k3} nats per token: {size_text(size)}.")
-    if masked := masked_text(diagnosis.measured.origin):
-        lines.append(f"That is {masked}.")
-    if recommendation.preset:
-        lines.append(f"Use {method_text(recommendation.preset, recommendation.overrides)}.")
-    return lines
+def headline(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Returns the answers to the questions of someone who does not know the terms, each with its label."""
+    recommendation, causes = diagnosis.recommendation, diagnosis.causes
+    found = [
+        f"{PLAIN[cause.name]} ({certainty(cause)}: confidence {cause.confidence:.2f} of 1)." for cause in causes[:2]
+    ] or [f"{AGREES}."]
+    lines: list[tuple[str, str]] = [("What was found", found[0]), *(("Apart from that", text) for text in found[1:])]
+    lines.append(("How large it is", _large(diagnosis.measured)))
+    if wrong := faults(diagnosis):
+        lines.append(("What to do first", next(cause.fix for cause in causes if cause.name in wrong)))
+    else:
+        method = method_text(recommendation.preset, recommendation.overrides)
+        text = f"Nothing has to be repaired. Use the correction {method}: section 4 says why and what to copy."
+        lines.append(("What to do", text))
+    lines.append(("Where it is", _place(diagnosis)))
+    lines += [("Why this answer", f"{_capital(cause.evidence.rstrip('.'))}.") for cause in causes[:1]]
+    # A hyphen at which lines do not break.
+    return [(label, re.sub(r"(\de)-(\d)", "\\1\u2011\\2", text)) for label, text in lines]
 
 
+def _large(measured: Measured) -> str:
+    size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
+    if not math.isfinite(difference):
+        return "Not known: no token has two finite log-probs."
+    ratio, interval = math.exp(difference), size.intervals.get("k3")
+    by = f"{100 * math.expm1(difference):.2g}%" if ratio < 1.5 else f"a factor of {format_number(ratio)}"
+    ends = ""
+    if interval is not None and known(interval):
+        ends = f", 95% interval {format_number(interval.low)} to {format_number(interval.high)}"
+    text = (
+        f"The two probabilities of a token, the trainer's and the sampler's, differ by {by} on average (k3, an "
+        f"estimate of the KL divergence per token: {format_number(size.mismatch['k3'])}{ends}): {size_text(size)}."
+    )
+    masked = masked_text(measured.origin)
+    return f"{text} That is {masked}." if masked else text
+
+
+def _place(diagnosis: Diagnosis) -> str:
+    """Returns which tokens the first cause concerns, and where the mismatch gathers."""
+    measured, first = diagnosis.measured, diagnosis.causes[:1]
+    where = where_text(measured, diagnosis.texts)
+    where = f"Mostly at {where}." if hotspots(measured, diagnosis.texts) else f"{_capital(where)}."
+    if not first or first[0].name not in MUST_FIX:
+        return where
+    concerned = first[0].tokens
+    left_out = measured.removed or (concerned if first[0].name == "non-finite" else 0)
+    tokens = measured.size.mismatch["tokens"] + left_out
+    if not 0 < concerned < tokens:
+        return where
+    what = f"In {format_count(concerned, 'token')}, {format_percent(concerned / tokens)} of all."
+    return f"{what} What remains without them: {where[0].lower()}{where[1:]}" if left_out else f"{what} {where}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if text[:2].isalpha() else text  # k3 stays k3
+
+
+def certainty(cause: Cause) -> str:
+    """Returns the confidence as a word."""
+    return next(word for least, word in CERTAINTY if cause.confidence >= least)
+
+
+AGREES = "Trainer and sampler agree: no cause stands out above the noise floor"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 PLAIN = {
     "placeholder": "Some log-probs in the file are constants that stand for missing values",

@@ -20,6 +20,7 @@ from trimtab.diagnosis.reading.tables import find_files, open_table
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.findings import Finding
 
 
 class LogSource:
@@ -86,6 +87,10 @@ class LogSource:
             )
         settings, unread = settings_of(self.files)
         engine, versions, unknown = made_with(self.files, resolved.framework)
+        remarks = (*resolved.findings, *(unread or unknown))
+        if remarks and not counts.quotes:
+            text = f"remarks that name files or columns are left out: {len(remarks)}"
+            remarks = (Finding("note", "remarks", text),)
         return DataSummary(
             framework=resolved.framework,
             files=len(self._tables),
@@ -96,7 +101,7 @@ class LogSource:
             dropped=dict(counts.dropped.most_common()),
             nonfinite=dict(counts.nonfinite),
             missing=resolved.missing,
-            findings=(*resolved.findings, *counts.findings(f"logp_{resolved.anchor}"), *(unread or unknown)),
+            findings=(*counts.findings(f"logp_{resolved.anchor}"), *remarks),
             settings=settings,
             masked=self._masked_responses(),
             engine=engine,
@@ -153,15 +158,19 @@ class LogSource:
 
 
 def open_log(
-    paths: Sequence[Path], *, framework: str | Layout | None = None, columns: Mapping[str, str] | None = None
+    paths: Sequence[Path],
+    *,
+    framework: str | Layout | None = None,
+    columns: Mapping[str, str] | None = None,
+    counts: ReadCounts | None = None,
 ) -> LogSource:
     """Opens files and directories as one source.
 
     framework: a layout or its name in `layouts.LAYOUTS`; None detects it by the columns. columns: column names by role
-    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column.
+    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
-    counts = ReadCounts()
+    counts = counts or ReadCounts()
     tables = []
     for file in find_files([Path(path) for path in paths]):
         table = open_table(file)

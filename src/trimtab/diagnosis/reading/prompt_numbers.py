@@ -14,8 +14,10 @@ def groups_of(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCoun
     """Returns numbers of prompt groups (responses,), unique over all files: per step, or per file without steps."""
     steps = numbers(block.scalars["step"])[rows].tolist() if "step" in block.scalars else None
     values = _keys(block, flat, rows, "group")
+    column = block.scalars.get("group")
+    named = column is None or isinstance(next(iter(column), None), str | bytes)  # a bare number counts within this data
     keys = [(steps[index] if steps else ("file", file), value) for index, value in enumerate(values)]
-    return _numbered(keys, tally.groups)
+    return _numbered(keys if named else [(tally.own, key) for key in keys], tally.groups)
 
 
 def prompts_of(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts) -> np.ndarray | None:

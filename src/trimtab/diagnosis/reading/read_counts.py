@@ -21,8 +21,9 @@ class ReadCounts:
     """Counts that are updated while files are read.
 
     k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups,
-    prompts: their numbers over all files, in the order of first occurrence. seen: the file of each response, by its id
-    or a hash of its content.
+    prompts: their numbers in the order of first occurrence, over all files and perhaps other data. own: what tells
+    groups without a name from those of other data. quotes: whether messages name files and quote their cells. seen: the
+    file of each response, by its id or a hash of its content.
     """
 
     responses: int = 0
@@ -42,10 +43,12 @@ class ReadCounts:
     largest: dict[str, float] = field(default_factory=dict)
     file: Path | None = None
     first: dict[str, str] = field(default_factory=dict)
+    quotes: bool = True
     several_versions: bool = False
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
     prompts: dict[Hashable, int] = field(default_factory=dict)
+    own: object = field(default_factory=object)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
@@ -53,7 +56,8 @@ class ReadCounts:
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:
-                self.first.setdefault(reason, f"row {row} of {self.file.name}{detail and f': {detail}'}")
+                quoted = f" of {self.file.name}{detail and f': {detail}'}" if self.quotes else ""
+                self.first.setdefault(reason, f"row {row}{quoted}")
 
     def reasons(self, most: int) -> str:
         """Lists the most common reasons, each with the first row dropped for it."""

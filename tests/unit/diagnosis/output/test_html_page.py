@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
 
+from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, write_page
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.markdown import markdown
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
 from trimtab.findings import Finding
+from trimtab.intervals import Interval
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +65,11 @@ def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
     places = [
         whole.index(text)
         for text in (
-            "The mismatch is k3 = 4.8e-3",
+            "What was found",
+            "How large it is",
+            "What to do",
+            "Where it is",
+            "Why this answer",
             "1. How large it is",
             "2. Where it sits",
             "3. What kind it is",
@@ -123,7 +129,7 @@ def test_captions_of_the_views_state_planted_numbers() -> None:
     assert result["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
     assert result["Log-ratio envelope"] == (
-        "Widest at probability <1e-3 (2 nats, 1.1% of the tokens, 27% of all k3); 0.13 nats at 0.5 to 1."
+        "Widest at probability <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch); 0.13 nats at 0.5 to 1."
     )
     assert result["k3 by position"] == "4.0e-3 in the first part, 6.0e-3 in the last; highest at 90-100% (6.0e-3)."
     assert result["Log-ratio by entropy"] == "Mean log-ratio −5.0e-4 at entropy 0 to 0.5, −0.03 at 2 to 4."
@@ -150,7 +156,8 @@ def test_a_jump_at_one_turn_is_named() -> None:
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
     assert (
-        words.where_text(of_half.measured, {}) == "the first token of later turns (0.5% of the tokens, 90% of all k3)"
+        words.where_text(of_half.measured, {})
+        == "the first token of later turns (0.5% of the tokens, 90% of the mismatch)"
     )
 
 
@@ -229,13 +236,35 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
     for name in ("trimtab", "torch", "numpy"):
         assert any(f"{name} {version(name)}" in text for text in texts)
     assert any(f"Python {platform.python_version()}" in text for text in texts)
-    assert "trimtab diagnose 'a<b>.jsonl'" in texts
-    assert "temperature 0.7 or 1, top_p 0.9, processed log-probs" in texts
-    assert "sampler int8, trainer float32, engine.quantize = int8" in texts
-    assert verdict(diagnosis) in texts, "the lines of the terminal, whole"
+    assert markdown(diagnosis, None, "trimtab diagnose 'a<b>.jsonl'") in texts, "the text to paste, whole"
+    [issue] = [text for text in texts if text.startswith("**")]
+    assert "command: `` trimtab diagnose 'a<b>.jsonl' ``" in issue
+    assert "temperature 0.7 or 1, top\\_p 0.9, processed log-probs" in issue
+    assert "sampler int8, trainer float32, engine.quantize = int8" in issue
 
 
 def test_without_a_command_or_settings_the_page_says_so() -> None:
-    texts = Reader(page(bare())).texts
-    assert "command" not in texts
-    assert "not in the files" in texts
+    [issue] = [text for text in Reader(page(bare())).texts if text.startswith("**")]
+    assert "command" not in issue
+    assert "not in the files" in issue
+
+
+def test_a_comparison_stands_first_with_its_table_and_places() -> None:
+    comparison = Comparison(
+        baseline=bare(causes=()),
+        k3=Interval(2.0, 1.5, 2.5),
+        ratio_mean=Interval(1.0, 0.99, 1.01),
+        tail=Interval(0.2, 0.1, 0.3),
+        tails=(0.4, 0.2),
+        paired="",
+        pairs=0,
+        places={"step": (Place("1", 0.1, 0.05), Place("2", 0.1, 0.01))},
+        names=(EVIL, "old.jsonl"),
+    )
+    text = page(bare(), "", comparison)
+    assert "<script" not in text
+    texts = [part.strip() for part in Reader(text).texts]
+    order = ["A against B", "2 times (1.5 to 2.5), more than chance", "k3 at step 2", "10 times", "What was found"]
+    assert [part for part in texts if part in order] == [order[0], order[1], order[0], *order[2:]]
+    [first] = [part for part in texts if part.startswith("The mismatch of trainer and sampler is 2 times as large")]
+    assert texts.index(first) < texts.index("A against B")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.terminal import rows, verdict
 from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
@@ -35,8 +36,8 @@ perplexity ratio 1.0041
           outside their healthy ranges: chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 \
 (at most 1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
 contract  mean ratio 1.0007 (0.9991 to 1.0024): 1 is inside, as for correct log-probs of untruncated sampling
-where     sampler probability below 0.1 (16% of the tokens, 76% of all k3); token 1234 (0.9% of the tokens, 37% of \
-all k3); age 2 or more (49% of the tokens, 79% of all k3)
+where     sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
+of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
 split     of the drift, k3 1.1e-3 is trainer and sampler computing differently and 3.7e-3 \
 (3.0e-3 to 4.5e-3) is older weights
 causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps. \
@@ -49,6 +50,21 @@ page      diagnose.html"""
 
 def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
     assert verdict(example(), Path("diagnose.html")) == GOLDEN
+
+
+def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
+    """In their order, the verdict first; README leaves some out. Comparisons have lines of their own."""
+    printed = [label for label, _ in rows(example(), "page") if label]
+    samples = []
+    for page in ("README.md", "docs/diagnose.md"):
+        text = (Path(__file__).parents[4] / page).read_text()
+        blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+        samples += [block for block in blocks if re.search("^size ", block, re.MULTILINE)]
+    assert len(samples) == 3
+    for sample in samples:
+        labels = [line[:10].strip() for line in sample.splitlines() if line[:1] != " "]
+        assert labels == [label for label in printed if label in labels]
+        assert labels[0] == "verdict"
 
 
 def test_folded_lines_hold_the_same_words_under_their_label() -> None:
@@ -67,8 +83,39 @@ def test_faults_come_before_the_correction() -> None:
     do = next(index for index, line in enumerate(lines) if line.startswith("do "))
     assert "first repair temperature: Divide the trainer's logits by 0.7." in lines[do]
     assert lines[do + 1].strip() == "no correction yet: Fix temperature first."
-    assert not any("token-tis" in line for line in words.headline(replace(broken, recommendation=nothing)))
+    answers = dict(words.headline(replace(broken, recommendation=nothing)))
+    assert answers["What to do first"] == "Divide the trainer's logits by 0.7."
+    assert not any("token-tis" in text for text in answers.values())
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
+
+
+def test_the_answers_of_the_page_are_complete_and_explain_k3_where_it_first_occurs() -> None:
+    answers = words.headline(example())
+    assert [label for label, _ in answers] == [
+        *("What was found", "Apart from that", "How large it is", "What to do", "Where it is", "Why this answer"),
+    ]
+    texts = dict(answers)
+    assert texts["What was found"].endswith("quantized weights (sure: confidence 0.94 of 1).")
+    # The mean absolute log-ratio is .0312: a factor of exp(.0312) = 1.0317.
+    assert texts["How large it is"].startswith(
+        "The two probabilities of a token, the trainer's and the sampler's, differ by 3.2% on average (k3, an "
+        "estimate of the KL divergence per token: 4.8e\u20113, 95% interval 4.3e\u20113 to 5.4e\u20113): more than"
+    )
+    whole = " ".join(text for _, text in answers)
+    assert whole.index("k3") == whole.index("k3, an estimate of the KL divergence")
+    assert texts["Why this answer"].startswith("k3 at age 0"), "a symbol keeps its case"
+
+
+def test_the_place_of_a_fault_is_its_tokens_and_what_remains_is_told_apart() -> None:
+    fault = Cause("placeholder", 0.97, "It is 0.0.", "Mask it.", tokens=9000)
+    broken = example(causes=(fault,))
+    among = dict(words.headline(broken))["Where it is"]
+    assert among.startswith("In 9,000 tokens, 9.9% of all. Mostly at sampler probability below 0.1")  # of 91,000
+    left_out = replace(broken, measured=replace(broken.measured, removed=9000))
+    # Of 91,000 + 9,000.
+    assert dict(words.headline(left_out))["Where it is"].startswith(
+        "In 9,000 tokens, 9.0% of all. What remains without them: mostly at sampler probability below 0.1"
+    )
 
 
 def test_many_missing_columns_are_named_only() -> None:

@@ -1,0 +1,189 @@
+"""Compares two diagnoses (`trimtab diagnose A --against B`): how much larger the mismatch is, where, beyond chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.records import Diagnosis
+from trimtab.diagnosis.tokens import DECILES
+from trimtab.intervals import Interval, cluster_intervals
+
+TAIL = 0.01
+"""Share of the tokens that make up the tail: those with the largest log-ratios."""
+FEWEST = 50
+"""Fewest tokens of a place, on each side, for which its k3 is compared."""
+_FEWEST_CLUSTERS = 5
+"""Fewest clusters of a side for which intervals are given."""
+_CLUSTERS = 2048
+"""Largest number of clusters that are resampled; more are merged evenly."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """k3 of both sides at one bin of a view (position, length, step)."""
+
+    label: str
+    first: float
+    second: float
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The first diagnosis compared with the second, `baseline`.
+
+    k3, ratio_mean: first over second. tail: first minus second, of the share of k3 that 1% of the tokens hold; `tails`
+    are the two shares. All with 95% intervals over responses, NaN ends where there are too few; the value is NaN where
+    a side is 0. paired: "response" or "prompt" where at least half of those of the smaller side occur on both, by which
+    the intervals are paired, else empty; `pairs` of them do. places: by name of the view. names: of the files, empty
+    where they are left out.
+    """
+
+    baseline: Diagnosis
+    k3: Interval
+    ratio_mean: Interval
+    tail: Interval
+    tails: tuple[float, float]
+    paired: str
+    pairs: int
+    places: Mapping[str, tuple[Place, ...]]
+    names: tuple[str, str] = ("", "")
+
+    @property
+    def differs(self) -> bool | None:
+        """Whether the size differs by more than chance; None where this cannot be said."""
+        return beyond_chance(self.k3, 1.0)
+
+
+def beyond_chance(change: Interval, equal: float) -> bool | None:
+    """Returns whether a 95% interval excludes the value of no change; None without an interval."""
+    if not (math.isfinite(change.low) and math.isfinite(change.high)):
+        return None
+    return not change.low <= equal <= change.high
+
+
+def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", ""), seed: int = 0) -> Comparison:
+    """Compares by the samples of both diagnoses. `seed` is that of the bootstrap."""
+    sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
+    clusters, paired, pairs = _clusters(*sides)
+    few = min(len(np.unique(side)) for side in clusters) < _FEWEST_CLUSTERS
+    sums = np.hstack([_sums(side, cluster % _CLUSTERS) for side, cluster in zip(sides, clusters, strict=True)])
+    sums = sums[sums.any(axis=1)]
+    whole = _statistics(torch.from_numpy(sums.sum(axis=0)))
+    known = [name for name, value in whole.items() if value.isfinite()]
+    logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed)
+    changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
+    one, two = np.hsplit(sums.sum(axis=0), 2)
+    tails = _share(one[3], one[2]), _share(two[3], two[2])
+    return Comparison(second, **changes, tails=tails, paired=paired, pairs=pairs, places=_places(*sides), names=names)
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole > 0 else math.nan
+
+
+def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.ndarray, np.ndarray], str, int]:
+    """Returns the cluster of each response of both sides, what pairs them, and how many pairs there are.
+
+    A cluster is a prompt, or a response where prompts are unknown; what occurs on both sides is one cluster.
+    """
+    one, two = _prompts(first, 0), _prompts(second, len(first.responses))
+    answers = _answers(first), _answers(second)
+    if answers[0] is not None and answers[1] is not None:
+        where = dict(zip(answers[0], one.tolist(), strict=True))
+        found = [where.get(answer, -1) for answer in answers[1]]
+        pairs = sum(place >= 0 for place in found)
+        if 2 * pairs >= min(len(one), len(two)):
+            return _numbered(one, np.where(np.array(found) >= 0, found, two)), "response", pairs
+    if first.table.group is not None and second.table.group is not None:
+        both = len(np.intersect1d(one, two))
+        if 2 * both >= min(len(np.unique(one)), len(np.unique(two))):
+            return _numbered(one, two), "prompt", both
+    return _numbered(one, two + max(int(one.max()) + 1, 0)), "", 0
+
+
+def _prompts(tokens: TrainedTokens, before: int) -> np.ndarray:
+    """Returns the prompt group of each response (responses,), without groups its own number, above 2**40."""
+    if tokens.table.group is not None:
+        return tokens.per_response(tokens.table.group)
+    return (1 << 40) + before + np.arange(len(tokens.responses))
+
+
+def _answers(tokens: TrainedTokens) -> list[bytes] | None:
+    """Returns what identifies the content of each response, its token ids; None without ids."""
+    ids = tokens.table.ids
+    if ids is None:
+        return None
+    starts = tokens.table.starts
+    return [ids[starts[row] : starts[row + 1]].tobytes() for row in tokens.responses]
+
+
+def _numbered(one: np.ndarray, two: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, places = np.unique(np.concatenate([one, two]), return_inverse=True)
+    return places[: len(one)], places[len(one) :]
+
+
+def _sums(tokens: TrainedTokens, cluster: np.ndarray) -> np.ndarray:
+    """Returns of each cluster (clusters, 4) the sums of tokens, ratio - 1, k3, and k3 of the tail."""
+    far = tokens.size >= np.quantile(tokens.size, 1 - TAIL)
+    columns = (tokens.lengths, *(map(tokens.over, (tokens.excess, tokens.k3, np.where(far, tokens.k3, 0.0)))))
+    return np.stack([np.bincount(cluster, weights=column, minlength=_CLUSTERS) for column in columns], axis=1)
+
+
+def _statistics(sums: Tensor) -> dict[str, Tensor]:
+    """Returns the differences of both sides from sums (..., 8): of logarithms, and of the share of the tail."""
+    sides = [side.unbind(-1) for side in sums.chunk(2, dim=-1)]
+    k3 = [(k3 / tokens).log() for tokens, _, k3, _ in sides]
+    means = [torch.log1p(excess / tokens) for tokens, excess, _, _ in sides]
+    tails = [tail / k3 for _, _, k3, tail in sides]
+    return {"k3": k3[0] - k3[1], "ratio_mean": means[0] - means[1], "tail": tails[0] - tails[1]}
+
+
+def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interval:
+    if change is None:
+        return Interval(math.nan, math.nan, math.nan)
+    value, low, high = (math.exp(end) if exponential else float(end) for end in change)
+    return Interval(value, math.nan, math.nan) if few else Interval(value, low, high)
+
+
+def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Place, ...]]:
+    """Returns k3 by position, length and step, at the bins that both sides have with enough tokens."""
+    result = {}
+    for name, label in (("position", _tenth), ("length", _octave), ("step", str)):
+        one, two = (_means(side.k3, _bins(name, side)) for side in (first, second))
+        common = sorted(one.keys() & two.keys())
+        if len(common) > 1:
+            result[name] = tuple(Place(label(bin_), one[bin_], two[bin_]) for bin_ in common)
+    return result
+
+
+def _bins(name: str, tokens: TrainedTokens) -> np.ndarray | None:
+    """Returns the bin of each trained token (tokens,); None for steps that are not known."""
+    if name == "position":
+        return tokens.at_tokens(tokens.table.decile)
+    if name == "length":
+        return np.repeat(np.floor(np.log2(tokens.lengths)).astype(np.int64), tokens.lengths)
+    return None if tokens.table.step is None else np.repeat(tokens.per_response(tokens.table.step), tokens.lengths)
+
+
+def _means(values: np.ndarray, bins: np.ndarray | None) -> dict[int, float]:
+    """Returns the mean of each bin with enough tokens, by bin."""
+    if bins is None:
+        return {}
+    keys, place, count = np.unique(bins, return_inverse=True, return_counts=True)
+    means = np.bincount(place, weights=values) / count
+    return {int(key): float(mean) for key, mean, size in zip(keys, means, count, strict=True) if size >= FEWEST}
+
+
+def _tenth(decile: int) -> str:
+    return f"{100 // DECILES * decile}-{100 // DECILES * (decile + 1)}%"
+
+
+def _octave(power: int) -> str:
+    return f"{1 << power}-{(2 << power) - 1} tokens" if power else "1 token"
