@@ -15,10 +15,9 @@ from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.objectives import Band, Objective, Veto, Weight
 from trimtab.objectives.from_section import from_section
-from trimtab.planning.assumptions import DEVICES, Assumptions
+from trimtab.planning.estimates import Workload
+from trimtab.planning.inputs import DEVICES, Assumptions, find_shape
 from trimtab.planning.planner import PlanRequest, best_plan
-from trimtab.planning.rates import Workload
-from trimtab.planning.shapes import find_shape
 from trimtab.rewards import weighted
 from trimtab.training.held_out import eval_metrics
 
