@@ -24,20 +24,20 @@ def recipes(
     keys: Annotated[
         bool,
         typer.Option(
-            "--keys", help="Print every key a recipe may have instead, as Markdown; with --json, as a JSON schema."
+            "--keys", help="Print every key a recipe may have, with type and default; with --json, as a JSON schema."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """List the recipes of this installation, one line each."""
-    from trimtab.cli import recipe_reference
+    from trimtab.cli import recipe_keys
     from trimtab.config import Config, load_config, recipe_names
 
     if keys and as_json:
         print_json(Config.model_json_schema())
         return
     if keys:
-        echo(recipe_reference.markdown(), nl=False)
+        echo(recipe_keys.text(), nl=False)
         return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:

@@ -104,8 +104,7 @@ def _torch_works() -> Check:
 
 
 def _vllm() -> Check:
-    diagnosis = doctor_vllm.diagnose()
-    return Check("vllm", diagnosis.value, diagnosis.advice)
+    return Check("vllm", *doctor_vllm.diagnose())
 
 
 def _bundled_model() -> Check:

@@ -215,19 +215,13 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[EvalProgress | None]:
+def _progress(count: int) -> Iterator[EvalProgress]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from trimtab.cli.console import PlainTextConsole
+    from trimtab.cli.progress import progress_bar
     from trimtab.evaluation import EvalProgress
 
-    console = PlainTextConsole(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(PlainTextConsole(stderr=True)) as bar:
         current = bar.add_task("loading", total=None)
         numbers = itertools.count(1)
 
