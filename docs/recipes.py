@@ -40,7 +40,8 @@ steps = 100
 - `unset = ["objective.clip_high", "prefix"]` takes keys and sections of the base back, where a message says to leave
   one out that the base sets; on the command line also `--set unset=prefix`.
 - A path in a recipe file is relative to that file, one on the command line to the current folder.
-- Unknown keys, values out of bounds and most keys without effect are refused in one line, before a model is loaded.
+- Unknown keys, values out of bounds and settings that contradict each other are refused in one line, before a model is
+  loaded. A key that has no effect beside the others is a warning.
 - The defaults below are those of the schema. What a run used, with everything resolved, is its `config.toml`.
 - "none" means that the key is absent; TOML has no null.
 """

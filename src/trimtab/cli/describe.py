@@ -138,14 +138,13 @@ def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
     from trimtab.config import REQUIRED_SECTIONS, load_config
-    from trimtab.config.rule import Facts
-    from trimtab.config.validation import validate
     from trimtab.objectives.equation import render
     from trimtab.objectives.from_section import from_section
+    from trimtab.training.requirements import check_recipe
 
     config = load_config(name, sets)
     objective = from_section(config.objective.model_dump())
-    validate(Facts(config, objective, world_size=None), "objective")
+    check_recipe(config, objective, world_size=None)
     advantage = config.advantage.kind or objective.advantage
     sections = {name: getattr(config, name) for name in sorted({*REQUIRED_SECTIONS.values()})}
     sections["routing"] = None if config.routing.replay == "none" else config.routing

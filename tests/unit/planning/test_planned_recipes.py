@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from trimtab.config import Config, load_config
-from trimtab.config.rule import Facts
-from trimtab.config.validation import validate
 from trimtab.objectives.from_section import from_section
 from trimtab.planning.estimates import Workload
 from trimtab.planning.inputs import DEVICES, Assumptions, find_shape
 from trimtab.planning.planner import Plan, PlanRequest, best_plan
+from trimtab.training.requirements import check_recipe
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
@@ -81,7 +80,7 @@ def test_its_objective_reads_the_behavior_policy(name: str) -> None:
     assert config.trainer.max_lag
     built = from_section(config.objective.model_dump())
     assert "behavior" in built.needs
-    validate(Facts(config, built, config.ray.trainers), "objective")
+    check_recipe(config, built, config.ray.trainers)
 
 
 @pytest.mark.parametrize("name", GPUS)
