@@ -10,6 +10,7 @@ from trimtab.config import BATCH_BASELINE, GOLD, TOKEN_BASELINE, Config
 from trimtab.config.consistency import contradictions, is_set, refuse, unused_keys
 from trimtab.errors import TrimtabWarning, did_you_mean
 from trimtab.objectives import Objective
+from trimtab.training.ranks import current_ranks
 from trimtab.types import Task
 
 
@@ -21,8 +22,9 @@ def check_recipe(config: Config, objective: Objective, world_size: int | None) -
     refuse(contradictions(config))  # again: the caller may have built or changed the recipe in Python
     refuse(_objective_contradictions(config, objective))
     refuse(_advantage_contradictions(config, objective))
-    for line in (*unused_keys(config), *_unread_keys(config, objective, world_size)):
-        warnings.warn(line, TrimtabWarning, stacklevel=2)
+    if current_ranks().is_leader:
+        for line in (*unused_keys(config), *_unread_keys(config, objective, world_size)):
+            warnings.warn(line, TrimtabWarning, stacklevel=2)
 
 
 def check_task(config: Config, task: Task, rewards: Sequence[str], eval_metrics: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from trimtab.config import consistency, load_config, recipe_names, recipes
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives.from_section import from_section
 from trimtab.training import requirements
+from trimtab.training.ranks import RankGroup
 from trimtab.training.requirements import check_recipe, check_task
 from trimtab.training.run import check
 
@@ -276,6 +277,12 @@ def test_a_key_without_effect_is_a_warning(overrides: str, words: str) -> None:
     with pytest.warns(TrimtabWarning, match=re.escape(words)) as found:
         check(load_config("laboratory", overrides.split())).close()
     assert len(found) == 1
+
+
+def test_one_of_several_ranks_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("laboratory", ["ray.engines=2"])
+    monkeypatch.setattr(requirements, "current_ranks", lambda: RankGroup(rank=1, size=2))
+    check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
 
 
 def test_every_key_that_may_have_no_effect_has_an_example() -> None:
