@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cli.comparison_progress import show_progress
+from trimtab.cli.progress import show_runs
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.runner import lock_folder, run_cells
@@ -41,7 +41,7 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
     configs = {cell.name: cell.config(root) for cell in cells}
-    with lock_folder(root), show_progress(workers) as observer:
+    with lock_folder(root), show_runs() as observer:
         results = run_cells(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:

@@ -1,4 +1,4 @@
-"""Peak memory of a training rank, measured beside computed (`trimtab.planning.memory`).
+"""Peak memory of a training rank, measured beside computed (`trimtab.planning.estimates`).
 
     .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
     .venv/bin/python benchmarks/memory.py --models laboratory
@@ -126,8 +126,8 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def computed(case: Case) -> dict[str, float]:
-    from trimtab.planning.memory import Rank, rank_memory
-    from trimtab.planning.shapes import find_shape
+    from trimtab.planning.estimates import Rank, rank_memory
+    from trimtab.planning.inputs import find_shape
 
     rank = Rank(
         ranks=1,
@@ -147,8 +147,8 @@ LARGE = (("qwen2.5-7b", 8), ("qwen2.5-32b", 64))
 
 def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
-    from trimtab.planning.memory import Rank, rank_memory
-    from trimtab.planning.shapes import find_shape
+    from trimtab.planning.estimates import Rank, rank_memory
+    from trimtab.planning.inputs import find_shape
 
     header = None
     for model, ranks in LARGE:

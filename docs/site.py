@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli import recipe_reference
-
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE")
@@ -59,7 +57,7 @@ def collect() -> None:
     docs = PAGES / "docs"
     for name in BUILT.values():
         (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
-    (docs / "recipes.md").write_text(recipe_reference.markdown(), encoding="utf-8")
+    (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
     with (docs / "adapters.md").open("a", encoding="utf-8") as file:
         file.write(f"\n{generator('adapters')['markdown']()}\n")
     (docs / "api").mkdir()

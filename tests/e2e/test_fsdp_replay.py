@@ -51,7 +51,7 @@ VARIANTS = {
     "cispo": ["objective.name=cispo", "trainer.minibatches=2", "objective.kl_coef=0.05", "objective.entropy_coef=0.01"],
     "calibrated": ["objective.name=icepop", "objective.calibrate=true", "objective.denominator=kept"],
 }
-# What only sharding has: a tied head, noise on its logits, and both of its options, which one process refuses.
+# What only sharding has: a tied head, noise on its logits, and both of its options, which need several processes.
 TIED = ["objective.name=token-alp", "perturbation.layers=logits", "perturbation.std=0.1", "diagnose.every=1"]
 SHARDING = {"tied": ["sharding.offload=true", "sharding.reshard=false"]}
 MIXED = ["model.autocast=bfloat16", "model.gradient_checkpointing=true"]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.planning.pipeline_schedule import Phases
+from trimtab.planning.estimates import Phases
 from trimtab.rollout.schedule import GroupRange, Schedule
 
 

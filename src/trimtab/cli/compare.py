@@ -160,11 +160,11 @@ def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
 
 
 def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
-    from trimtab.cli.comparison_progress import show_progress
+    from trimtab.cli.progress import show_runs
     from trimtab.lab.runner import run_experiment
 
     try:
-        with show_progress(workers, to_stderr=as_json) as observer:
+        with show_runs(to_stderr=as_json) as observer:
             run_experiment(plan, out, workers=workers, observer=observer, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None

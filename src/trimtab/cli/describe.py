@@ -24,20 +24,20 @@ def recipes(
     keys: Annotated[
         bool,
         typer.Option(
-            "--keys", help="Print every key a recipe may have instead, as Markdown; with --json, as a JSON schema."
+            "--keys", help="Print every key a recipe may have, with type and default; with --json, as a JSON schema."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """List the recipes of this installation, one line each."""
-    from trimtab.cli import recipe_reference
+    from trimtab.cli import recipe_keys
     from trimtab.config import Config, load_config, recipe_names
 
     if keys and as_json:
         print_json(Config.model_json_schema())
         return
     if keys:
-        echo(recipe_reference.markdown(), nl=False)
+        echo(recipe_keys.text(), nl=False)
         return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:
@@ -138,14 +138,13 @@ def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
     from trimtab.config import REQUIRED_SECTIONS, load_config
-    from trimtab.config.rule import Facts
-    from trimtab.config.validation import validate
     from trimtab.objectives.equation import render
     from trimtab.objectives.from_section import from_section
+    from trimtab.training.requirements import check_recipe
 
     config = load_config(name, sets)
     objective = from_section(config.objective.model_dump())
-    validate(Facts(config, objective, world_size=None), "objective")
+    check_recipe(config, objective, world_size=None)
     advantage = config.advantage.kind or objective.advantage
     sections = {name: getattr(config, name) for name in sorted({*REQUIRED_SECTIONS.values()})}
     sections["routing"] = None if config.routing.replay == "none" else config.routing

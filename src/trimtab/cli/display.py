@@ -48,7 +48,7 @@ class PlainDisplay:
         self.write_line(f"run        {run}")
         self.write_line(f"model      {config.model.path}")
         self.write_line(f"task       {config.task.name}")
-        self.write_line(f"objective  {objective_of(config)}")
+        self.write_line(f"objective  {config.objective.name}")
         self.write_line("\n".join(f"  {line}" for line in equation.splitlines()))
 
     def phase(self, name: str, done: int, total: int) -> None:
@@ -103,7 +103,7 @@ class LiveDisplay(PlainDisplay):
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         self.total_steps = total_steps
-        title = f"{objective_of(config)} · {config.task.name} · {config.model.path}"
+        title = f"{config.objective.name} · {config.task.name} · {config.model.path}"
         body = Group(Text(equation), Text(f"\nrun directory: {run}", style="dim", overflow="fold"))
         self.console.print(Panel(body, title=Text(title), title_align="left", border_style="cyan"))
         self._live.start()
@@ -134,9 +134,6 @@ class LiveDisplay(PlainDisplay):
         step = int(number(self._metrics, "step") or 0)
         progress = Table.grid(padding=(0, 1))
         phase_text = f"{name} {done}/{total}" if total else name
-        if name == "runs":  # a comparison counts whole runs
-            progress.add_row(phase_text, ProgressBar(total=total, completed=done, width=32))
-            return Panel(progress, border_style="blue")
         if self.total_steps:
             bar = ProgressBar(total=self.total_steps, completed=step, width=32)
             progress.add_row(f"step {step}/{self.total_steps}", bar, self._eta(self._metrics))
@@ -153,13 +150,6 @@ class LiveDisplay(PlainDisplay):
             table.add_column(name, header_style="dim", justify="right", no_wrap=True)
         table.add_row(*(value for _, value in shown))
         return table
-
-
-def objective_of(config: Config) -> str:
-    """Returns the objective, or the objectives and seeds of a comparison."""
-    if config.compare is None:
-        return config.objective.name
-    return f"{' against '.join(config.compare.objectives)}, seeds {', '.join(map(str, config.compare.seeds))}"
 
 
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:

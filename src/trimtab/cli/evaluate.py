@@ -180,14 +180,6 @@ def _unwritable(path: Path) -> str:
 
 def _show(results: Results, markdown: str | None, as_json: bool) -> None:
     """Print the results, then write the Markdown file, so that a failure to write does not hide the results."""
-    _print(results, markdown, as_json)
-    if markdown is not None and markdown != STANDARD_OUTPUT:
-        from trimtab.runs.atomic import write_text
-
-        write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-def _print(results: Results, markdown: str | None, as_json: bool) -> None:
     if as_json:
         print_json(results.as_dict())
     elif markdown == STANDARD_OUTPUT:
@@ -198,10 +190,12 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
         console = PlainTextConsole()
         if not console.is_terminal:
             console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
-        for table in results.tables():
-            console.print(table.table())
-        for line in results.remarks():
-            console.print(line)
+        for item in (*(table.table() for table in results.tables()), *results.remarks()):
+            console.print(item)
+    if markdown is not None and markdown != STANDARD_OUTPUT:
+        from trimtab.runs.atomic import write_text
+
+        write_text(Path(os.path.realpath(markdown)), results.markdown())
 
 
 @contextmanager
@@ -215,19 +209,13 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[EvalProgress | None]:
+def _progress(count: int) -> Iterator[EvalProgress]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from trimtab.cli.console import PlainTextConsole
+    from trimtab.cli.progress import progress_bar
     from trimtab.evaluation import EvalProgress
 
-    console = PlainTextConsole(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(PlainTextConsole(stderr=True)) as bar:
         current = bar.add_task("loading", total=None)
         numbers = itertools.count(1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, echo, print_json
+from trimtab.cli.output import Json, echo, print_json, print_pairs
 from trimtab.errors import TrimtabError
 
 EXAMPLE = "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384"
@@ -74,48 +76,52 @@ def plan(
     synchronous run instead: what the asynchronous one will do.
     """
     if run is not None:
-        _plan_from_run(run, max_lag, as_json, planned=bool(model or gpus or assume))
+        if model or gpus or assume:
+            raise TrimtabError("--run predicts from measured times: leave --model, --gpus and --assume out")
+        from trimtab.planning.measured import predict_from_run
+
+        data = predict_from_run(run, max_lag)
+        _show(data, as_json, note="provided that engines and trainer keep their speed, which needs separate processors")
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
-    from trimtab.cli.plan_text import plan_dict, plan_text
-    from trimtab.planning.assumptions import find_device, parse_assumptions
+    from trimtab.planning.estimates import Workload
+    from trimtab.planning.inputs import Assumptions, find_device, find_shape, parse_assumptions
     from trimtab.planning.planner import PlanRequest, best_plan
-    from trimtab.planning.rates import Workload
-    from trimtab.planning.shapes import find_shape
 
     average = (response + 1) // 2 if mean is None else mean
     if average > response:
         raise TrimtabError(f"--mean {average} is above --response {response}, the longest: lower it")
     workload = Workload(prompts, samples, prompt, average, response, updates=minibatches * epochs, epochs=epochs)
-    plan = best_plan(
-        PlanRequest(
-            find_shape(model),
-            find_device(device),
-            gpus,
-            workload,
-            parse_assumptions(assume or ()),
-            rollout_gpus,
-            tensor_parallel,
-            micro_batch_tokens,
-            max_lag,
-        )
+    assumed, sizes = parse_assumptions(assume or ()), (rollout_gpus, tensor_parallel, micro_batch_tokens, max_lag)
+    data = best_plan(PlanRequest(find_shape(model), find_device(device), gpus, workload, assumed, *sizes)).as_dict()
+    reasons = {f"assumptions.{key}": str(field.description) for key, field in Assumptions.model_fields.items()}
+    note = (
+        "none of this was measured (assumptions: --assume name=value): train a few steps, then trimtab plan --run RUN"
     )
-    if as_json:
-        print_json(plan_dict(plan))
-    else:
-        echo(plan_text(plan))
+    _show(data, as_json, note, reasons)
 
 
-def _plan_from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
-    if planned:
-        raise TrimtabError("--run predicts from measured times: leave --model, --gpus and --assume out")
-    from trimtab.cli.plan_text import measured_dict, measured_text
-    from trimtab.planning.measured import read_phases
-
-    measured = read_phases(run)
-    data: dict[str, Any] = measured_dict(measured, max_lag)
+def _show(data: Mapping[str, Any], as_json: bool, note: str, reasons: Mapping[str, str] | None = None) -> None:
+    """Print a plan as JSON, or a table with a row for each result and the recipe's keys; `reasons` end their rows."""
     if as_json:
         print_json(data)
-    else:
-        echo(measured_text(measured, data))
+        return
+    results = {key: value for key, value in data.items() if key not in ("model", "device", "workload", "recipe")}
+    rows = dict(_rows(results, ""))
+    print_pairs({key: f"{value:>9}  {(reasons or {}).get(key, '')}".rstrip() for key, value in rows.items()})
+    echo(f"in seconds, bytes and tokens; {note}\n\nset in the recipe:")
+    for key, value in data["recipe"].items():
+        echo(f"{key} = {json.dumps(value)}")
+
+
+def _rows(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            yield f"{prefix}{key}", "yes" if value else "no"
+        elif value < 1e8:
+            yield f"{prefix}{key}", str(value) if isinstance(value, int) else f"{value:.5g}"
+        else:
+            yield f"{prefix}{key}", f"{value / 1e9:.4g} G"

@@ -17,7 +17,6 @@ from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
     from trimtab.config import Config
-    from trimtab.training.observer import Observer
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
@@ -50,11 +49,12 @@ def train(
     run = run_directory(recipe, out, config.out)
     is_comparison = config.compare is not None
     hint = _with_resume_hint(recipe, sets or (), run, is_comparison=is_comparison)
-    with hint, only_json(as_json), observe(to_stderr=as_json) as observer:
+    with hint, only_json(as_json):
         if config.compare is not None:
-            result = _compare(config, run, resume, observer)
+            result = _compare(config, run, resume, to_stderr=as_json)
         else:
-            result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
+            with observe(to_stderr=as_json) as observer:
+                result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
     if as_json and not is_follower():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
@@ -68,7 +68,9 @@ def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
     return load_config(recipe, sets or ())
 
 
-def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
+def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
+    from trimtab.cli.display import closing_lines
+    from trimtab.cli.progress import show_runs
     from trimtab.errors import TrimtabError
     from trimtab.lab.recipe_comparison import run_recipe_comparison
     from trimtab.report.comparison import held_out, write_comparison
@@ -76,9 +78,10 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
 
     if launched_by_torchrun():
         raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
-    result = run_recipe_comparison(config, out, observer, resume=resume)
+    with show_runs(to_stderr=to_stderr) as observer:
+        result = run_recipe_comparison(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")
-    observer.finished(held_out(result.runs), page)
+    echo("\n".join([*closing_lines(held_out(result.runs)), f"report: {page}"]), err=to_stderr)
     return result.metrics
 
 

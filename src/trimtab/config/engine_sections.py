@@ -88,6 +88,11 @@ class EngineConfig(Section):
     canary: CanaryConfig = CanaryConfig()
 
     @property
+    def context(self) -> int | None:
+        """The longest sequence of the engine, None for the model's."""
+        return self.vllm.context if self.type == "vllm" else None
+
+    @property
     def changes_weights(self) -> bool:
         """Whether the sampler's weights are quantized or noisy."""
         return self.quantize != "none" or self.noise > 0

@@ -10,12 +10,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab.config.consistency import contradictions, refuse
 from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.config.paths import resolve_path, resolve_paths
-from trimtab.config.rule import Facts
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
-from trimtab.config.validation import validate
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.files import parse_toml, regular_file
 
@@ -76,7 +75,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
     """Validates parsed data as a recipe; `where` names its origin in error messages."""
     try:
         config = Config.model_validate(data)
-        validate(Facts(config), "config")
+        refuse(contradictions(config))
     except ValidationError as error:
         raise TrimtabError(f"{where}: {_explain(error)}") from None
     except TrimtabError as error:

@@ -178,6 +178,11 @@ class TrainerConfig(Section):
     )
 
     @property
+    def unfinished(self) -> Literal["finish", "discard", "continue"]:
+        """What happens to unfinished responses when new weights come; without `max_lag` there are none."""
+        return self.in_flight if self.max_lag else "finish"
+
+    @property
     def updates_per_step(self) -> int:
         """Number of optimizer updates on one batch."""
         return self.minibatches * self.epochs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, Objecti
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.lab.regimes import Regime
-from trimtab.lab.runner import NullExperimentObserver, run_experiment
+from trimtab.lab.runner import ExperimentObserver, run_experiment
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.runs.summary import RunSummary
-from trimtab.training.observer import Observer
 from trimtab.training.run import check
 
 
@@ -31,7 +29,9 @@ class RecipeComparison:
     metrics: dict[str, Any]
 
 
-def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resume: bool = False) -> RecipeComparison:
+def run_recipe_comparison(
+    config: Config, out: Path, observer: ExperimentObserver | None = None, *, resume: bool = False
+) -> RecipeComparison:
     """Train every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
 
     Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
@@ -46,31 +46,13 @@ def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resu
     for run in plan.runs:
         check(run.config).close()
     assert config.compare is not None
-    observer.started(config, " | ".join(config.compare.objectives), len(plan.runs), out)
-    progress = _ProgressObserver(observer)
-    results = run_experiment(plan, out, workers=config.compare.workers, observer=progress, keep=True)
+    results = run_experiment(plan, out, workers=config.compare.workers, observer=observer, keep=True)
     for name, result in results.items():
         if result.status != "done":
             raise TrimtabError(f"{name}: {result.error}")
     metrics = {run.name: read_metrics(out / run.name / METRICS)[-1] for run in plan.runs}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
     return RecipeComparison(runs, metrics)
-
-
-class _ProgressObserver(NullExperimentObserver):
-    """Reports the number of finished runs to the observer of a run."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._total = self._done = 0
-
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
-        self._total, self._done = len(cells), len(done)
-
-    def finished(self, name: str, result: RunSummary) -> None:
-        self._done += 1
-        self._observer.phase("runs", self._done, self._total)
-        self._observer.message(f"{name}: {summary_line(result)}")
 
 
 def summary_line(result: RunSummary) -> str:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.planning import memory
-from trimtab.planning.assumptions import Assumptions, Device
-from trimtab.planning.memory import Rank
-from trimtab.planning.pipeline_schedule import Cycle, Phases, steady_cycle, steps_ahead
-from trimtab.planning.rates import PlannedEngine, Workload, generation_seconds, training_seconds
-from trimtab.planning.shapes import Shape
+from trimtab.planning.estimates import (
+    Cycle,
+    Phases,
+    PlannedEngine,
+    Rank,
+    Workload,
+    generation_seconds,
+    host_memory,
+    rank_memory,
+    steady_cycle,
+    training_seconds,
+)
+from trimtab.planning.inputs import Assumptions, Device, Shape
 
 GPUS_PER_NODE = 8  # larger clusters are divided by whole machines
 
@@ -35,7 +42,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One split of the GPUs. `memory` is the bytes of a training rank by term."""
+    """One split of the GPUs. `memory` is the bytes of a training rank by term, `ahead` is counted in steps."""
 
     request: PlanRequest
     engine: PlannedEngine
@@ -46,25 +53,27 @@ class Plan:
     memory: Mapping[str, float]
 
     @property
-    def work(self) -> Workload:
-        return self.request.work
-
-    @property
-    def slots(self) -> int:
-        return self.engine.slots(self.work)
-
-    @property
     def memory_limit(self) -> float:
         """Bytes that a training rank may use."""
         return self.request.device.memory * self.request.assumed.train_memory
+
+    @property
+    def trainer_fits(self) -> bool:
+        return sum(self.memory.values()) <= self.memory_limit
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the engine has memory for its weights and one response of full length."""
+        work = self.request.work
+        return self.engine.slots(work) > 0 and self.engine.cache >= work.prompt + work.longest
 
     @property
     def fits(self) -> bool:
         return self.trainer_fits and self.engine_fits
 
     @property
-    def trainer_fits(self) -> bool:
-        return sum(self.memory.values()) <= self.memory_limit
+    def cycle(self) -> Cycle:
+        return steady_cycle(self.phases, self.ahead)
 
     @property
     def longest(self) -> int:
@@ -72,45 +81,21 @@ class Plan:
         low, high = 0, 1 << 24
         while low < high:
             middle = (low + high + 1) // 2
-            work = replace(self.work, longest=middle, response=min(middle, self.work.response))
-            request = replace(self.request, work=work, micro_batch=1)
+            request = replace(self.request, work=replace(self.request.work, longest=middle), micro_batch=1)
             rank = _rank(request, self.rank.ranks, self.rank.recompute, self.rank.offload)
-            needed = sum(memory.rank_memory(request.shape, rank).values())
+            needed = sum(rank_memory(request.shape, rank).values())
             low, high = (middle, high) if needed <= self.memory_limit else (low, middle - 1)
         return low
 
-    @property
-    def engine_fits(self) -> bool:
-        """Whether the engine has memory for its weights and one response of full length."""
-        return self.slots > 0 and self.engine.cache >= self.work.prompt + self.work.longest
-
-    @property
-    def max_lag(self) -> int:
-        return self.ahead * self.work.updates
-
-    @property
-    def cycle(self) -> Cycle:
-        return steady_cycle(self.phases, self.ahead)
-
-    @property
-    def generation_rate(self) -> float:
-        """Response tokens per second of all engines."""
-        return self.work.tokens / self.phases.generate
-
-    @property
-    def training_rate(self) -> float:
-        """Response tokens per second of all ranks."""
-        return self.work.tokens / self.phases.train
-
-    def keys(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, Any]:
         """Returns the recipe settings of this plan by dotted key."""
-        work = self.work
-        settings: dict[str, Any] = {
+        work = self.request.work
+        return {
             "trainer.prompts": work.prompts,
             "trainer.samples": work.samples,
             "trainer.minibatches": work.updates // work.epochs,
             "trainer.epochs": work.epochs,
-            "trainer.max_lag": self.max_lag,
+            "trainer.max_lag": self.ahead * work.updates,
             "trainer.micro_batch_tokens": self.request.micro_batch,
             "sampling.max_tokens": work.longest,
             "model.dtype": "float32",
@@ -126,10 +111,47 @@ class Plan:
             "ray.engine_gpus": float(self.engine.gpus),
             "ray.trainers": self.rank.ranks,
             "ray.trainer_gpus": 1.0,
+            **({"sharding.offload": True} if self.rank.offload else {}),
         }
-        if self.rank.offload:
-            settings["sharding.offload"] = True
-        return settings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the plan in seconds, bytes and tokens per second."""
+        request, work, phases, steady = self.request, self.request.work, self.phases, self.cycle
+        return {
+            "model": {**asdict(request.shape), "parameters": request.shape.parameters},
+            "device": asdict(request.device),
+            "gpus": request.gpus,
+            "workload": {**asdict(work), "responses": work.responses, "tokens": work.tokens},
+            "fits": self.fits,
+            "engines": {
+                "count": self.engines,
+                "gpus": self.engine.gpus,
+                "tokens_per_second": work.tokens / phases.generate,
+                "responses_at_once": self.engine.slots(work),
+                "weights": self.engine.weights,
+                "cache_tokens": int(self.engine.cache),
+                "fits": self.engine_fits,
+                "busy": steady.engines,
+            },
+            "trainer": {
+                "ranks": self.rank.ranks,
+                "tokens_per_second": work.tokens / phases.train,
+                "micro_batch_tokens": self.rank.tokens,
+                "gradient_checkpointing": self.rank.recompute,
+                "offload": self.rank.offload,
+                "memory": dict(self.memory),
+                "memory_total": sum(self.memory.values()),
+                "memory_room": self.memory_limit,
+                "longest_response": self.longest,
+                "host_memory": host_memory(request.shape, self.rank),
+                "fits": self.trainer_fits,
+                "busy": steady.trainer,
+            },
+            "seconds": {**asdict(phases), "step": steady.seconds, "step_in_turn": phases.in_turn},
+            "lag": lag(steady, work.updates, self.ahead),
+            "recipe": self.recipe(),
+            "assumptions": request.assumed.model_dump(),
+        }
 
 
 def best_plan(request: PlanRequest) -> Plan:
@@ -137,91 +159,91 @@ def best_plan(request: PlanRequest) -> Plan:
 
     Raises `TrimtabError` if the GPUs cannot be split.
     """
-    plans = [candidate for split in _splits(request) for candidate in _candidates(request, *split)]
+    splits = list(_splits(request))
+    size = f"{request.tensor_parallel or '1, 2, 4 or 8'} GPUs"
+    if not splits:
+        option = f"--rollout-gpus {request.rollout_gpus} " if request.rollout_gpus is not None else ""
+        raise TrimtabError(
+            f"{request.gpus} GPUs cannot be split {option}into engines of {size} (a divisor of the model's "
+            f"{request.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
+            "--tensor-parallel"
+        )
+    plans = [
+        plan for engine, engines in splits if engine.slots(request.work) for plan in [_plan(request, engine, engines)]
+    ]
     if not plans:
-        raise TrimtabError(_no_split(request))
+        raise TrimtabError(
+            f"no engine of {size} of a {request.device.name} holds {request.shape.name}: raise --tensor-parallel or "
+            "--gpus, or take a --device with more memory"
+        )
     return min(plans, key=lambda plan: (not plan.fits, not plan.engine_fits, plan.cycle.seconds, plan.phases.in_turn))
 
 
-def _splits(request: PlanRequest) -> Iterator[tuple[int, int]]:
-    """Yields GPUs per engine and number of engines, leaving at least one GPU for training."""
+def steps_ahead(max_lag: int | None, updates: int, phases: Phases) -> int:
+    """Returns the number of steps engines may be ahead under `max_lag` updates; with None the smallest sufficient one.
+
+    Raises `TrimtabError` for a `max_lag` above 0 and below the updates of a step.
+    """
+    if max_lag is None:
+        return phases.sufficient_ahead
+    if 0 < max_lag < updates:
+        raise TrimtabError(
+            f"--max-lag {max_lag} is less than the {updates} updates of a step: nothing could be generated during "
+            f"training; give {updates} or more, or 0"
+        )
+    return max_lag // updates
+
+
+def lag(steady: Cycle, updates: int, ahead: int) -> dict[str, float]:
+    """Returns the age of tokens in updates: mean, largest, and the bound for it."""
+    return {
+        "mean": steady.lag_mean * updates,
+        "max": steady.lag_max * updates,
+        "max_lag": ahead * updates,
+        "updates": updates,
+    }
+
+
+def _splits(request: PlanRequest) -> Iterator[tuple[PlannedEngine, int]]:
+    """Yields an engine and the number of engines, leaving at least one GPU for training."""
     unit = GPUS_PER_NODE if request.gpus > GPUS_PER_NODE else 1
-    fixed_size = request.tensor_parallel
-    for size in (1, 2, 4, 8) if fixed_size is None else (fixed_size,):
+    for size in (1, 2, 4, 8) if request.tensor_parallel is None else (request.tensor_parallel,):
         for rollout in range(unit, request.gpus, unit) if request.rollout_gpus is None else (request.rollout_gpus,):
             engines = rollout // size
             # An engine samples whole groups: engines beyond the number of prompts would be idle.
             is_divisible = rollout % size == 0 and request.shape.heads % size == 0
             if is_divisible and 0 < engines <= request.work.prompts and rollout < request.gpus:
-                yield size, engines
+                yield PlannedEngine(request.shape, request.device, size, request.assumed), engines
 
 
-def _no_split(request: PlanRequest) -> str:
-    sizes = f"{request.tensor_parallel or '1, 2, 4 or 8'} GPUs"
-    if any(_splits(request)):
-        return (
-            f"no engine of {sizes} of a {request.device.name} holds {request.shape.name}: raise --tensor-parallel or "
-            "--gpus, or take a --device with more memory"
-        )
-    option = f"--rollout-gpus {request.rollout_gpus} " if request.rollout_gpus is not None else ""
-    return (
-        f"{request.gpus} GPUs cannot be split {option}into engines of {sizes} (a divisor of the model's "
-        f"{request.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
-        "--tensor-parallel"
-    )
-
-
-def _candidates(request: PlanRequest, size: int, engines: int) -> Iterator[Plan]:
-    """Yields the split without recomputation if it fits, else with it, else with the optimizer in CPU memory."""
-    engine = PlannedEngine(request.shape, request.device, size, request.assumed)
-    slots = engine.slots(request.work)
-    if slots == 0:
-        return
-    generate = _generation(engine, engines, request.work, slots)
-    ranks = request.gpus - size * engines
-    # A single rank is not sharded, and offloading needs sharding.
-    variants = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
-    for recompute, offload in variants:
-        rank = _rank(request, ranks, recompute, offload)
-        phases = _phases(request, rank, generate)
-        ahead = steps_ahead(request.max_lag, request.work.updates, phases)
-        candidate = Plan(request, engine, engines, rank, phases, ahead, memory.rank_memory(request.shape, rank))
-        if candidate.trainer_fits or (recompute, offload) == variants[-1]:
-            yield candidate
-            return
-
-
-def _generation(engine: PlannedEngine, engines: int, work: Workload, slots: int) -> float:
-    """Returns the seconds until the slowest engine has sampled its share of whole groups."""
+def _plan(request: PlanRequest, engine: PlannedEngine, engines: int) -> Plan:
+    """Returns the split without recomputation if it fits, else with it, else with the optimizer in CPU memory."""
+    shape, work, assumed = request.shape, request.work, request.assumed
+    # The slowest engine samples its share of whole groups.
     groups = math.ceil(work.prompts / engines)
-    return engine.prefill(groups * work.prompt) + generation_seconds(
-        engine, work.prompt, work.lengths(groups * work.samples), slots
+    lengths = work.lengths(groups * work.samples)
+    generate = engine.prefill(groups * work.prompt) + generation_seconds(
+        engine, work.prompt, lengths, engine.slots(work)
     )
+    ranks = request.gpus - engine.gpus * engines
+    rank = _rank(request, ranks, recompute=False, offload=False)
+    # A single rank is not sharded, and offloading needs sharding.
+    for recompute, offload in ((False, False), (True, False), (True, ranks > 1)):
+        rank = replace(rank, recompute=recompute, offload=offload)
+        if sum(rank_memory(shape, rank).values()) <= request.device.memory * assumed.train_memory:
+            break
+    prompts = work.prompts * math.ceil(work.samples / rank.rows)
+    handover = rank.master * shape.parameters / assumed.handover
+    train = training_seconds(shape, request.device, ranks, work, prompts, rank.recompute, assumed)
+    phases = Phases(generate, train, score=assumed.score, publish=handover, load=handover)
+    ahead = steps_ahead(request.max_lag, work.updates, phases)
+    return Plan(request, engine, engines, rank, phases, ahead, rank_memory(shape, rank))
 
 
 def _rank(request: PlanRequest, ranks: int, recompute: bool, offload: bool) -> Rank:
     work = request.work
     rows = min(work.samples, max(1, (request.micro_batch - work.prompt) // work.longest))
+    scored = rows * work.longest
     return Rank(
-        ranks=ranks,
-        tokens=work.prompt + rows * work.longest,
-        scored=rows * work.longest,
-        rows=rows,
-        prompt=work.prompt,
-        response=work.longest,
-        recompute=recompute,
-        offload=offload,
-    )
-
-
-def _phases(request: PlanRequest, rank: Rank, generate: float) -> Phases:
-    work, assumed = request.work, request.assumed
-    prompts = work.prompts * math.ceil(work.samples / rank.rows)
-    handover = rank.master * request.shape.parameters / assumed.handover
-    return Phases(
-        generate=generate,
-        train=training_seconds(request.shape, request.device, rank.ranks, work, prompts, rank.recompute, assumed),
-        score=assumed.score,
-        publish=handover,
-        load=handover,
+        ranks, work.prompt + scored, scored, rows, work.prompt, work.longest, recompute=recompute, offload=offload
     )

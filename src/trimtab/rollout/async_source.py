@@ -45,7 +45,7 @@ class AsyncSource:
         trainer = collector.config.trainer
         self.collector = collector
         self._state = AsyncState(
-            collector, buffer, trainer.in_flight, chunk=-(-trainer.prompts // len(engines)), canary=canary
+            collector, buffer, trainer.unfinished, chunk=-(-trainer.prompts // len(engines)), canary=canary
         )
         for engine in engines:
             if hasattr(engine, "notify"):  # called in the engine's thread, where messages are queued

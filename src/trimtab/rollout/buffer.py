@@ -39,7 +39,7 @@ class Buffer:
             updates=trainer.updates_per_step,
             max_lag=max_lag,
             ahead=bool(trainer.max_lag),
-            in_order=trainer.in_flight != "discard",
+            in_order=trainer.unfinished != "discard",
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
         self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples

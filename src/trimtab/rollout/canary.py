@@ -122,7 +122,7 @@ class Canary:
             return None
         canary = canary.model_copy(update={"every": every})
         settings: Any = model.config
-        limits = (getattr(settings, "max_position_embeddings", None), config.engine.vllm.context)
+        limits = (getattr(settings, "max_position_embeddings", None), config.engine.context)
         context = min((limit for limit in limits if limit), default=CONTEXT_TOKENS + canary.tokens)
         length = min(CONTEXT_TOKENS + canary.tokens - 1, context - 1)
         if length < canary.tokens + VERSION_TOKENS:

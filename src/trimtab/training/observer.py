@@ -12,10 +12,7 @@ Moment = Literal["before", "after"] | int
 
 
 class Observer(Protocol):
-    """Receives the progress of a run. All calls come from one thread, in order; none may change the run.
-
-    A comparison (`[compare]`) uses the same protocol: `phase("runs", done, total)`, `message` and `finished`.
-    """
+    """Receives the progress of a run. All calls come from one thread, in order; none may change the run."""
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         """Called once before the first step, with the resolved recipe, its equation and the run directory."""

@@ -15,8 +15,6 @@ from torch import nn
 
 from trimtab import environments, rewards, tasks
 from trimtab.config import BATCH_BASELINE, Config
-from trimtab.config.rule import Facts
-from trimtab.config.validation import validate
 from trimtab.engines.factory import build_engines
 from trimtab.environments import BuiltEnvironment
 from trimtab.errors import TrimtabError
@@ -51,6 +49,7 @@ from trimtab.training.loop import Trainer
 from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.optim import build_optimizer
 from trimtab.training.ranks import current_ranks, join
+from trimtab.training.requirements import check_recipe, check_task
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.stop import Stop
@@ -193,10 +192,8 @@ def check(
 
     Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
     """
-    validate(Facts(config), "config")  # again: the caller may have built or changed the recipe in Python
     built = objective or custom_objective.resolve(config)[1]
-    facts = Facts(config, built, current_ranks().size)
-    validate(facts, "objective")
+    check_recipe(config, built, current_ranks().size)
     if config.prefix is not None:
         truncation.build(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
@@ -213,7 +210,7 @@ def check(
     sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
     measured = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
     names = [entry.name for entry in entries]
-    validate(facts._replace(task=task, rewards=names, eval_metrics=measured), "task")
+    check_task(config, task, names, measured)
     scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
     return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
 
@@ -310,7 +307,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     sampling = sampling_params(config, parts.task, centered=centered)
     prefix, demonstrations, samples = config.prefix, config.demonstrations, config.trainer.samples
     of_model = getattr(loaded.model.config, "max_position_embeddings", None)
-    contexts = (of_model, config.engine.vllm.context, getattr(engine, "context", None))
+    contexts = (of_model, config.engine.context, getattr(engine, "context", None))
     context = smallest_context(config, sampling, contexts)
     max_prompt = None if context is None else context - sampling.max_tokens
     return Collector(
@@ -356,16 +353,14 @@ def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingPa
 
     centered: whether the objective reads the sampler's most probable ids.
     """
-    top_logprobs = config.sampling.top_logprobs
-    if top_logprobs is None:
-        top_logprobs = TOP_LOGPROBS if centered else 0
+    top_logprobs = TOP_LOGPROBS if config.sampling.top_logprobs is None else config.sampling.top_logprobs
     return SamplingParams(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
         top_k=config.sampling.top_k,
         max_tokens=config.sampling.max_tokens or task.max_tokens,
         stop=task.stop,
-        top_logprobs=top_logprobs,
+        top_logprobs=top_logprobs if centered else 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -9,14 +10,19 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.progress import Progress
 
 from trimtab.cli import advise
 from trimtab.cli.compare import MultiValueCommand, register
-from trimtab.cli.comparison_progress import RemainingTime
+from trimtab.cli.console import PlainTextConsole
 from trimtab.cli.main import run
+from trimtab.cli.progress import PACE_SECONDS, RunsProgress
+from trimtab.config import load_config
 from trimtab.errors import TrimtabError
+from trimtab.lab import runner
 from trimtab.lab.match import Candidate, MismatchLevel, MismatchMatch
 from trimtab.lab.regimes import regime
+from trimtab.runs.summary import RunSummary
 
 
 def parsed(*words: str) -> dict[str, object]:
@@ -57,47 +63,30 @@ def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-class ManualClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-def test_no_remaining_time_is_shown_before_runs_have_progressed() -> None:
-    hand = ManualClock()
-    clock = RemainingTime({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
-    assert clock.left() is None
-    hand.time += 30  # workers start: no step is done, and it says nothing about the pace
-    clock.progress("a", 0.05)
-    assert clock.left() is None
-    hand.time += 1
-    clock.progress("b", 0.05)  # half a unit since the first step, of 40: less than a fiftieth
-    assert clock.left() is None
-
-
-def test_the_remaining_time_follows_the_pace_of_all_runs() -> None:
-    hand = ManualClock()
-    clock = RemainingTime({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
-    clock.progress("a", 0.1)  # 39 units are left
-    hand.time += 4
-    clock.progress("a", 0.3)
-    clock.progress("b", 0.2)
-    # 4 units in 4 seconds on both threads: 7 + 8 + 20 = 35 units are left, and the longest run needs 2 x 20 / 1.
-    assert clock.left() == pytest.approx(40)
-    hand.time += 26  # another program takes the cores
-    clock.finished("a")
-    clock.finished("b")
-    # 19 units in 30 seconds; 20 are left on one of two threads.
-    assert clock.left() == pytest.approx(30 / 19 * 2 * 20)
-    hand.time += 16
-    clock.progress("c", 0.95)
-    assert clock.left() == pytest.approx(46 / 38 * 2 * 1)
-    clock.finished("c")
-    assert clock.left() == 0
+def test_progress_is_weighted_by_cost_and_a_line_per_run_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, file = [100.0], io.StringIO()
+    bar = Progress(
+        console=PlainTextConsole(file=file), disable=True, get_time=lambda: time[0], speed_estimate_period=PACE_SECONDS
+    )
+    progress = RunsProgress(bar)
+    steps = {"a": 4, "b": 4, "c": 8}
+    cells = {name: load_config("laboratory", [f"trainer.steps={count}"]) for name, count in steps.items()}
+    monkeypatch.setattr(runner, "cost", lambda config: 10.0 * config.trainer.steps)
+    done = RunSummary("done", reward=0.5, seconds=7.0)
+    progress.planned(cells, {"c": done})
+    assert bar.tasks[0].total == 80  # what c cost is not counted
+    for seconds, name, step in ((0, "a", 1), (10, "a", 2), (10, "b", 2)):
+        time[0] += seconds
+        progress.progress(name, step)
+    assert bar.tasks[0].completed == 10 * (2 + 2)
+    # 30 units in 20 seconds since the first report; 40 are left.
+    assert bar.tasks[0].time_remaining == pytest.approx(math.ceil(40 / 1.5))
+    time[0] += 20
+    progress.finished("a", done)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "3 runs, one thread each; 1 of them finished before"
+    # 50 units in 40 seconds.
+    assert lines[1] == "2/3  a  reward 0.50  (7s)  about 16s left"
 
 
 def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:

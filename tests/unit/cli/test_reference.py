@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from trimtab import rewards, tasks
-from trimtab.cli import main, recipe_reference
+from trimtab.cli import main, recipe_keys
 from trimtab.config import Config, load_config
 from trimtab.objectives import keywords_of, objectives
 
-PAGE = recipe_reference.markdown()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE: str = runpy.run_path(str(DOCS / "recipes.py"))["markdown"]()
 # Sections that are absent by default, each with what it takes to be there.
 OPTIONAL = {"perturbation": "token-alp", "prefix": "soup", "demonstrations": "luffy"}
 
@@ -37,9 +40,18 @@ def flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, st
             yield section, key, value
 
 
-def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["recipes", "--keys"]) == 0
-    assert capsys.readouterr().out == PAGE
+    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in capsys.readouterr().out.split("\n\n")}
+    lines = {" ".join(line.split()) for block in blocks.values() for line in block}
+    for start in ("max_lag = none integer ≥ 0 largest allowed age", 'type = "embedded" "embedded", "vllm", "server"'):
+        assert any(line.startswith(start) for line in lines), start
+    assert "  weight_max = 2.0" in blocks['[objective] name = "token-tis"']
+    for section in recipe_keys.sections():
+        assert [line.split()[0] for line in blocks[section.title]] == list(section.keys)
+    parts = [f'[task] name = "{name}"' for name in tasks.names()]
+    parts += [f'[[reward]] name = "{name}"' for name in rewards.names()]
+    assert set(parts) < set(blocks)
 
 
 @pytest.mark.parametrize(("section", "names"), [("perturbation", "`token-alp`, `seq-alp`"), ("prefix", "`soup`")])
@@ -83,7 +95,7 @@ def test_types_and_bounds_in_words() -> None:
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield model
     for field in model.model_fields.values():
-        inner = recipe_reference.section_of(field.annotation)
+        inner = recipe_keys.section_of(field.annotation)
         if inner is not None:
             yield from models(inner)
 
@@ -92,7 +104,7 @@ def test_every_section_and_every_key_is_described_in_one_line() -> None:
     for model in models(Config):
         assert model.__doc__, f"{model.__name__} has no docstring"
         for key, field in model.model_fields.items():
-            if recipe_reference.section_of(field.annotation) is None:
+            if recipe_keys.section_of(field.annotation) is None:
                 assert field.description, f"{model.__name__}.{key}: add Field(description=...)"
                 assert "\n" not in field.description
     parts = {f"task {name}": tasks.options(name) for name in tasks.names()}

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trimtab.models import packed_attention
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.planning.memory import Rank, rank_memory
-from trimtab.planning.shapes import Shape
+from trimtab.planning.estimates import Rank, rank_memory
+from trimtab.planning.inputs import Shape
 
 ROWS, PROMPT, RESPONSE = 24, 16, 41
 SHAPE = Shape("small", 3, 96, 6, 2, 16, 256, 300, tied=False)

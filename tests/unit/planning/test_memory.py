@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from trimtab.models import fused_head, packed_attention
-from trimtab.planning import memory
-from trimtab.planning.memory import Rank, host_memory, layer_activations, rank_memory
-from trimtab.planning.shapes import SHAPES, Shape
+from trimtab.planning import estimates
+from trimtab.planning.estimates import Rank, host_memory, layer_activations, rank_memory
+from trimtab.planning.inputs import SHAPES, Shape
 
 TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
 ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
 def test_the_constants_are_those_of_the_code() -> None:
-    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == memory.HEAD_TILE
-    ours = (memory.BLOCK_SCORES, memory.BLOCK_QUERIES, memory.MAX_SAVED_SCORES)
+    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == estimates.HEAD_TILE
+    ours = (estimates.BLOCK_SCORES, estimates.BLOCK_QUERIES, estimates.MAX_SAVED_SCORES)
     assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
 
 

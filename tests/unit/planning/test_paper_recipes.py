@@ -11,16 +11,14 @@ import pytest
 
 from trimtab import tasks
 from trimtab.config import Config, load_config, recipe_names
-from trimtab.config.rule import Facts
-from trimtab.config.validation import validate
 from trimtab.objectives import Band, Objective, Veto, Weight
 from trimtab.objectives.from_section import from_section
-from trimtab.planning.assumptions import DEVICES, Assumptions
+from trimtab.planning.estimates import Workload
+from trimtab.planning.inputs import DEVICES, Assumptions, find_shape
 from trimtab.planning.planner import PlanRequest, best_plan
-from trimtab.planning.rates import Workload
-from trimtab.planning.shapes import find_shape
 from trimtab.rewards import weighted
 from trimtab.training.held_out import eval_metrics
+from trimtab.training.requirements import check_recipe
 
 # Recipe -> objective, prompts x samples, updates a batch, longest response, parameters of the model in billions.
 PAPERS: dict[str, tuple[str, int, int, int, int, float]] = {
@@ -48,7 +46,7 @@ def test_it_has_the_figures_of_its_paper_and_fits(name: str) -> None:
     trainer = config.trainer
     assert (objective.name, trainer.prompts, trainer.samples) == (expected, prompts, samples)
     assert (trainer.updates_per_step, config.sampling.max_tokens) == (updates, longest)
-    validate(Facts(config, objective, 4), "objective")
+    check_recipe(config, objective, world_size=4)
     shape = find_shape(config.model.path)
     assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert config.engine.vllm.context is not None

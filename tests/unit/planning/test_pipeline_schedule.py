@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_schedule import simulate
 
-from trimtab.planning.pipeline_schedule import Phases, steady_cycle, sufficient_steps_ahead
+from trimtab.planning.estimates import Phases, steady_cycle
 
 # Tenths of a second: sums of them are far enough apart for two ways of adding up to agree on what came first.
 seconds = st.integers(1, 40).map(lambda tenths: tenths / 10)
@@ -30,7 +30,7 @@ def test_generating_one_step_ahead_hides_the_shorter_phase() -> None:
 def test_three_equal_phases_need_two_steps_ahead() -> None:
     equal = Phases(generate=1, score=1, train=1)
     assert [steady_cycle(equal, ahead).seconds for ahead in (0, 1, 2, 3)] == [3, 1.5, 1, 1]
-    assert sufficient_steps_ahead(equal) == 2
+    assert equal.sufficient_ahead == 2
 
 
 def test_an_idle_engine_runs_as_far_ahead_as_it_may() -> None:
@@ -66,7 +66,7 @@ def test_the_arithmetic_is_that_of_the_loop(phases: Phases, ahead: int, updates:
 @settings(max_examples=30, deadline=None)
 @given(phases=phases)
 def test_the_sufficient_number_of_steps_ahead_is_the_smallest(phases: Phases) -> None:
-    ahead = sufficient_steps_ahead(phases)
+    ahead = phases.sufficient_ahead
     assert steady_cycle(phases, ahead).seconds == pytest.approx(phases.ideal)
     assert ahead == 0 or steady_cycle(phases, ahead - 1).seconds > phases.ideal
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from trimtab.config import Config, load_config
-from trimtab.config.rule import Facts
-from trimtab.config.validation import validate
 from trimtab.objectives.from_section import from_section
-from trimtab.planning.assumptions import DEVICES, Assumptions
+from trimtab.planning.estimates import Workload
+from trimtab.planning.inputs import DEVICES, Assumptions, find_shape
 from trimtab.planning.planner import Plan, PlanRequest, best_plan
-from trimtab.planning.rates import Workload
-from trimtab.planning.shapes import find_shape
+from trimtab.training.requirements import check_recipe
 
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 
@@ -58,8 +56,8 @@ def test_the_recipe_is_its_own_plan(name: str) -> None:
     assert config.model.gradient_checkpointing == result.rank.recompute
     assert config.sharding.offload == result.rank.offload
     assert config.engine.vllm.context is not None
-    assert config.engine.vllm.context >= 512 + result.work.longest
-    assert config.trainer.micro_batch_tokens >= 512 + result.work.longest
+    assert config.engine.vllm.context >= 512 + result.request.work.longest
+    assert config.trainer.micro_batch_tokens >= 512 + result.request.work.longest
     if config.placement == "ray":
         assert config.ray.engine_gpus == each
 
@@ -78,4 +76,4 @@ def test_its_objective_reads_the_behavior_policy(name: str) -> None:
     assert config.trainer.max_lag
     built = from_section(config.objective.model_dump())
     assert "behavior" in built.needs
-    validate(Facts(config, built, config.ray.trainers), "objective")
+    check_recipe(config, built, config.ray.trainers)

@@ -9,11 +9,9 @@ import pytest
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.planning.assumptions import DEVICES, Assumptions
-from trimtab.planning.memory import host_memory
+from trimtab.planning.estimates import Workload, host_memory
+from trimtab.planning.inputs import DEVICES, SHAPES, Assumptions
 from trimtab.planning.planner import GPUS_PER_NODE, Plan, PlanRequest, best_plan
-from trimtab.planning.rates import Workload
-from trimtab.planning.shapes import SHAPES
 
 WORK = Workload(prompts=64, samples=16, prompt=512, response=1024, longest=2048)
 SEVEN = PlanRequest(SHAPES["qwen2.5-7b"], DEVICES["h100"], 8, WORK, Assumptions())
@@ -21,7 +19,7 @@ SEVEN = PlanRequest(SHAPES["qwen2.5-7b"], DEVICES["h100"], 8, WORK, Assumptions(
 
 def as_recipe(result: Plan) -> Config:
     data: dict[str, Any] = {}
-    for key, value in result.keys().items():
+    for key, value in result.recipe().items():
         *parents, leaf = key.split(".")
         place = data
         for parent in parents:
@@ -89,7 +87,7 @@ def test_a_large_model_is_offloaded_and_costs_cpu_memory() -> None:
 
 def test_lag_is_counted_in_updates() -> None:
     four = replace(SEVEN, work=replace(WORK, updates=4))
-    assert best_plan(four).max_lag % 4 == 0
+    assert best_plan(four).as_dict()["lag"]["max_lag"] % 4 == 0
     assert best_plan(replace(four, max_lag=0)).cycle.seconds == pytest.approx(
         best_plan(replace(four, max_lag=0)).phases.in_turn
     )

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.planning.assumptions import Assumptions, Device
-from trimtab.planning.rates import PlannedEngine, Workload, generation_seconds, training_seconds
-from trimtab.planning.shapes import SHAPES, Shape
+from trimtab.planning.estimates import PlannedEngine, Workload, generation_seconds, training_seconds
+from trimtab.planning.inputs import SHAPES, Assumptions, Device, Shape
 
 ROUND = Device("round", memory=1e9, flops=1e12, bandwidth=1e9, source="")
 FREE = Device("free", memory=1e9, flops=1e40, bandwidth=1e40, source="")  # leaves nothing but the overhead
@@ -21,14 +20,18 @@ TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
 WORK = Workload(prompts=3, samples=2, prompt=5, response=4, longest=8)
 
 
-def steady(**changes: float) -> PlannedEngine:
+def assuming(**changes: float) -> Assumptions:
+    return PLAIN.model_copy(update=changes)
+
+
+def steady() -> PlannedEngine:
     """An engine that takes a second for every token."""
-    return PlannedEngine(TINY, FREE, 1, replace(PLAIN, decode_overhead=1.0, **changes))
+    return PlannedEngine(TINY, FREE, 1, assuming(decode_overhead=1.0))
 
 
 def test_sizes_by_hand() -> None:
     # attention 2*4*4 + 2*4*2 = 48, network 3*4*8 = 96, norms 8; embedding 40, last norm 4.
-    assert (TINY.attention, TINY.expert, TINY.layer, TINY.parameters) == (48, 96, 152, 348)
+    assert (TINY.expert, TINY.layer, TINY.parameters) == (96, 152, 348)
     assert TINY.kv_values == 2 * 2 * 2
 
 
@@ -46,17 +49,17 @@ def test_a_decode_step_is_bound_by_products_on_a_slow_device() -> None:
 
 
 def test_two_gpus_are_not_twice_as_fast() -> None:
-    one, two = (PlannedEngine(TINY, ROUND, gpus, replace(PLAIN, decode_overhead=1e-12)) for gpus in (1, 2))
+    one, two = (PlannedEngine(TINY, ROUND, gpus, assuming(decode_overhead=1e-12)) for gpus in (1, 2))
     assert one.decode(3, 100) / two.decode(3, 100) == pytest.approx(2 * 0.9)
 
 
 def test_slots_are_what_the_cache_holds() -> None:
     # Half of 1e9 less a workspace and 696 bytes of weights; 16 bytes a token. In progress: 5 + mean of L^2 / 2 mean.
-    engine = PlannedEngine(TINY, ROUND, 1, replace(PLAIN, engine_workspace=0.5e9 - 696 - 16 * 1000, sequences=1000))
+    engine = PlannedEngine(TINY, ROUND, 1, assuming(engine_workspace=0.5e9 - 696 - 16 * 1000, sequences=1000))
     assert engine.cache == pytest.approx(1000)
     assert WORK.square == pytest.approx(64 / 3)
     assert engine.slots(WORK) == int(1000 / (5 + 64 / 3 / 8))
-    assert PlannedEngine(TINY, ROUND, 1, replace(PLAIN, engine_workspace=0.5e9)).slots(WORK) == 0
+    assert PlannedEngine(TINY, ROUND, 1, assuming(engine_workspace=0.5e9)).slots(WORK) == 0
 
 
 def test_a_mixture_reads_the_experts_it_uses() -> None:
@@ -77,7 +80,7 @@ def test_the_longest_response_is_waited_for() -> None:
 
 def test_the_context_of_a_response_counts_until_its_end() -> None:
     # Bytes only: at each step 344 weights and 8 numbers for each token of context, read at 0.5e9 bytes per second.
-    engine = PlannedEngine(TINY, replace(ROUND, flops=1e40), 1, replace(PLAIN, decode_overhead=1e-30))
+    engine = PlannedEngine(TINY, replace(ROUND, flops=1e40), 1, assuming(decode_overhead=1e-30))
     contexts = [5 + 5 + 1 + step * 2 for step in range(2)] + [5 + 2 + 0.5 + step for step in range(3)]
     expected = sum(2 * (344 + 8 * context) / 0.5e9 for context in contexts)
     assert generation_seconds(engine, prompt=5, lengths=[2, 5], slots=2) == pytest.approx(expected)

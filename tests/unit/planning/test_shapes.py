@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.planning.shapes import SHAPES, find_shape
+from trimtab.planning.inputs import SHAPES, find_shape
 
 # Parameters of the published safetensors files (the number on each model's page on huggingface.co).
 PUBLISHED = {

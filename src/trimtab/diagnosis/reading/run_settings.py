@@ -118,7 +118,7 @@ def _coarse(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Returns the keys that quantize the sampler's weights or cache; None for a server, which has its own settings."""
     if engine.get("type") == "server":
         return None
-    vllm = engine.get("vllm", {})
+    vllm = engine.get("vllm", {}) if engine.get("type") == "vllm" else {}
     settings: Sequence[tuple[str, Any, Sequence[Any]]] = (
         ("engine.quantize", engine.get("quantize"), (None, "none")),
         ("engine.noise", engine.get("noise"), (None, 0.0)),

@@ -8,6 +8,7 @@ from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output.markdown import markdown, versions
+from trimtab.findings import Finding
 from trimtab.intervals import Interval
 
 GOLDEN = """\
@@ -42,7 +43,11 @@ def test_the_whole_text_on_a_fixed_diagnosis() -> None:
 
 def test_text_of_files_becomes_no_mark() -> None:
     evil = "<!-- x\n# | `a` [b](c) *d*"
-    line = next(line for line in markdown(example(origin={"findings": (evil,)})).splitlines() if "&lt;!--" in line)
+    line = next(
+        line
+        for line in markdown(example(origin={"findings": (Finding("note", "columns", evil),)})).splitlines()
+        if "&lt;!--" in line
+    )
     assert line == "- remark: &lt;!-- x \\# \\| \\`a\\` \\[b\\](c) \\*d\\*"
 
 
