@@ -112,8 +112,8 @@ def noise_of(tokens: LogprobPairs, context: Context) -> Noise:
 def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     """Returns the share of the shifts' variance explained by the token id, which other weights cause and rounding not.
 
-    None without ids or with too few distinct ones, since ids of a small alphabet encode the position. 0 if not
-    significant.
+    None without ids or with too few distinct ones, since ids of a small alphabet encode the position, and where it is
+    not significant in too few tokens; 0 where it is not in enough of them.
     """
     if tokens.ids is None or scale <= 0:
         return None
@@ -122,12 +122,14 @@ def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     _, ids = np.unique(tokens.ids[middle], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
-    if often.sum() < MIN_IDS or middle.sum() < LIMITS["id-tokens"]:
+    if often.sum() < MIN_IDS:
         return None
     products = (np.bincount(ids, shift)[often] ** 2 - np.bincount(ids, shift**2)[often]) / count[often]
     part = float(products.sum() / (count[often] - 1).sum() / (shift**2).mean())
     z = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
-    return part if part > MIN_PERSISTENCE and z > 3.0 else 0.0
+    if part > MIN_PERSISTENCE and z > 3.0:
+        return part
+    return 0.0 if middle.sum() >= LIMITS["id-tokens"] else None
 
 
 def noise_lower_bound(tokens: LogprobPairs, against: Against) -> Noise:

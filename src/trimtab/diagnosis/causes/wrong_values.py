@@ -66,7 +66,11 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     missed = far.sum() / max(float((1 - np.exp(tokens.behavior[affected])).sum()), 1e-12)
     unlikely = share(tokens.behavior[far] < LIMITS["wrong-token-unlikely"])  # the most likely token hardly ever is
     one_sided = share(above) <= 0.01 + LIMITS["wrong-token-above"] * share(far)
-    possible = max(certain, unlikely / 2) <= LIMITS["wrong-token-impossible"]
+    # Where the most likely token is almost certain, another one is hardly ever sampled.
+    sure = affected & (tokens.behavior > -0.1)
+    expected = float((1 - np.exp(tokens.behavior[sure])).sum())
+    surprising = (far & sure).sum() > 5 + LIMITS["wrong-token-surprising"] * expected
+    possible = max(certain, unlikely / 2) <= LIMITS["wrong-token-impossible"] and not surprising
     if (
         not (one_sided and possible)
         or between > LIMITS["wrong-token-between"] * share(far)
