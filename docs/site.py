@@ -1,14 +1,12 @@
 """Collects the pages of the documentation site in build/pages, where `mkdocs build` finds them (`make docs`).
 
 README, CONTRIBUTING, CHANGELOG, docs/ and examples/ keep their places, so that their links are valid both on the site
-and in the repository. Two kinds of pages are written here: one for each preset, from its docstring, its equation and
+and in the repository. Two kinds of pages are written here: one for each preset, from its description, its equation and
 docs/results/presets.md, and one for each part of the Python interface.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 import shutil
 from inspect import Parameter
 from pathlib import Path
@@ -77,19 +75,20 @@ def index_page() -> str:
     """Returns the page with a line for each preset."""
     lines = ["# Presets", "", "One objective, and its named points. What they share: [math](../math.md).", ""]
     lines += ["| preset | what it is |", "|---|---|"]
-    lines += [f"| [`{name}`]({name}.md) | {_docstring(name)[0]} |" for name in objectives()]
+    lines += [f"| [`{name}`]({name}.md) | {preset.does} |" for name, preset in PRESETS.items()]
     return "\n".join(lines) + "\n"
 
 
 def preset_page(name: str, result: list[tuple[str, str]] | None) -> str:
     """Returns the page of a preset: what it is, its equation, when to use it, its source, numbers and results."""
-    what, when, source = _docstring(name)
+    preset = PRESETS[name]
     built = objective(name, **REQUIRED.get(name, {}))
     refused = [hook.trainer for hook in HOOKS.values() if _cannot(name, hook.refusal(built))]
     carried = "every trainer with an adapter" if not refused else f"the adapters but those of {', '.join(refused)}"
     keywords = keywords_of(name).items()
-    lines = [f"# {name}", "", what, "", "```text", built.equation(), "```", ""]
-    lines += [f"**When.** {when}", "", f"**Source.** {source} ([choices](../papers.md), [formulas](../math.md))", ""]
+    lines = [f"# {name}", "", preset.does, "", "```text", built.equation(), "```", ""]
+    lines += [f"**When.** {preset.when}", ""]
+    lines += [f"**Source.** {preset.source} ([choices](../papers.md), [formulas](../math.md))", ""]
     lines += [f"**In other trainers.** Carried by {carried} ([adapters](../adapters.md)).", ""]
     if result is not None:
         head, values = zip(*result, strict=True)
@@ -108,13 +107,6 @@ def _required(name: str) -> list[str]:
 def _cannot(name: str, reason: str | None) -> bool:
     """Whether a reason is more than the choice of an aggregation."""
     return reason is not None and (name == "oapl" or not reason.startswith("its aggregation"))
-
-
-def _docstring(name: str) -> tuple[str, str, str]:
-    """Returns what a preset is, when to use it, and where it is from: the three parts of its docstring."""
-    what, _, rest = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
-    when, _, source = rest.partition("\n")
-    return tuple(re.sub(r"\s+", " ", part).strip() for part in (what, when, source))  # type: ignore[return-value]
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 LINES = {
     "adapters": 2_108,
     "bitwise": 734,
-    "cli": 3_115,
+    "cli": 3_114,
     "cluster": 1_037,
     "config": 1_730,
     "corrections": 1_733,
@@ -69,16 +69,16 @@ LINES = {
     "evaluation": 1_380,
     "lab": 1_142,
     "models": 3_929,
-    "objectives": 3_383,
+    "objectives": 3_084,
     "pages": 301,
     "planning": 950,
-    "report": 3_731,
+    "report": 3_730,
     "rewards": 713,
     "rollout": 2_251,
     "runs": 1_780,
     "sandbox": 2_136,
     "tasks": 1_729,
-    "training": 4_688,
+    "training": 4_686,
     "trimtab": 1_488,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
@@ -147,12 +147,15 @@ def test_corrections_import_torch_and_jaxtyping_only() -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_core_is_written_for_python_3_10(path: Path) -> None:
     tree = ast.parse(path.read_text(), feature_version=(3, 10))
-    names = {
-        name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import) for name in node.names
+    # torch brings typing_extensions, which has the newer names on every Python.
+    origins = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
+    extended = {
+        name.name for node in origins if getattr(node, "module", None) == "typing_extensions" for name in node.names
     }
+    names = {name.name for node in origins for name in node.names}
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not names & SINCE_311
+    assert not (names - extended) & SINCE_311
     # Inside a function that says which Python it needs, tomllib may be imported.
     assert "tomllib" not in imports(path, top_level_only=True)
 
