@@ -93,12 +93,16 @@ def _check_names(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _called(name: str, given: dict[str, Any]) -> Preset:
-    """Returns what a custom function builds from its keywords, which are taken out of `given`."""
-    keywords = {
-        key: checked(key, given.pop(key), _type_of(parameter.default))
-        for key, parameter in _parameters(name).items()
-        if key in given
-    }
+    """Returns what a custom function builds from its keywords, which are taken out of `given`.
+
+    A value must have the type of the parameter's default, where that is a number, a bool or a string.
+    """
+    keywords = {}
+    for key, parameter in _parameters(name).items():
+        if key in given:
+            default = parameter.default
+            kind = type(default) if isinstance(default, bool | int | float | str) else object
+            keywords[key] = checked(key, given.pop(key), kind)
     try:
         built = _function(name)(**keywords)
     except ValueError:
@@ -108,11 +112,6 @@ def _called(name: str, given: dict[str, Any]) -> Preset:
     if not isinstance(built, Objective):
         raise TrimtabError(f"it returned {type(built).__name__}, not a trimtab.Objective")
     return Preset(built, does="", when="", source=name)
-
-
-def _type_of(default: Any) -> type:
-    """Returns the type that values of a parameter must have, by its default."""
-    return type(default) if isinstance(default, bool | int | float | str) else object
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
 from trimtab.corrections.protocols import definition, symbol
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
-from trimtab.corrections.reduce import Selection, Sequences, reported, select, widen
+from trimtab.corrections.reduce import Sequences, reported, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
@@ -374,7 +374,7 @@ def _zero_or_nan(values: Tensor, mask: Tensor) -> Tensor:
 def _ratio_statistics(terms: Terms) -> dict[str, Mergeable]:
     log = terms.log_ratio.detach()
     return {
-        "ratio/": Histogram.of(log, Selection(terms.on_policy, log.dtype)),
+        "ratio/": Histogram.of(log, terms.on_policy),
         "ratio/bounded": Mean.of(beyond_bound(log), terms.on_policy),
         "update/kl": Mean.of(k3(terms.token_log_ratio.detach()), terms.on_policy),
     }
