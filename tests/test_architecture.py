@@ -69,7 +69,7 @@ LINES = {
     "evaluation": 1_380,
     "lab": 1_142,
     "models": 3_929,
-    "objectives": 3_083,
+    "objectives": 3_079,
     "pages": 301,
     "planning": 950,
     "report": 3_730,

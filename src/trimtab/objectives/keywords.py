@@ -86,9 +86,9 @@ class Preset:
     """
 
     objective: Objective
-    does: str
-    when: str
-    source: str
+    does: str = ""
+    when: str = ""
+    source: str = ""
     own: Mapping[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
 

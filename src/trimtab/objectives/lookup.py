@@ -111,7 +111,7 @@ def _called(name: str, given: dict[str, Any]) -> Preset:
         raise TrimtabError(f"it ended in {type(error).__name__}: {error}") from error
     if not isinstance(built, Objective):
         raise TrimtabError(f"it returned {type(built).__name__}, not a trimtab.Objective")
-    return Preset(built, does="", when="", source=name)
+    return Preset(built)
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -335,9 +335,5 @@ _PRESETS = (
 
 PRESETS: dict[str, Preset] = {preset.objective.name: preset for preset in _PRESETS}
 
-COMPOSED = Preset(
-    Objective("composed", Ratio(), Unclipped()),
-    does="An objective of the given parts alone, one of them a surrogate.",
-    when="Use it where no preset is near.",
-    source="docs/objectives.md.",
-)
+COMPOSED = Preset(Objective("composed", Ratio(), Unclipped()))
+"""An objective of given parts alone, one of which is a surrogate."""

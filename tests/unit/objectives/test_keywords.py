@@ -57,6 +57,12 @@ def test_the_second_of_two_masks_keeps_its_place_before_those_that_are_added() -
     assert [getattr(mask, "max", None) for mask in built.masks] == [0.25, 0.5, None]
 
 
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.objective.name)
+def test_a_preset_says_what_it_does_when_to_use_it_and_where_it_is_from(preset: Preset) -> None:
+    assert preset.when.startswith("Use it")
+    assert all(text.endswith(".") and "\n" not in text for text in (preset.does, preset.when, preset.source))
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "result"),
     [(2, float, 2.0), (2, int, 2), (None, float | None, None), ("k1", str, "k1"), (True, bool, True)],
