@@ -197,6 +197,11 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
         ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: max ="),
         ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1 would reject"),
         ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive: tau = 0, 1.05: temperatures must be finite"),
+        ("ctpo", {"clip_low": math.nan}, "'ctpo': clip_low: low = nan, high = 0.05: the bounds on log r are -low"),
+        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2: the bounds are (1 - low)^age"),
+        ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2: the band is [1 - low, 1 + high]"),
+        ("pnpo", {"clip_high": -0.1}, "'pnpo': clip_high: low = 0.2, high = -0.1: the band is"),
+        ("geo-mask", {"keep_min": 0.0, "keep_max": math.inf}, "keep_min, keep_max: Band: [0, inf] holds every ratio"),
         # A message that names the keyword itself is not preceded by it.
         ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
         ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
@@ -215,6 +220,7 @@ def test_a_message_names_the_key_that_was_written(name, given, line):
 
 def test_what_only_looks_without_effect_is_accepted():
     assert objective("grpo", mask=[], centering=False) == objective("grpo")
+    assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)
     summed = objective("grpo", mask=[{"kind": "binary_tv", "reduce": "sum", "max": 3.0}])
     assert summed.masks == (Divergence("binary_tv", "sum", 3.0),)
     assert objective("grpo", clip_low=1.0, clip_high=math.inf, clip_dual=3.0).surrogate == Clipped(1.0, math.inf, 3.0)
