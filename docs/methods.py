@@ -1,11 +1,11 @@
 """Writes the section of docs/methods.md that follows from the presets: `python docs/methods.py`.
 
-A preset's sentences are those of `described`, its equation that of the built objective, its defaults `keywords_of`.
+A preset's sentences are those of `objectives/presets.py`, its equation that of the built objective, its defaults
+`keywords_of`.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from inspect import Parameter
 from pathlib import Path
@@ -18,18 +18,9 @@ BEGIN, END = "<!-- presets: written by docs/methods.py -->\n", "<!-- end of pres
 SHARED = {"denominator", "kl", "kl_coef", "entropy_coef", "aggregation", "length_max"}
 
 
-def described(name: str) -> tuple[str, str, str]:
-    """What a preset does, when to use it, and its source: the only place here that knows where they are written."""
-    what, _, rest = (inspect.getdoc(PRESETS[name]) or "").partition("\n\n")
-    rest = " ".join(rest.split())
-    before, use, after = rest.partition("Use it")
-    when, _, source = f"{use}{after}".partition(". ")
-    return " ".join([what, before]).strip(), f"{when}.", source
-
-
 def section(name: str) -> str:
     """One preset: its sentences, its equation with the default numbers, and its own keywords."""
-    what, when, source = described(name)
+    preset = PRESETS[name]
     one, keywords = objective(name), keywords_of(name)
     terms = [line for line in one.equation().splitlines() if not line.startswith(("  D: ", "  A: "))]
     defaults = {key: value for key, value in keywords.items() if key not in SHARED}
@@ -37,9 +28,8 @@ def section(name: str) -> str:
     defaults |= {"advantage": one.advantage}
     listed = ", ".join(f"`{key}={_value(value)}`" for key, value in defaults.items())
     block = ["```text", *terms, "```"]
-    return "\n".join(
-        [f"### `{name}`", "", f"{what} {when}", "", *block, "", f"Defaults: {listed}. Source: {source}", ""]
-    )
+    last = f"Defaults: {listed}. Source: {preset.source}"
+    return "\n".join([f"### `{name}`", "", f"{preset.does} {preset.when}", "", *block, "", last, ""])
 
 
 def _value(value: object) -> str:

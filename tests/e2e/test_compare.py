@@ -200,20 +200,20 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -
     assert [row["reward/mean"] for row in again] == [row["reward/mean"] for row in before]
 
 
-def test_a_surrogate_of_one_s_own_is_compared(tmp_path: Path) -> None:
-    """The code of CONTRIBUTING, in the folder where the command is typed, with two values of its keyword."""
+def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(tmp_path: Path) -> None:
+    """The two files of CONTRIBUTING, in the folder where the command is typed, each with two values of its keyword."""
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (code,) = [
-        block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "TanhGap" in block
-    ]
-    (tmp_path / "my_methods.py").write_text(code)
-    methods = ["token-tis", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
+    mask, surrogate = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_masks.py").write_text(mask)
+    (tmp_path / "my_methods.py").write_text(surrogate)
+    methods = ["my_masks:floor", "my_masks:floor:floor_min=0.1", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
     out = tmp_path / "grid"
     done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *TINY, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["method"] for row in rows(out)] == methods
-    halved = [
-        max(step["clip/half"] for step in read_metrics(out / "stale-32" / name / "seed0" / "metrics.jsonl"))
-        for name in ("my_methods_tanh_gap", "my_methods_tanh_gap_tau_0.1")
-    ]
-    assert 0 < halved[0] < halved[1]
+
+    def largest(metric: str, name: str) -> float:
+        return max(step[metric] for step in read_metrics(out / "stale-32" / name / "seed0" / "metrics.jsonl"))
+
+    assert largest("reject/floor", "my_masks_floor") < largest("reject/floor", "my_masks_floor_floor_min_0.1")
+    assert 0 < largest("clip/half", "my_methods_tanh_gap") < largest("clip/half", "my_methods_tanh_gap_tau_0.1")

@@ -34,11 +34,10 @@ def test_the_presets_on_the_page_of_methods_are_those_of_the_code() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "methods.py"))
     assert script["written"](page) == page, "run: python docs/methods.py"
     assert re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE) == objectives()
-    for name in objectives():
-        what, when, source = script["described"](name)
-        assert min(len(what), len(source)) >= 10, name
-        assert when.startswith("Use it "), name
-        assert when.endswith("."), name
+    for name, preset in PRESETS.items():
+        assert min(len(preset.does), len(preset.source)) >= 10, name
+        assert preset.when.startswith("Use it "), name
+        assert preset.when.endswith("."), name
 
 
 def test_every_preset_is_measured_on_the_page_of_choices() -> None:

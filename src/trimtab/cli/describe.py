@@ -88,14 +88,14 @@ def explain(
         allow_code()
     from trimtab.config import is_recipe, recipe_names
     from trimtab.objectives import objectives
-    from trimtab.objectives.composition import COMPOSED
     from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
+    from trimtab.objectives.presets import COMPOSED
 
     if name is None:
         _list_objectives(sets, as_json)
         return
-    known = [*objectives(), COMPOSED]
+    known = [*objectives(), COMPOSED.objective.name]
     recipe = is_recipe(name)
     is_objective = name in known or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
@@ -120,11 +120,11 @@ def explain(
 
 
 def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
-    from trimtab.objectives.lookup import summaries
+    from trimtab.objectives.presets import PRESETS
 
     if sets:
         raise TrimtabError("--set changes one objective: name it")
-    described = summaries()
+    described = {name: preset.does for name, preset in PRESETS.items()}
     if as_json:
         print_json(described)
         return
@@ -138,7 +138,6 @@ def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
     from trimtab.config import REQUIRED_SECTIONS, load_config
-    from trimtab.objectives.equation import render
     from trimtab.objectives.from_section import from_section
     from trimtab.training.requirements import check_recipe
 
@@ -150,7 +149,7 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     sections["routing"] = None if config.routing.replay == "none" else config.routing
     return {
         "objective": config.objective.name,
-        "equation": render(objective, advantage),
+        "equation": objective.equation(advantage),
         "advantage": advantage,
         **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }

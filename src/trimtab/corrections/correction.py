@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
 from trimtab.corrections.ratios import TOKEN_LEVELS, Ratios, log_ratio, units_of
-from trimtab.corrections.reduce import Selection, Sequences, and_, reported, select, widen
+from trimtab.corrections.reduce import Sequences, reported, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
 
 BLOCK_TOKENS = {"cpu": 1 << 18}
 BLOCK_TOKENS_ELSEWHERE = 1 << 19
-"""Tokens per block: as many as fit a CPU core's cache, or occupy an accelerator while scratch memory stays bounded."""
+"""Tokens per block: as many as fit a CPU core's cache, or occupy an accelerator while the memory of intermediate
+tensors stays bounded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,18 +69,15 @@ def compute_correction(
     to whole sequences; token statistics are those of this rank's tokens and merge over ranks with `+`.
     """
     tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}
-    _validate_reads(masks, tensors)
+    for rule in masks:
+        missing = [name for name in sorted(rule.reads) if tensors[name] is None]
+        if missing:
+            raise ValueError(f"{type(rule).__name__} needs {missing[0]}, which is None")
     rows, time = mask.shape
     one_block = sequence_ids is not None or group is not None
     size = rows if one_block else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
     size = min(max(1, size), rows)
-    dtype = widen(behavior[:0]).dtype
-    if proximal is not None:
-        dtype = torch.promote_types(widen(proximal[:0]).dtype, dtype)
-    keep = torch.empty_like(mask)
-    weights = None if weight is None else torch.empty(mask.shape, dtype=dtype, device=mask.device)
-    scratch = torch.empty((4, size, time), dtype=dtype, device=mask.device)
-    blocks = []
+    weights, keeps, blocks = [], [], []
     for start in range(0, max(1, rows), max(1, size)):
         part = slice(start, start + size)
         block = _Block(
@@ -88,31 +86,27 @@ def compute_correction(
             sequences=Sequences(mask[part], sequence_ids, group, None if turn is None else turn[part]),
             current=None if current is None else current[part].detach(),
             advantage=None if advantage is None else advantage[part],
-            scratch=scratch[:, : mask[part].shape[0]],
         )
-        statistics = block.apply_masks(masks, keep[part])
-        if weight is not None and weights is not None:
-            statistics |= block.apply_weight(weight, weights[part], keep[part])
+        keep, statistics = block.apply_masks(masks)
+        if weight is not None:
+            bounded, passed, of_weight = block.apply_weight(weight)
+            weights.append(bounded)
+            keep = keep & passed
+            statistics |= of_weight
         if statistics:
-            statistics |= block.rejected(keep[part])
+            statistics |= block.rejected(keep)
         if measure:
             statistics[""] = block.measure()
+        keeps.append(keep)
         blocks.append(statistics)
     merged = {name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]}
     mismatch = merged.pop("", None)
     assert mismatch is None or isinstance(mismatch, RatioStatistics)
-    return BatchCorrection(weights, keep, merged, mismatch)
-
-
-def _validate_reads(masks: Sequence[Mask], tensors: Mapping[str, Tensor | None]) -> None:
-    for rule in masks:
-        for name in sorted(rule.reads):
-            if tensors[name] is None:
-                raise ValueError(f"{type(rule).__name__} needs {name}, which is None")
+    return BatchCorrection(None if weight is None else torch.cat(weights), torch.cat(keeps), merged, mismatch)
 
 
 class _Block:
-    """A few rows of the batch. All blocks share one set of scratch buffers, which therefore stay in the cache."""
+    """A few rows of the batch, whose tensors fit the cache."""
 
     def __init__(
         self,
@@ -121,60 +115,53 @@ class _Block:
         sequences: Sequences,
         current: Tensor | None,
         advantage: Tensor | None,
-        scratch: Tensor,
     ) -> None:
-        log, excess, one, two = scratch
         self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
-        self.selection = Selection(sequences.mask, log.dtype)
-        self.scratch = (one, two)
-        mismatch = None
-        if proximal is not None:
-            torch.sub(widen(proximal), widen(behavior), out=log)
-            mismatch = Ratios(self.selection(log), sequences, excess)
-        policy = None if current is None else Ratios(log_ratio(current, behavior, sequences.mask), sequences)
+        mismatch, policy = (
+            None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
+            for numerator in (proximal, current)
+        )
         self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
 
     @property
     def mismatch(self) -> Ratios:
         return self.evidence.mismatch
 
-    def apply_masks(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
-        """Applies every rule to the original mask, writes what all keep to `keep` and returns the rejected shares."""
-        keep.copy_(self.sequences.mask)
+    def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:
+        """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
+        keep = self.sequences.mask
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
             passed = rule.keep(self.evidence)
             self._validate_kept(rule, passed)
-            and_(keep, passed)
+            keep = keep & passed
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
-        return statistics
+        return keep, statistics
 
-    def apply_weight(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
-        """Writes the bounded weight of every token to `out` and removes from `keep` what the weight's mask rejects."""
-        units = units_of(self.sequences, weight.level)
+    def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor, dict[str, Mergeable]]:
+        """Returns the bounded weight of every token, which tokens it keeps, and its statistics."""
+        sequences, units = self.sequences, units_of(self.sequences, weight.level)
         per_token = weight.level in TOKEN_LEVELS
-        selection = self.selection if per_token else Selection(units.trained, out.dtype)
-        ratio = self.mismatch.at(weight.level, out)
+        trained = sequences.mask if per_token else units.trained
+        ratio = self.mismatch.at(weight.level)
         inside = weight.inside(ratio)
-        bounded = selection(weight.apply_(ratio))
-        raw = self.histogram if weight.level == "token" else Histogram.of(self.mismatch.log_at(weight.level), selection)
+        bounded = torch.where(trained, weight.apply(ratio), 0.0)
+        per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
+        raw = self.histogram if weight.level == "token" else Histogram.of(self.mismatch.log_at(weight.level), trained)
         statistics: dict[str, Mergeable] = {
             "weight": WeightStatistics(
                 raw=raw.counts,
                 total=total(bounded),
                 count=total(raw.counts),
-                # Untrained positions have ratio 1, inside every bound.
-                changed=inside.numel() - torch.count_nonzero(inside),
+                changed=total(trained & ~inside),
                 weight=weight,
             )
         }
-        if not per_token:
-            self.selection(out.copy_(units.spread(bounded)))
+        passed = torch.ones_like(sequences.mask)
         if weight.rejects:
             passed = inside if per_token else units.spread(inside)
-            and_(keep, passed)
             statistics |= self._rejection(f"reject/{weight.rule}", passed)
-        return statistics
+        return per_position, passed, statistics
 
     def rejected(self, keep: Tensor) -> dict[str, Mergeable]:
         """Returns the share of tokens, and of sequences, that all rules together rejected."""
@@ -187,12 +174,11 @@ class _Block:
 
     @cached_property
     def histogram(self) -> Histogram:
-        return Histogram.of(self.mismatch.log, self.selection, self.scratch)
+        return Histogram.of(self.mismatch.log, self.sequences.mask)
 
     def measure(self) -> RatioStatistics:
         assert self.proximal is not None
-        selection, histogram, scratch = self.selection, self.histogram, self.scratch
-        return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
+        return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, self.histogram)
 
     def _validate_kept(self, rule: Mask, passed: Tensor) -> None:
         """Raises `ValueError` for a result that does not have one value for each token."""

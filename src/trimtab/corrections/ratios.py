@@ -86,17 +86,16 @@ def beyond_bound(log_ratio: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
 class Ratios:
     """The ratios of a pair of policies, without gradient, each level computed once.
 
-    log: (batch, time) log-ratio, 0 where the mask is False. buffer: memory for `excess`; allocated if None.
+    log: (batch, time) log-ratio, 0 where the mask is False.
     """
 
     log: Float[Tensor, "batch time"]
     sequences: Sequences
-    buffer: Float[Tensor, "batch time"] | None = None
 
     @cached_property
     def excess(self) -> Float[Tensor, "batch time"]:
         """rho_t - 1, the exponent bounded; `expm1` keeps precision where rho is close to 1."""
-        return torch.clamp(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=self.buffer).expm1_()
+        return torch.expm1(bounded(self.log))
 
     @cached_property
     def log_sequence(self) -> Float[Tensor, "sequences 1"]:
@@ -117,12 +116,7 @@ class Ratios:
             return (turns.sum if level in PRODUCTS else turns.mean)(self.log)
         return self.log_sequence if level == "sequence" else self.log_geometric
 
-    def at(self, level: str, out: Tensor | None = None) -> Tensor:
-        """Ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise.
-
-        In a new tensor, or in `out` where there is one for each token.
-        """
-        if level in TOKEN_LEVELS:
-            # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
-            return torch.clamp(self.log_at(level), -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=out).exp_()
+    def at(self, level: str) -> Tensor:
+        """Ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise."""
+        # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
         return bounded(self.log_at(level)).exp()

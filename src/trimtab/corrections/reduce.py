@@ -30,25 +30,6 @@ def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
-class Selection:
-    """`where(mask, values, 0)` in place, as an AND of bit patterns: it also clears NaN and inf, at a tenth of the cost.
-
-    Without gradient. `bits` is -1 (all bits set) where the mask is True and 0 elsewhere.
-    """
-
-    def __init__(self, mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> None:
-        self.bits = mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
-
-    def __call__(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        values.view(self.bits.dtype).bitwise_and_(self.bits)
-        return values
-
-
-def and_(keep: Bool[Tensor, "batch time"], passed: Bool[Tensor, "batch #time"]) -> None:
-    """`keep &= passed`, computed on bytes: a broadcast of bools is not vectorised on a CPU."""
-    keep.view(torch.uint8).bitwise_and_(passed.view(torch.uint8))
-
-
 def reported(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns the sampler's log-probs, NaN where one is below `MIN_BEHAVIOR`."""
     return torch.where(behavior < MIN_BEHAVIOR, torch.nan, behavior)

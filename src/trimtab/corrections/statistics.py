@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, bounded
-from trimtab.corrections.reduce import Selection, Sequences
+from trimtab.corrections.reduce import Sequences, select
 
 QUANTILES = (0.01, 0.05, 0.50, 0.95, 0.99)
 
@@ -110,13 +110,10 @@ class Histogram(Mergeable):
     counts: Int[Tensor, "bins"]
 
     @classmethod
-    def of(cls, log_ratio: Tensor, selection: Selection, scratch: tuple[Tensor, Tensor] | None = None) -> Histogram:
-        """Counts the selected log-ratios, NaN in the last bin. `scratch`: two buffers of the same shape."""
-        counts = torch.zeros(_BINS, dtype=selection.bits.dtype, device=log_ratio.device)
-        index = _bin(log_ratio, *(scratch or (None, None)))
-        # The bits are -1 where selected and 0 elsewhere, so that their negative sum counts the selected values.
-        counts.scatter_add_(0, index.reshape(-1), selection.bits.reshape(-1))
-        return cls(counts.neg_().to(torch.int64))
+    def of(cls, log_ratio: Tensor, mask: Tensor) -> Histogram:
+        """Counts the log-ratios where the mask is True, NaN in the last bin."""
+        counts = torch.zeros(_BINS, dtype=torch.int64, device=log_ratio.device)
+        return cls(counts.scatter_add(0, _bin(log_ratio).reshape(-1), mask.reshape(-1).to(torch.int64)))
 
     def quantiles(self, levels: Sequence[float]) -> Float[Tensor, "levels"]:
         """Returns quantiles of the ratio, linear between order statistics as in `torch.quantile`; NaN when empty."""
@@ -128,10 +125,10 @@ class Histogram(Mergeable):
         lower, upper = _centers(cumulative.device).exp().take(bins)
         return torch.where(size > 0, torch.lerp(lower, upper, position - position.floor()), torch.nan)
 
-    def transformed(self, function_: Callable[[Tensor], Tensor]) -> Histogram:
-        """Returns the histogram after `function_` (in place) of every ratio; a ratio of 0 goes to the lowest bin."""
-        index = _bin(function_(_centers(self.counts.device).exp()).log())
-        return Histogram(torch.zeros_like(self.counts).scatter_add_(0, index, self.counts))
+    def transformed(self, function: Callable[[Tensor], Tensor]) -> Histogram:
+        """Returns the histogram after a function of every ratio; a ratio of 0 goes to the lowest bin."""
+        index = _bin(function(_centers(self.counts.device).exp()).log())
+        return Histogram(torch.zeros_like(self.counts).scatter_add(0, index, self.counts))
 
     @property
     def beyond(self) -> Tensor:
@@ -143,12 +140,12 @@ class Histogram(Mergeable):
         return dict(zip(names, self.quantiles(QUANTILES).unbind(), strict=True))
 
 
-def _bin(log_ratio: Tensor, steep: Tensor | None = None, flat: Tensor | None = None) -> Int[Tensor, "*shape"]:
+def _bin(log_ratio: Tensor) -> Int[Tensor, "*shape"]:
     """Returns the bin index of each log-ratio, as the sum of a steep and a flat clamped line: monotone, no branches."""
     end = LOG_RATIO_BOUND + 1 / _OUTER_RATE
-    position = torch.clamp(log_ratio, -_INNER, _INNER, out=steep).mul_(_INNER_RATE - _OUTER_RATE)
-    position.add_(torch.clamp(log_ratio, -end, end, out=flat), alpha=_OUTER_RATE)
-    return position.add_(_ZERO_BIN + 0.5).nan_to_num_(nan=_BINS - 1.0).to(torch.int64)
+    steep = log_ratio.clamp(-_INNER, _INNER) * (_INNER_RATE - _OUTER_RATE)
+    position = steep + log_ratio.clamp(-end, end) * _OUTER_RATE
+    return (position + (_ZERO_BIN + 0.5)).nan_to_num(nan=_BINS - 1.0).to(torch.int64)
 
 
 def _centers(device: torch.device) -> Float[Tensor, "bins"]:
@@ -195,41 +192,31 @@ class RatioStatistics(Mergeable):
         ratios: Ratios,
         numerator: Float[Tensor, "batch time"],
         denominator: Float[Tensor, "batch time"],
-        selection: Selection,
         histogram: Histogram,
-        scratch: tuple[Tensor, Tensor],
     ) -> RatioStatistics:
-        """Computes the statistics of the pair of policies that `ratios` was computed from.
-
-        `selection` and `histogram` are those of its tokens; `scratch`: two buffers of the batch's shape.
-        """
-        log, excess, (one, two) = ratios.log, ratios.excess, scratch
-        log_abs_sum = total(torch.abs(log, out=one))
-        mask = ratios.sequences.mask
-        k3 = total(torch.sub(excess, log, out=one))
+        """Computes the statistics of the pair of policies that `ratios` and its histogram were computed from."""
+        log, excess, mask = ratios.log, ratios.excess, ratios.sequences.mask
         # Selected before exp, since exp of an untrained -1e4 is denormal and a hundred times slower, and after it,
         # since exp of the 0 at untrained positions is 1.
-        log_p = selection(one.copy_(numerator))
-        perplexity = _perplexity(ratios.sequences.mean(log_p), ratios.sequences)
-        p = selection(log_p.exp_())
-        q = selection(selection(two.copy_(denominator)).exp_())
+        log_p, log_q = select(numerator, mask), select(denominator, mask)
+        p, q = select(log_p.exp(), mask), select(log_q.exp(), mask)
         return cls(
             tokens=total(histogram.counts),
             log=total(log),
             log_square=_dot(log, log),
-            log_abs=log_abs_sum,
+            log_abs=total(log.abs()),
             log_min=-_largest(torch.where(mask, -log, -torch.inf), -torch.inf),
             log_max=_largest(torch.where(mask, log, -torch.inf), -torch.inf),
             excess=total(excess),
             excess_square=_dot(excess, excess),
-            k3=k3,
+            k3=total(excess - log),
             p=total(p),
             q=total(q),
             p_square=_dot(p, p),
             q_square=_dot(q, q),
             p_q=_dot(p, q),
             histogram=histogram.counts,
-            ppl_train=perplexity,
+            ppl_train=_perplexity(ratios.sequences.mean(log_p), ratios.sequences),
             **_sequence_sums(ratios),
         )
 

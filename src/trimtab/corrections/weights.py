@@ -95,11 +95,11 @@ class Weight:
         below = ratio <= self.high
         return below if self.bound == "truncate" else below & (ratio >= self.low)
 
-    def apply_(self, ratio: Tensor) -> Tensor:
-        """Bounds a ratio in place; NaN stays NaN."""
+    def apply(self, ratio: Tensor) -> Tensor:
+        """Returns the bounded ratio; NaN stays NaN."""
         if self.bound == "truncate":
-            return ratio.clamp_(max=self.high)
-        return ratio.clamp_(self.low, self.high) if self.bound == "clip" else ratio.mul_(self.inside(ratio))
+            return ratio.clamp(max=self.high)
+        return ratio.clamp(self.low, self.high) if self.bound == "clip" else ratio * self.inside(ratio)
 
     def normalized(self, weight: Tensor, total: Tensor, count: Tensor) -> Tensor:
         """Returns the weights, divided by their mean total / count over the update if `normalize` is set."""
@@ -179,7 +179,7 @@ class WeightStatistics(Mergeable):
         raw = Histogram(self.raw)
         return {
             **{f"_raw/{name}": value for name, value in raw.summary().items()},
-            **{f"/{name}": value for name, value in raw.transformed(self.weight.apply_).summary().items()},
+            **{f"/{name}": value for name, value in raw.transformed(self.weight.apply).summary().items()},
             "/mean": self.total / self.count,
             "/changed": self.changed / self.count,
         }

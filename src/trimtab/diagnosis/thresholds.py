@@ -23,7 +23,9 @@ TABLE: dict[str, Threshold] = {
     "placeholder-tokens": Threshold(3, "fewest tokens that contradict a constant"),
     "placeholder-apart": Threshold(0.25, "share of contradicted tokens for which a whole place is left out"),
     "placeholder-last": Threshold(20, "times as frequent at the last token as elsewhere, where the other side is far"),
-    "placeholder-lead": Threshold(5, "times the odds of a contradiction at tokens that are almost certain"),
+    "placeholder-chance": Threshold(
+        9.2, "nats: a constant is contradicted so much more often than values near 0", "1e-4"
+    ),
     "certain-tokens": Threshold(50, "fewest tokens within 1e-3 of 0 that are compared with those at 0"),
     "padding-run": Threshold(2, "fewest 0.0 on both sides at the end of a padded response"),
     "padding-responses": Threshold(4, "fewest responses of one length that can be padded"),
@@ -41,6 +43,7 @@ TABLE: dict[str, Threshold] = {
     "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo"),
     # Groups of tokens.
     "group-tokens": Threshold(40, "fewest undecided tokens of a group that is compared"),
+    "prompts": Threshold(8, "fewest prompts with so many tokens that are compared"),
     "prompt-tokens": Threshold(20, "the same of a prompt, of which there are many"),
     "group-part": Threshold(0.05, "smallest part of the tokens of a group that is pointed at"),
     "group-lift": Threshold(2.0, "times its part of the tokens, that its part of k3 is"),
@@ -66,7 +69,9 @@ TABLE: dict[str, Threshold] = {
     "temperature-explains": Threshold(0.08, "least share of the variance of shifts on the line of two temperatures"),
     "greedy-least": Threshold(-3.0, "nats, which hardly any most likely token is below"),
     "greedy-unlikely": Threshold(0.02, "most tokens below that in greedy decoding"),
-    "truncated-far": Threshold(0.02, "share of ratios below 1/e that truncation may have"),
+    "truncated-far": Threshold(0.002, "share of ratios below 1/e that truncation may have"),
+    "truncated-moved": Threshold(0.05, "plus this part of the tokens that moved down"),
+    "temperature-likelihood": Threshold(6.0, "nats by which one of two distributions must explain the tokens better"),
     "truncated-mass": Threshold(0.65, "least kept mass that top-p and top-k are sure to explain"),
     # Tokens of another place.
     "swapped-own-distance": Threshold(0.3, "nats between a response's two lists from which on it disagrees"),
@@ -90,6 +95,8 @@ TABLE: dict[str, Threshold] = {
     "direction": Threshold(0.35, "of the variance of shifts, that probability decides", "8 bits, trained: .3; T: .5"),
     "uneven": Threshold(0.2, "of the variance of log sizes, that a group decides", "8 bits, trained: .08, bases: .02"),
     "prompt-repeats": Threshold(0.1, "the same by prompt, where it is the cause"),
+    "noise-tokens": Threshold(200, "undecided tokens below which the kind of noise is a guess"),
+    "confidence-few": Threshold(0.65, "confidence of noise in fewer"),
     "one-noise-share": Threshold(0.008, "of tokens beyond five usual shifts in one noise", "tails of 12 bases"),
     "one-noise-tokens": Threshold(5, "fewest tokens beyond five usual shifts that count"),
     "leftover-share": Threshold(0.03, "the same after a repair, which leaves some wrong pairs"),

@@ -69,6 +69,18 @@ class Aggregation:
             return 1.0 / (_positive(count) * self.length_max)
         return 1.0 / _positive(count if self.kind == "seq-mean-token-sum" else trained)
 
+    def equation(self, *, rejects: bool) -> str:
+        """Returns the denominator as text; `rejects`: whether tokens can be rejected."""
+        text = {
+            "token-mean": "Σ T, trained tokens of the update (token-mean)",
+            "seq-mean-token-mean": "N·T, sequences of the update times tokens of each (seq-mean-token-mean)",
+            "seq-mean-token-sum": "N, sequences of the update (seq-mean-token-sum)",
+            "constant": f"N·{self.length_max}, sequences of the update times length_max (constant)",
+            "trained-mean-token-sum": "sequences of the update with a trained token",
+        }[self.kind]
+        rejected = "counted" if self.denominator == "original" else "not counted"
+        return f"{text}; what is rejected is {rejected}" if rejects else text
+
 
 def _positive(count: Tensor) -> Tensor:
     """Returns the count, 1 where it is 0. Counts of other trainers may be fractions: totals over several steps."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,10 +21,12 @@ from trimtab.corrections import divergences
 from trimtab.corrections.masks import OPSM, Band, Divergence
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
+from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
-from trimtab.objectives.composition import COMPOSED
-from trimtab.objectives.lookup import UNSET, is_custom, keywords_of, objective
-from trimtab.objectives.surrogates import Unclipped
+from trimtab.objectives.composition import part_fields
+from trimtab.objectives.keywords import UNSET, value_at
+from trimtab.objectives.lookup import is_custom, named
+from trimtab.objectives.presets import COMPOSED
 
 SAMPLES_MIN = 20
 """Fewest tokens or responses from which a bound is estimated."""
@@ -112,9 +114,8 @@ class Observed:
         )
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """One keyword of a preset that can be calibrated: the field of `Observed` it depends on, and its estimator."""
+class _Bound(NamedTuple):
+    """A keyword of a preset that can be calibrated: the field of `Observed` it depends on, and its estimator."""
 
     keyword: str
     samples: str
@@ -122,27 +123,22 @@ class _Bound:
     estimate: Callable[[Tensor, Range], float]
 
 
-def bounds_of(preset: str) -> tuple[str, ...]:
-    """Returns the keywords of a preset that can be calibrated.
-
-    None without weight and masks, for a custom function and for `composed`, whose bounds are no keywords.
+def bounds_of(name: str) -> tuple[str, ...]:
+    """Returns the keywords of an objective that can be calibrated: none without weight and masks, or for a function.
 
     A side that the preset leaves open (`weight_min = 0`) stays open. The clip range is not included: it limits how far
     one batch may move the policy and does not depend on the mismatch.
     """
-    return () if is_custom(preset) or preset == COMPOSED else tuple(bound.keyword for bound in _bounds(preset))
+    return tuple(bound.keyword for bound in _bounds(name))
 
 
-def calibrated(preset: str, observed: Observed) -> dict[str, float]:
+def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
     """Returns the preset's bounds for these samples, by keyword, rounded to six digits towards the looser side.
 
     Raises `TrimtabError` when the preset has no such bounds, for too few samples, and for samples that are not finite.
     """
-    bounds = list(_bounds(preset))
-    if not bounds:
-        raise TrimtabError(f"objective {preset!r} has no bound that calibrate can find: leave calibrate out")
     values = {}
-    for bound in bounds:
+    for bound in _bounds(preset):
         samples = getattr(observed, bound.samples)
         if samples is None:
             raise TrimtabError(f"calibrate: {bound.keyword} is a bound on turns, which are not known here")
@@ -155,6 +151,8 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
         if not bool(samples.isfinite().all()):
             raise TrimtabError("calibrate: log-probs of the batch are not finite, no bound can be taken from them")
         values[bound.keyword] = bound.estimate(samples, bound.range)
+    if not values:
+        raise TrimtabError(f"objective {preset!r} has no bound that calibrate can find: leave calibrate out")
     return values
 
 
@@ -164,11 +162,6 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     Raises `TrimtabError` for an objective without a bound to calibrate, for a bound that is also given, and for parts
     that replace what has it or judge the same ratio.
     """
-    if name == COMPOSED:
-        raise TrimtabError(
-            "objective.calibrate finds the bounds of a preset, and those of parts stand in their tables: leave "
-            "calibrate out, or name a preset"
-        )
     keywords = bounds_of(name)
     if not keywords:
         raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
@@ -183,30 +176,30 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
             f"objective.calibrate finds the bounds of the weight of {name!r}, which the given weight replaces: leave "
             "one of them out"
         )
-    for added in objective(COMPOSED, surrogate=Unclipped(), mask=given.get("mask", ())).masks:
-        if any((added.rule, added.reads) == (mask.rule, mask.reads) for mask in objective(name).masks):
+    own = {(mask.rule, mask.reads) for mask in named(name).objective.masks}
+    for added in part_fields(COMPOSED.objective, {"mask": given.get("mask", ())})["masks"]:
+        if (added.rule, added.reads) in own:
             raise TrimtabError(
                 f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
             )
     return keywords
 
 
-def _bounds(preset: str) -> Iterator[_Bound]:
-    built, keywords = objective(preset), keywords_of(preset)
-    if built.weight is not None:
-        level = built.weight.level
-        limits = (MASK if built.weight.bound == "mask" else WEIGHT)[level]
-        if keywords.get("weight_min"):
-            yield _Bound("weight_min", level, limits, _low)
-        yield _Bound("weight_max", level, limits, _high)
-    for mask in built.masks:
-        if isinstance(mask, Band) and mask.over == "proximal":
-            yield _Bound("keep_min", mask.level, MASK[mask.level], _low)
-            yield _Bound("keep_max", mask.level, MASK[mask.level], _high)
-        elif isinstance(mask, Divergence) and (mask.kind, mask.reduce, mask.over) == ("k3", "mean", "proximal"):
-            yield _Bound("divergence_max", "k3", DIVERGENCE, _divergence)
-        elif isinstance(mask, OPSM):
-            yield _Bound("delta", "geometric", DELTA, _delta)
+def _bounds(name: str) -> Iterator[_Bound]:
+    if is_custom(name):
+        return
+    preset = named(name)
+    for keyword, path in sorted(preset.paths.items(), key=lambda item: item[1] < "weight"):  # the weight first
+        place, _, side = path.rpartition(".")
+        part, edge = value_at(preset.objective, place), _low if side == "min" else _high
+        if isinstance(part, Weight) and side != "normalize" and preset.defaults[keyword] > 0:
+            yield _Bound(keyword, part.level, (MASK if part.rejects else WEIGHT)[part.level], edge)
+        elif isinstance(part, Band) and part.over == "proximal":
+            yield _Bound(keyword, part.level, MASK[part.level], edge)
+        elif isinstance(part, Divergence) and (part.kind, part.reduce, part.over) == ("k3", "mean", "proximal"):
+            yield _Bound(keyword, "k3", DIVERGENCE, _divergence)
+        elif isinstance(part, OPSM):
+            yield _Bound(keyword, "geometric", DELTA, _delta)
 
 
 def _high(log: Tensor, limits: Range) -> float:

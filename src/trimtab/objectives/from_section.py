@@ -12,7 +12,7 @@ from trimtab.objectives.lookup import objective
 from trimtab.objectives.objective import Objective
 
 
-def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None = None) -> Objective:
+def from_section(section: Mapping[str, Any], bounds: Mapping[str, Any] | None = None) -> Objective:
     """Returns the objective of an `[objective]` section: `name`, `calibrate`, and keywords and parts.
 
     With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
@@ -30,6 +30,6 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
     if not calibrate:
         return objective(name, **given)
     keywords = check_calibration(name, given)
-    built = objective(name, **given, **(bounds or {}))
+    built = objective(name, **{**given, **(bounds or {})})
     state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
     return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))

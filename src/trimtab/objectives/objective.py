@@ -17,14 +17,15 @@ from torch import Tensor
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
+from trimtab.corrections.protocols import definition, symbol
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
-from trimtab.corrections.reduce import Selection, Sequences, reported, select, widen
+from trimtab.corrections.reduce import Sequences, reported, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import centering_ceiling, centering_term
+from trimtab.objectives.centering import centering_ceiling, centering_equation, centering_term
 from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.policies import PolicyLogps, Ratio
 from trimtab.objectives.regularizers import KL
@@ -63,22 +64,23 @@ class Objective:
     def __post_init__(self) -> None:
         _validate_parts(self)
         if self.weight is not None and self.ratio.over == "behavior":
-            raise TrimtabError(f"{self.name}: current/behavior already contains proximal/behavior; drop the weight")
+            raise TrimtabError(
+                "current/behavior already contains proximal/behavior: drop the weight (a recipe takes a method without "
+                'one, or name = "composed")'
+            )
         refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
         if refused is not None:
-            raise TrimtabError(f"{self.name}: {refused}")
+            raise TrimtabError(refused)
         if self.centering:
             centering_ceiling(self.ratio, self.surrogate, corrected=self._corrects)
         if self.advantage not in KINDS:
-            raise TrimtabError(
-                f"{self.name}: unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}"
-            )
+            raise TrimtabError(f"unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}")
         if not 0 <= self.entropy_coef < math.inf:
             raise TrimtabError(
                 f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
             )
         if self._counts_kept and not self.rejects:
-            raise TrimtabError(f'{self.name} rejects nothing, so denominator = "kept" has no effect')
+            raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect')
 
     @property
     def _corrects(self) -> bool:
@@ -205,11 +207,30 @@ class Objective:
         own_statistics = _ratio_statistics(terms) | _loss_statistics(policy, logps.mask, keep, state)
         return Output(loss, Metrics({**statistics, **own_statistics}))
 
-    def equation(self) -> str:
-        """Returns the loss as text, with its numbers and what its symbols mean."""
-        from trimtab.objectives.equation import render
+    def equation(self, advantage: str | None = None) -> str:
+        """Returns the loss as text: one line with its numbers, then one for each symbol and note.
 
-        return render(self)
+        advantage: the kind of a recipe's `[advantage]`; by default that which the objective expects.
+        """
+        ratio, weight = self.ratio, self.weight
+        factors = ["m", *(["keep"] if self.masks else []), *([] if weight is None else [weight.equation()])]
+        loss = f"loss = −1/D Σ {'·'.join(factors)}·{self.surrogate.equation(symbol('r', ratio.level))}"
+        policy = {"proximal": "π_old", "behavior": "μ"}[ratio.over]
+        lines = [definition("r", ratio.level, "π", policy)]
+        lines += [] if weight is None else [weight.definition()]
+        lines += [*(f"keep where {rule.equation()}" for rule in self.masks), *self.surrogate.notes()]
+        if self.centering:
+            lines.append(centering_equation(centering_ceiling(ratio, self.surrogate, corrected=False)))
+        lines.append(f"D: {self.aggregation.equation(rejects=self.rejects)}")
+        lines.append(f"A: {advantage or self.advantage} advantage")
+        if self.kl.coef > 0:
+            loss += f" + {self.kl.coef:g}·KL"
+            lines.append(f"KL: {self.kl.equation(external='off_policy' in self.needs)}, over m")
+        loss += " + 1/D Σ m·A·C" if self.centering else ""
+        if self.entropy_coef > 0:
+            loss += f" − {self.entropy_coef:g}·H"
+            lines.append("H: entropy of π, over m")
+        return "\n  ".join([loss, *lines, *(f"note: {note}" for note in self.notes)])
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""
@@ -323,24 +344,23 @@ class Objective:
 def _validate_parts(objective: Objective) -> None:
     masks = objective.masks
     if not isinstance(masks, tuple) or not all(isinstance(rule, Mask) for rule in masks):
-        raise TrimtabError(f"{objective.name}: masks = {masks!r} must be a tuple of rejection rules (Mask)")
+        raise TrimtabError(f"masks = {masks!r} must be a tuple of rejection rules (Mask)")
     kinds = {"ratio": Ratio, "surrogate": Surrogate, "aggregation": Aggregation, "kl": KL}
     kinds |= {} if objective.weight is None else {"weight": Weight}
     for name, kind in kinds.items():
         part = getattr(objective, name)
         if not isinstance(part, kind):
-            raise TrimtabError(f"{objective.name}: {name} = {part!r} is not an instance of {kind.__name__}")
+            raise TrimtabError(f"{name} = {part!r} is not an instance of {kind.__name__}")
     if len(set(masks)) < len(masks):
-        raise TrimtabError(f"{objective.name}: the same rejection rule is given twice: leave one out")
+        raise TrimtabError("the same rejection rule is given twice: leave one out")
     for wide, narrow in permutations(masks, 2):
         if keeps_all_of(wide, narrow):
             raise TrimtabError(
-                f"{objective.name}: {wide} rejects nothing beside {narrow}: leave it out; the bounds of a preset's "
-                "own mask are keywords"
+                f"{wide} rejects nothing beside {narrow}: leave it out; the bounds of a preset's own mask are keywords"
             )
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
-            raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")
+            raise TrimtabError(f"{rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")
 
 
 def _weighted_sum(values: Tensor, scale: Tensor) -> Tensor:
@@ -354,7 +374,7 @@ def _zero_or_nan(values: Tensor, mask: Tensor) -> Tensor:
 def _ratio_statistics(terms: Terms) -> dict[str, Mergeable]:
     log = terms.log_ratio.detach()
     return {
-        "ratio/": Histogram.of(log, Selection(terms.on_policy, log.dtype)),
+        "ratio/": Histogram.of(log, terms.on_policy),
         "ratio/bounded": Mean.of(beyond_bound(log), terms.on_policy),
         "update/kl": Mean.of(k3(terms.token_log_ratio.detach()), terms.on_policy),
     }

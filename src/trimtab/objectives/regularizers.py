@@ -62,3 +62,14 @@ class KL:
             return estimate
         assert to_sampler is not None
         return torch.exp(bounded(to_sampler)) * estimate
+
+    def equation(self, *, external: bool) -> str:
+        """Returns the term of a token as text; `external`: whether there may be tokens without a behavior policy."""
+        k3 = "π_ref/π − log(π_ref/π) − 1"
+        ratio = "π/μ (1 at off-policy tokens, which have no μ)" if external else "π/μ"
+        return {
+            "k1": "log(π/π_ref), whose gradient averages to 0 on-policy: a monitor",
+            "k2": "½ log²(π_ref/π)",
+            "k3": k3,
+            "unbiased": f"{ratio}·({k3}), gradient through both",
+        }[self.kind]

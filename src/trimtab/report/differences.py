@@ -107,7 +107,6 @@ def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     named by a run. `metrics` are those of any step; calibrated bounds are logged at every step.
     """
     from trimtab.objectives.calibrate import bounds_of  # imported here: needs torch
-    from trimtab.objectives.equation import render
     from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom
 
@@ -119,6 +118,6 @@ def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
             raise ValueError(f"its config.toml has no equation of {section['name']!r}")
         keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
         bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
-        return render(from_section(section, bounds), config.get("advantage", {}).get("kind"))
+        return from_section(section, bounds).equation(config.get("advantage", {}).get("kind"))
     except (KeyError, ValueError) as error:
         return f"not known to this version of trimtab: {error}"

@@ -23,7 +23,6 @@ from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
 from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.objectives import Objective
-from trimtab.objectives.equation import render
 from trimtab.rewards import Scorer
 from trimtab.rollout import prefixes, truncation
 from trimtab.rollout.async_source import AsyncSource
@@ -146,7 +145,7 @@ def train(
             cleanup.enter_context(
                 provenance.recorded(run, config, command, started, first_step=trainer.step + 1, ranks=size)
             )
-        equation = render(trainer.learner.objective, config.advantage.kind)
+        equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)
         _survey_prompts(trainer)
         return TrainResult(run.path, trainer.train())

@@ -133,7 +133,7 @@ def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["explain", "composed", "--set", 'surrogate={kind="soft-gate"}']) == 0
     assert "σ(τ (r_t − 1)) A" in capsys.readouterr().out
     assert main.run(["explain", "composed"]) == 2
-    assert "of parts alone needs a surrogate" in capsys.readouterr().err
+    assert "it needs a surrogate" in capsys.readouterr().err
     assert main.run(["explain", "composd"]) == 2
     assert "unknown objective or recipe 'composd' (did you mean 'composed'" in capsys.readouterr().err
     # The name of an objective and of a recipe.

@@ -12,14 +12,12 @@ from torch.testing import assert_close
 
 from trimtab.corrections import Histogram, Weight, compute_correction
 from trimtab.corrections.correction import BLOCK_TOKENS
-from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES
 from trimtab.objectives import mismatch
 
 
 def quantiles(log_ratio: torch.Tensor) -> torch.Tensor:
-    everything = Selection(torch.ones_like(log_ratio, dtype=torch.bool), log_ratio.dtype)
-    return Histogram.of(log_ratio, everything).quantiles(QUANTILES)
+    return Histogram.of(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool)).quantiles(QUANTILES)
 
 
 def test_two_tokens_by_hand():
@@ -112,7 +110,7 @@ def test_quantiles_near_one_resolve_geometric_bounds():
 def test_ratio_one_is_exactly_one_and_the_ends_are_counted():
     assert quantiles(torch.zeros(7)).tolist() == [1.0] * 5
     ends = torch.tensor([-50.0, 0.0, 0.0, 50.0, 1e4, float("nan")])
-    result = Histogram.of(ends, Selection(torch.ones(6, dtype=torch.bool), ends.dtype))
+    result = Histogram.of(ends, torch.ones(6, dtype=torch.bool))
     assert result.beyond == 4
     assert result.counts.sum() == 6
     assert quantiles(torch.zeros(0)).isnan().all()

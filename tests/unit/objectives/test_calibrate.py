@@ -204,7 +204,7 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
         # Parts: refused before the run, not by their bounds at step 0.
         (
             {"name": "composed", "calibrate": True, "surrogate": {"kind": "clipped"}, "weight": {}},
-            "objective.calibrate finds the bounds of a preset, and those of parts stand in their tables",
+            "objective 'composed' has no bound that calibrate can find: leave calibrate out",
         ),
         (
             {"name": "seq-tis", "calibrate": True, "weight": {"level": "geometric", "bound": "clip", "min": 0.5}},

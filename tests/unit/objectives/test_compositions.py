@@ -51,7 +51,7 @@ ROWS = Aggregation("trained-mean-token-sum")
     ],
 )
 def test_dead_and_contradictory_parts_are_refused(parts, line):
-    with pytest.raises(TrimtabError, match=rf"^mine: .*{line}") as error:
+    with pytest.raises(TrimtabError, match=line) as error:
         Objective("mine", **parts)
     assert "\n" not in str(error.value)
 
@@ -68,7 +68,7 @@ def test_dead_and_contradictory_parts_are_refused(parts, line):
 )
 def test_values_that_are_not_parts_are_refused_without_type_checking(monkeypatch, parts, line):
     monkeypatch.setattr(config, "jaxtyping_disable", True)
-    with pytest.raises(TrimtabError, match=rf"^mine: .*{line}"):
+    with pytest.raises(TrimtabError, match=line):
         Objective("mine", **{"ratio": Ratio(), "surrogate": Clipped(), **parts})
 
 
@@ -76,7 +76,7 @@ def test_a_rule_that_reads_what_there_is_not_is_refused():
     class Odd(Band):
         reads = frozenset({"curent"})
 
-    with pytest.raises(TrimtabError, match=r"mine: band_token reads 'curent' .did you mean 'current'"):
+    with pytest.raises(TrimtabError, match=r"band_token reads 'curent' .did you mean 'current'"):
         Objective("mine", Ratio(), Clipped(), masks=(Odd("token", 0.5, 2.0),))
 
 

@@ -204,10 +204,10 @@ def with_own_kl() -> Objective:
     return replace(objective("grpo"), name="own-kl", kl=OwnKL("k2", 0.1))
 
 
-def test_parts_of_own_classes_stay_unless_one_of_their_keywords_is_given():
+def test_parts_of_own_classes_stay_and_their_fields_are_keywords():
     name = f"{__name__}:with_own_kl"
     assert type(objective(name, entropy_coef=0.1).kl) is OwnKL
-    assert objective(name, kl_coef=0.2).kl == KL("k2", 0.2)
+    assert objective(name, kl_coef=0.2).kl == OwnKL("k2", 0.2)
 
 
 def test_objectives_that_learn_without_advantages_declare_it():

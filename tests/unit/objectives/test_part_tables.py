@@ -27,6 +27,7 @@ from trimtab.objectives import (
     Weight,
     composition,
     objective,
+    presets,
 )
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
@@ -96,12 +97,12 @@ def test_parts_may_be_given_as_objects():
 @pytest.mark.parametrize(
     ("name", "given", "line"),
     [
-        ("composed", {}, "of parts alone needs a surrogate"),
+        ("composed", {}, "it needs a surrogate, such as"),
         ("composed", {"surrogate": {"kind": "cliped"}}, "unknown surrogate 'cliped' .did you mean 'clipped'"),
         ("composed", {"surrogate": {"high": 0.2}}, "surrogate is a table with a `kind`"),
         ("composed", {"surrogate": {"kind": "clipped", "hihg": 0.2}}, "has no 'hihg' .did you mean 'high'"),
         ("composed", {"surrogate": {"kind": "clipped", "high": "0.2"}}, "high = '0.2' has the wrong type"),
-        ("composed", {"surrogate": CLIPPED, "ratio": {"level": "word"}}, "ratio: level = 'word': unknown 'word'"),
+        ("composed", {"surrogate": CLIPPED, "ratio": {"level": "word"}}, "ratio: Ratio: unknown 'word'"),
         ("composed", {"surrogate": CLIPPED, "ratio": {"over": 1}}, "over = 1 has the wrong type"),
         ("composed", {"surrogate": CLIPPED, "clip_high": 0.3}, "no keyword 'clip_high'"),
         ("composed", {"surrogate": CLIPPED, "wieght": {}}, "no keyword 'wieght' .did you mean 'weight'"),
@@ -123,9 +124,9 @@ def test_parts_may_be_given_as_objects():
         ("a3po", {"ratio": {"level": "token"}}, 'use a ratio over "behavior"'),
         ("drpo", {"ratio": {"level": "sequence", "over": "behavior"}}, '"token" over "behavior"'),
         ("vespo", {"ratio": {"level": "geometric", "over": "behavior"}}, 'use level "sequence"'),
-        ("reinforce", {"centering": {}}, "centering is true or false, not {}"),
+        ("reinforce", {"centering": {}}, "centering = {} has the wrong type"),
         ("ctpo", {"ratio": {"level": "token"}}, 'use level "prefix"'),
-        ("grpo", {"denominator": "kept"}, "rejects nothing"),
+        ("grpo", {"denominator": "kept"}, "nothing is rejected"),
         ("grpo", {"weight": {"bound": "mask", "max": math.inf}}, "holds every ratio"),
         ("grpo", {"weight": {"bound": "clip", "max": None}}, "holds every ratio"),
         ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0, "max": math.inf}]}, "holds every ratio"),
@@ -158,10 +159,14 @@ def test_parts_may_be_given_as_objects():
         ("k3-mask", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.5}]}, "rejects nothing beside"),
         ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
         ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
-        ("pnpo", {"clip_low": 1.0, "clip_high": math.inf}, 'clip_high = inf: nothing is dropped, use .* "unclipped"'),
+        (
+            "pnpo",
+            {"clip_low": 1.0, "clip_high": math.inf},
+            'clip_low, clip_high: .*: nothing is dropped, use .* "unclipped"',
+        ),
         ("ctpo", {"clip_low": math.inf, "clip_high": math.inf, "clip_dual": None}, "nothing is clipped"),
-        ("token-tis", {"ratio": {"over": "behavior"}}, 'has a weight, .* take name = "composed"'),
-        ("dppo", {"divergence_max": 1.0}, "divergence_max = 1 rejects nothing, as a gap of probabilities is at most 1"),
+        ("token-tis", {"ratio": {"over": "behavior"}}, 'drop the weight .*name = "composed"'),
+        ("dppo", {"divergence_max": 1.0}, "divergence_max: Divergence: max = 1 rejects nothing, as a gap"),
         *(
             ("grpo", {"mask": [{"kind": "binary_tv", "reduce": reduce, "max": 1}]}, "max = 1 rejects nothing")
             for reduce in ("token", "mean", "max")
@@ -185,38 +190,26 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
 @pytest.mark.parametrize(
     ("name", "given", "line"),
     [
-        (
-            "ctpo",
-            {"clip_low": math.nan},
-            "'ctpo': clip_low = nan, clip_high = 0.05: the bounds on log r are -clip_low and clip_high, use 0",
-        ),
-        ("cppo", {"divergence_max": 0.0}, "'cppo': divergence_max = 0 and budget = 0.02 must be finite"),
-        ("grpo", {"clip_low": 1.0, "clip_high": math.inf}, "'grpo': clip_low = 1 with clip_high = inf"),
-        (
-            "geo-mask-token-tis",
-            {"keep_min": 0.0, "keep_max": math.inf},
-            "the rule has no effect: give keep_min, keep",
-        ),
-        ("trm", {"k2_max": -1.0, "k3_max": -2.0}, "'trm': k2_max = -1.0, k3_max = -2.0: max = -"),
-        ("sapo", {"tau_positive": -1.0, "tau_negative": 0.0}, "'sapo': tau_positive = -1.0, tau_negative = 0.0: "),
-        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': reduce = 'tokn': unknown"),
-        ("icepop", {"weight_min": 3.0, "weight_max": 2.0}, "'icepop': weight_min = 3.0: [3, 2] must enclose 1"),
-        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive = 0.0: tau = 0, 1.05: temperatures must be finite"),
-        ("trm", {"k3_max": -1.0}, "'trm': k3_max = -1 would reject identical policies or nothing"),
-        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low = 1.5: the bound is 1 - clip_low"),
-        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low = 1, clip_high = 0.2: the bounds are (1 - clip_low)^age"),
-        (
-            "composed",
-            {"surrogate": {"kind": "clipped", "low": math.nan}},
-            "surrogate 'clipped': low = nan: the bo",
-        ),
-        (
-            "composed",
-            {"surrogate": {"kind": "aged-clip", "low": 1.0}},
-            "surrogate 'aged-clip': low = 1, high = 0.",
-        ),
+        # The keywords of the part that is refused, all that were given, and the message of the part.
+        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low: low = 1.5: the bound is 1 - low"),
+        ("grpo", {"clip_low": 1.0, "clip_high": math.inf, "kl_coef": 1}, "'grpo': clip_low, clip_high: low = 1 with h"),
+        ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: [3, 5] must enclose 1"),
+        ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: max ="),
+        ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1 would reject"),
+        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive: tau = 0, 1.05: temperatures must be finite"),
+        ("ctpo", {"clip_low": math.nan}, "'ctpo': clip_low: low = nan, high = 0.05: the bounds on log r are -low"),
+        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2: the bounds are (1 - low)^age"),
+        ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2: the band is [1 - low, 1 + high]"),
+        ("pnpo", {"clip_high": -0.1}, "'pnpo': clip_high: low = 0.2, high = -0.1: the band is"),
+        ("geo-mask", {"keep_min": 0.0, "keep_max": math.inf}, "keep_min, keep_max: Band: [0, inf] holds every ratio"),
+        # A message that names the keyword itself is not preceded by it.
+        ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
+        ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
+        # Tables of parts.
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': Divergence: unknown 'tokn'"),
+        ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan: the bo"),
         ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains proximal/behavior"),
-        ("grpo", {"denominator": "kept"}, "objective 'grpo': rejects nothing, so denominator"),
+        ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),
     ],
 )
 def test_a_message_names_the_key_that_was_written(name, given, line):
@@ -227,6 +220,7 @@ def test_a_message_names_the_key_that_was_written(name, given, line):
 
 def test_what_only_looks_without_effect_is_accepted():
     assert objective("grpo", mask=[], centering=False) == objective("grpo")
+    assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)
     summed = objective("grpo", mask=[{"kind": "binary_tv", "reduce": "sum", "max": 3.0}])
     assert summed.masks == (Divergence("binary_tv", "sum", 3.0),)
     assert objective("grpo", clip_low=1.0, clip_high=math.inf, clip_dual=3.0).surrogate == Clipped(1.0, math.inf, 3.0)
@@ -249,7 +243,7 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
 
 
 def test_the_recipe_knows_the_names_of_the_parts():
-    assert (composition.COMPOSED, composition.PART_KEYS) == (COMPOSED, OBJECTIVE_PARTS)
+    assert (presets.COMPOSED.objective.name, composition.PART_KEYS) == (COMPOSED, OBJECTIVE_PARTS)
 
 
 def test_a_keyword_at_its_default_may_stand_beside_the_part_that_replaces_it():

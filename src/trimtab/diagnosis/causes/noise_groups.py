@@ -63,6 +63,10 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     size = log_size(tokens.shift[middle])
     found = {}
     for name, group in columns.items():
+        if name == "prompt" and group is not None:
+            counts = np.unique(group[middle], return_counts=True)[1]
+            if (counts >= LIMITS["prompt-tokens"]).sum() < LIMITS["prompts"]:
+                continue
         if group is not None:
             least = LIMITS["prompt-tokens" if name == "prompt" else "group-tokens"]
             found[name] = explained(size, group[middle], int(least))

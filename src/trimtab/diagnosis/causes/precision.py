@@ -15,7 +15,7 @@ and more for eight bits and .24 for four bits and for weights a few updates old.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -199,7 +199,9 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
             return _routing(tokens, noise, size)
     if context.settings is not None and context.settings.coarse is not None:
         return _by_recipe(tokens, noise, size, context.settings)
-    return [_by_size(tokens, noise, size)]
+    found = _by_size(tokens, noise, size)
+    few = noise.tokens < LIMITS["noise-tokens"]  # in which the tail of another noise does not show
+    return [replace(found, at_most=min(found.at_most, LIMITS["confidence-few"])) if few else found]
 
 
 def _by_size(tokens: LogprobPairs, noise: Noise, size: str) -> Finding:

@@ -93,6 +93,8 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     """Returns truncation on the sampler's side, if the data shows it."""
     mass, z = mean_ratio(tokens)
     certain = tokens.behavior > CERTAIN
+    if share(certain) > 0.99:  # greedy decoding, or values that never arrived
+        return None
     one_sided_zeros = int((certain & (tokens.trainer < UNCERTAIN)).sum())
     just_below = int(((tokens.behavior <= CERTAIN) & (tokens.behavior > NEARLY_CERTAIN)).sum())
     log_ratio = tokens.log_ratio
@@ -106,7 +108,8 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
     by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
-    if not (by_zeros or by_mass) or share(log_ratio < -1.0) > LIMITS["truncated-far"]:
+    far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
+    if not (by_zeros or by_mass) or far > LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved:
         return None
     return Truncation(mass, z, one_sided_zeros, share(certain))
 
@@ -255,7 +258,7 @@ def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: b
         f"on {fit.tokens} tokens; mean ratio {ratio:.4f}"
     )
     sure = 0.5 if doubtful else min(confidence(fit.z, 8.0), 0.5 + fit.part)
-    if abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD_GAIN:  # as likely under the one as under the other
+    if abs(float(tokens.log_ratio.sum())) < LIMITS["temperature-likelihood"]:  # about as likely
         sure = min(sure, 0.6)
     return Cause("temperature", sure, evidence, FIX_TEMPERATURE)
 

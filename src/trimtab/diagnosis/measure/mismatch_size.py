@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.ledger import KeyedSums
@@ -159,7 +158,7 @@ def _statistics(sums: Tensor, largest: Tensor, histogram: Histogram) -> RatioSta
 
 def _histogram(log: np.ndarray) -> Histogram:
     values = torch.from_numpy(log).to(torch.float32)
-    return Histogram.of(values, Selection(torch.ones_like(values, dtype=torch.bool), torch.float32))
+    return Histogram.of(values, torch.ones_like(values, dtype=torch.bool))
 
 
 _EMPTY = _histogram(np.zeros(0))

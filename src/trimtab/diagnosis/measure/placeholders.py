@@ -9,6 +9,7 @@ end (or begin) with 0.0 on both sides are padded.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -117,21 +118,23 @@ class PlaceholderSums:
             if value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
                 return found
             frequent = tokens >= LIMITS["placeholder-tokens"]
-            return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share) else None
+            return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share, tokens) else None
         if counts.apart < LIMITS["placeholder-tokens"]:
             return None
-        if self._is_usual(name, counts.apart / (counts.tokens + 1)) and not self._is_only_last(name, place, counts):
+        if self._is_usual(name, share, counts.tokens) and not self._is_only_last(name, place, counts):
             return None
         return replace(found, uncertain_only=share < LIMITS["placeholder-apart"])
 
-    def _is_usual(self, name: str, share: float) -> bool:
-        """Whether the other side is as far away at tokens that are almost certain, or at all where these are few."""
+    def _is_usual(self, name: str, share: float, tokens: int) -> bool:
+        """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
-        near = max(usual.tokens - usual.apart, 1)
-        if usual.apart > near:  # nothing agrees
+        expected = (usual.apart + 1) / (usual.tokens + 2)
+        if share <= expected:
             return True
-        return share <= LIMITS["placeholder-lead"] * usual.apart / near * (1 - share)
+        # The binomial tail, by Chernoff's bound.
+        inside = (1 - share) * math.log((1 - share) / (1 - expected)) if share < 1 else 0.0
+        return tokens * (share * math.log(share / expected) + inside) < LIMITS["placeholder-chance"]
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
         """Whether 0.0 is frequent at the last token, where the other side is far away, and rare elsewhere."""

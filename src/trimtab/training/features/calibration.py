@@ -13,7 +13,6 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
 from trimtab.objectives.calibrate import Observed, calibrated
-from trimtab.objectives.equation import render
 from trimtab.objectives.from_section import from_section
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
@@ -55,7 +54,7 @@ class Calibration(Feature):
         lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
         if lag > 0:
             self._notify(LAG_MESSAGE.format(lag))
-        for line in render(learner.objective, self._config.advantage.kind).splitlines():
+        for line in learner.objective.equation(self._config.advantage.kind).splitlines():
             self._notify(line)
 
     def _set_bounds(self, learner: PolicyLearner, bounds: Mapping[str, float]) -> Mapping[str, float]:
