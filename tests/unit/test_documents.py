@@ -13,6 +13,7 @@ from trimtab.models import routing
 from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.invariant import apply as invariant
 from trimtab.objectives import objective, objectives
+from trimtab.objectives.presets import PRESETS
 from trimtab.training.features.feature import Feature
 
 ROOT = Path(__file__).parents[2]

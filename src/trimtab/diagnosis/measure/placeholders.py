@@ -129,7 +129,7 @@ class PlaceholderSums:
         """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
-        expected = (usual.apart + 1) / (usual.tokens + 2)
+        expected = (usual.apart + 1) / (usual.tokens + 20)  # 5% without any
         if share <= expected:
             return True
         # The binomial tail, by Chernoff's bound.
