@@ -88,6 +88,14 @@ TABLE: dict[str, Threshold] = {
     "reward-correlation-strong": Threshold(0.3, "the same where versions say age 0, or noise is coarse"),
     "reward-correlation-strong-z": Threshold(3.5, "standard errors where noise is coarse"),
     "drift-coarseness": Threshold(-0.8, "largest coarseness of noise that depends on token ids and is called drift"),
+    # Depth in the context.
+    "depth-span": Threshold(1024, "smallest difference in depth, in tokens: over less, the form of an answer decides"),
+    "depth-tokens": Threshold(500, "fewest undecided tokens"),
+    "depth-responses": Threshold(20, "fewest responses that span so much"),
+    "depth-growth": Threshold(2.0, "of sizes, from the shallowest fifth to the deepest", "texts differ by up to 2"),
+    "depth-growth-low": Threshold(1.5, "the lower end of its interval"),
+    "depth-z": Threshold(6.0, "standard errors of the trend"),
+    "depth-base": Threshold(0.35, "of the deepest sizes, that is there at depth 0 and counts as part of the growth"),
     # Noise.
     "least-rms": Threshold(4e-4, "logits: two float32 forwards, or the rounding of the file, move less"),
     "least-k3": Threshold(1e-8, "k3 of two float32 forwards"),
