@@ -5,14 +5,14 @@ trainer's log-prob at the neighbor is than that at the token itself. On aligned 
 maximal sum over a stretch of a response is near 0; on a shifted stretch the sum is the whole difference. A shift is
 reported when
 
-  * its stretches gain at least `MIN_GAIN` nats, `MIN_PART` of the total distance, and `MIN_GAIN_RATIO` times the gain
+  * its stretches gain at least `shift-gain` nats, `shift-part` of the total distance, and `shift-lead` times the gain
     of the other offsets, and
-  * inside them the shifted log-probs agree far better (`MAX_DISTANCE` of the distance, correlation `MIN_CORRELATION`).
+  * inside them the shifted log-probs agree far better (`shift-fit` of the distance, correlation `shift-correlation`).
 
-Where responses have different shifts, each is decided separately: an offset must gain `MIN_GAIN_RATIO` times as much as
-the others and at least `MIN_GAIN_SINGLE` nats, these responses together must gain as much as above, and the fit must be
-closer (`MAX_DISTANCE_SINGLE`). Where responses are too short or too certain for either, the score over all tokens
-decides: it exceeds 0 by `MIN_WHOLE_Z` standard errors only for lists that are shifted as a whole.
+Where responses have different shifts, each is decided separately: an offset must gain `shift-lead` times as much as
+the others and at least `shift-gain-single` nats, these responses together must gain as much as above, and the fit must
+be closer (`shift-fit-single`). Where responses are too short or too certain for either, the score over all tokens
+decides: it exceeds 0 by `shift-whole-z` standard errors only for lists that are shifted as a whole.
 
 The stretches are repaired, so that other causes stay detectable, and the remaining responses are searched again, since
 they may have another shift. A shift that begins at a later turn is `retokenized` (`turns.py`), any other `misaligned`.
@@ -30,15 +30,12 @@ import numpy as np
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, z_of
 from trimtab.diagnosis.causes.turns import ShiftStart, find_shift_starts, shift_starts_text
 from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 # For the offset of a single response, which is chosen among many.
-MAX_DISTANCE_SINGLE, MIN_GAIN_SINGLE = 0.25, 6.0
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP, MIN_STRETCH_GAIN, MIN_GAIN, MIN_GAIN_RATIO = 3.0, 3.0, 12.0, 3.0
-MAX_DISTANCE, MIN_CORRELATION, MIN_PART = 0.65, 0.75, 0.22
-MIN_WHOLE_Z = 6.0
-MIN_SURPRISE = 2.0  # nats of surprise that a response needs to show its shift
-MAX_ROUNDS, MAX_OTHER = 8, 0.15
+CAP = 3.0
+MAX_ROUNDS = 8
 FIX_TURNS = (
     "Train on the token ids the sampler returned: the conversation was encoded again where that turn begins, and got "
     "another length. Append new tokens to the old ids, and take the loss mask from them."
@@ -75,7 +72,7 @@ def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     repaired = LogprobPairs.concat(repaired_parts)
     # Responses too short or too certain to show their shift would look like noise, so that the remaining tokens are
     # kept only if they fit about as well as the repaired ones.
-    can_show_shift = np.bincount(tokens.row, -tokens.behavior) > MIN_SURPRISE
+    can_show_shift = np.bincount(tokens.row, -tokens.behavior) > LIMITS["shift-surprise"]
     mostly = rows > 0.5 * can_show_shift.sum()
     clean = len(remaining) and not mostly and _distance(remaining) <= 2 * _distance(repaired)
     starts = [start for shift in shifts for start in shift.starts]
@@ -84,7 +81,7 @@ def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
         evidence += f"; {shift_starts_text(starts, rows)}"
     name, fix = ("retokenized", FIX_TURNS) if starts_at_turns else ("misaligned", FIX)
     rest = LogprobPairs.concat([repaired, remaining]) if clean else repaired
-    return [Finding(name, evidence, fix, rest, moved, confidence(largest.gain, MIN_GAIN))]
+    return [Finding(name, evidence, fix, rest, moved, confidence(largest.gain, LIMITS["shift-gain"]))]
 
 
 def _distance(tokens: LogprobPairs) -> float:
@@ -106,26 +103,26 @@ class _Shift:
 def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     """Returns the offset with the largest gain and the stretches that it repairs; None without a significant one."""
     distance = np.minimum(np.abs(tokens.log_ratio), CAP)
-    if distance.sum() < MIN_GAIN:
+    if distance.sum() < LIMITS["shift-gain"]:
         return None
     gains: dict[int, np.ndarray] = {}
     rates: dict[int, float] = {}
     wholes: dict[int, float] = {}
     for offset in OFFSETS:
         score, real = _score(tokens, distance, offset)
-        gains[offset], _ = _stretches(score, tokens.row, MIN_STRETCH_GAIN)
+        gains[offset], _ = _stretches(score, tokens.row, LIMITS["shift-stretch-gain"])
         # Per pair, since far offsets have fewer pairs.
         rates[offset] = float(gains[offset].sum()) / max(int(real.sum()), 1)
-        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > MIN_WHOLE_Z else 0.0
-    needed = max(MIN_GAIN, MIN_PART * distance.sum())
+        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > LIMITS["shift-whole-z"] else 0.0
+    needed = max(LIMITS["shift-gain"], LIMITS["shift-part"] * distance.sum())
     everywhere = np.ones(len(distance), dtype=bool)
     best, gain = _by_stretches(gains, rates)
     single, single_gain, rows, differ = _by_responses(gains, needed)
     whole = max(wholes, key=lambda s: wholes[s])
     candidates = [
-        (best, gain, needed, everywhere, MAX_DISTANCE),
-        (single, single_gain, MIN_GAIN, rows[tokens.row], MAX_DISTANCE_SINGLE),
-        (whole, wholes[whole], needed, None, MAX_DISTANCE),
+        (best, gain, needed, everywhere, LIMITS["shift-fit"]),
+        (single, single_gain, LIMITS["shift-gain"], rows[tokens.row], LIMITS["shift-fit-single"]),
+        (whole, wholes[whole], needed, None, LIMITS["shift-fit"]),
     ]
     if differ:  # one offset would also take stretches of responses with another one
         candidates[:2] = candidates[1::-1]
@@ -141,14 +138,14 @@ def _fitting(
     """Returns the shift by an offset if its tokens agree far better so; `eligible`: tokens that may, None for all."""
     score, real = _score(tokens, distance, offset)
     score = score if eligible is None else np.where(eligible, score, -CAP)
-    chosen = real if eligible is None else _stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
+    chosen = real if eligible is None else _stretches(score, tokens.row, LIMITS["shift-stretch-gain"])[1] & real
     partner, _ = _partner(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
-    if near > fit * distance[chosen].mean() or _correlation(behavior, moved) < MIN_CORRELATION:
+    if near > fit * distance[chosen].mean() or _correlation(behavior, moved) < LIMITS["shift-correlation"]:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
-    inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
+    inside = _trim(_stretches(score, tokens.row, LIMITS["shift-stretch-gain"] / 10)[1] & real, tokens.row, offset)
     # Across masked tokens the neighbor among trained tokens is not the one at that offset: such pairs stay unrepaired.
     inside &= tokens.position[partner] - tokens.position == offset
     if inside.sum() < 6:
@@ -159,26 +156,26 @@ def _fitting(
 
 
 def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -> tuple[int, float]:
-    """Returns the offset with the largest gain, and that gain; 0 unless `MIN_GAIN_RATIO` times that of the others."""
+    """Returns the offset with the largest gain, and that gain; 0 unless `shift-lead` times that of the others."""
     totals = {offset: float(gain.sum()) for offset, gain in gains.items()}
     best = max(totals, key=lambda s: totals[s])
     usual = float(np.median([rate for s, rate in rates.items() if s != best]))
-    return best, totals[best] if rates[best] >= MIN_GAIN_RATIO * usual else 0.0
+    return best, totals[best] if rates[best] >= LIMITS["shift-lead"] * usual else 0.0
 
 
 def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, float, np.ndarray, bool]:
-    """Returns the offset with the most gain in responses where one is `MIN_GAIN_RATIO` times ahead, and these (rows,).
+    """Returns the offset with the most gain in responses where one is `shift-lead` times ahead, and these (rows,).
 
     Its gain is 0 unless the responses in which some offset is ahead gain `needed` together. The last value says whether
-    others gain more than `MAX_OTHER` of the total.
+    others gain more than `shift-other` of the total.
     """
     table = np.stack(list(gains.values()))
     first = table.argmax(0)
-    ahead = (table.max(0) >= MIN_GAIN_SINGLE) & (table.max(0) >= MIN_GAIN_RATIO * np.median(table, 0))
+    ahead = (table.max(0) >= LIMITS["shift-gain-single"]) & (table.max(0) >= LIMITS["shift-lead"] * np.median(table, 0))
     won = np.array([table[index, ahead & (first == index)].sum() for index in range(len(table))])
     best = int(won.argmax())
     gain = float(won[best]) if won.sum() >= needed else 0.0
-    return list(gains)[best], gain, ahead & (first == best), bool(won[best] < (1 - MAX_OTHER) * won.sum())
+    return list(gains)[best], gain, ahead & (first == best), bool(won[best] < (1 - LIMITS["shift-other"]) * won.sum())
 
 
 def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:

@@ -27,7 +27,9 @@ def placeholder_cause(measured: Measured) -> Cause | None:
     everywhere = not measured.cleaned
     value = f"{largest.value:.1f}"
     if everywhere:
-        evidence = f"{_NAMES[largest.column]} is {value} at every token: the values never arrived"
+        evidence = (
+            f"{_NAMES[largest.column]} is {value} at every token: the values never arrived, or decoding was greedy"
+        )
     else:
         evidence = "; ".join(_sentence(one) for one in sorted(found, key=lambda one: -one.tokens)[:4])
         evidence += f". These {tokens} tokens are left out of every figure here"

@@ -26,12 +26,6 @@ from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.runs.metric_ranges import k3_ranges
 
-BORDER_RMS, BORDER_K3, RMS_WEIGHT = 0.25, 5.8e-3, 0.7
-ID_BONUS, MIN_PERSISTENCE, MIN_IDS = 0.7, 0.07, 60
-MAX_CONFIDENCE_BY_SIZE = 0.65  # where only the size is known: weights that are a little old move logits as far
-CONFIDENCE_BY_RECIPE = 0.95
-MAX_RMS_BY_RECIPE = 1.3  # logits: the largest value measured for float32 against bfloat16 after an update
-MIN_BFLOAT16_RMS = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
     "logits) to shrink it."
@@ -73,11 +67,12 @@ class Noise:
     @property
     def coarseness(self) -> float:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
-        by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
+        by_rms = math.log(max(self.rms, 1e-9) / LIMITS["border-rms"])
         if self.is_lower_bound:
             return by_rms
-        by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
-        return RMS_WEIGHT * by_rms + (1 - RMS_WEIGHT) * by_k3 + (ID_BONUS if self.depends_on_ids else 0.0)
+        by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / LIMITS["border-k3"])
+        weight, by_ids = LIMITS["border-rms-weight"], LIMITS["border-ids"] if self.depends_on_ids else 0.0
+        return weight * by_rms + (1 - weight) * by_k3 + by_ids
 
 
 def measure_noise(tokens: LogprobPairs) -> Noise:
@@ -122,12 +117,12 @@ def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     _, ids = np.unique(tokens.ids[middle], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
-    if often.sum() < MIN_IDS:
+    if often.sum() < LIMITS["ids-least"]:
         return None
     products = (np.bincount(ids, shift)[often] ** 2 - np.bincount(ids, shift**2)[often]) / count[often]
     part = float(products.sum() / (count[often] - 1).sum() / (shift**2).mean())
     z = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
-    if part > MIN_PERSISTENCE and z > 3.0:
+    if part > LIMITS["ids-part"] and z > 3.0:
         return part
     return 0.0 if middle.sum() >= LIMITS["id-tokens"] else None
 
@@ -212,10 +207,10 @@ def _by_size(tokens: LogprobPairs, noise: Noise, size: str) -> Finding:
         if noise.depends_on_ids:
             evidence += f"; {noise.persistent:.0%} of it depends on the token id, as with other weights"
         else:
-            certainty = min(certainty, MAX_CONFIDENCE_BY_SIZE)
+            certainty = min(certainty, LIMITS["confidence-by-size"])
             evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
         return _noise("quantized", tokens, round(certainty, 2), evidence, FIX_QUANTIZED)
-    kind = "float16 or tf32" if noise.rms < MIN_BFLOAT16_RMS else "bfloat16"
+    kind = "float16 or tf32" if noise.rms < LIMITS["bfloat16-rms"] else "bfloat16"
     evidence = f"{size}: the size of {kind} arithmetic"
     if noise.rms > LIMITS["eight-bits-rms"] and noise.persistent is None:
         certainty = min(certainty, LIMITS["confidence-eight-bits"])
@@ -252,7 +247,11 @@ def _noise(name: str, tokens: LogprobPairs, certainty: float, evidence: str, fix
 
 def _routing(tokens: LogprobPairs, noise: Noise, size: str) -> list[Finding]:
     """Returns `routing` if few tokens hold most of k3 and the others are as usual; nothing for other mixtures."""
-    if noise.far > LIMITS["routing-share"] or noise.far_k3 < LIMITS["routing-k3"] or noise.coarseness > ID_BONUS:
+    if (
+        noise.far > LIMITS["routing-share"]
+        or noise.far_k3 < LIMITS["routing-k3"]
+        or noise.coarseness > LIMITS["border-ids"]
+    ):
         return []
     evidence = (
         f"{noise.far:.1%} of the undecided tokens are more than five times as far apart as usual and hold "
@@ -265,10 +264,10 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, size: str, settings: Settings
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
     recipe_text = f"the run's recipe says {settings}"
     if settings.coarse:
-        return [_noise("quantized", tokens, CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_QUANTIZED)]
-    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RMS_BY_RECIPE):
+        return [_noise("quantized", tokens, LIMITS["confidence-by-recipe"], f"{size}; {recipe_text}", FIX_QUANTIZED)]
+    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > LIMITS["recipe-rms"]):
         return []
     if settings.sixteen_bits:
-        return [_noise("precision", tokens, CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_PRECISION)]
+        return [_noise("precision", tokens, LIMITS["confidence-by-recipe"], f"{size}; {recipe_text}", FIX_PRECISION)]
     doubt = f"{size}, although {recipe_text}: check the dtype that the sampler runs in"
     return [_noise("precision", tokens, 0.5, doubt, FIX_PRECISION)]

@@ -17,9 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, logit, share, z_of
-
-MAX_K3, MIN_SURPRISE, MIN_Z = 0.02, 0.004, 6.0
-MAX_EXPONENT, SECOND_ORDER = 1.1, 0.34
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 
 def find_undeclared_raw(tokens: LogprobPairs) -> tuple[float, str] | None:
@@ -49,7 +47,7 @@ def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
         return None
     known = np.isfinite(tokens.entropy)
     k3 = float((np.expm1(np.clip(tokens.log_ratio, -20, 20)) - tokens.log_ratio).mean())
-    if known.sum() < 100 or k3 > MAX_K3:
+    if known.sum() < 100 or k3 > LIMITS["raw-k3"]:
         return None
     behavior, entropy = tokens.behavior[known], tokens.entropy[known]
     surprise = -behavior - entropy
@@ -60,15 +58,15 @@ def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
             f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
             "drawn from a truncated distribution, not from the one reported"
         )
-    if abs(mean) < MIN_SURPRISE + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < MIN_Z:
+    if abs(mean) < LIMITS["raw-surprise"] + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < LIMITS["raw-z"]:
         return None
     exponent = _exponent(behavior, entropy)
-    if exponent is None or exponent < 1 / MAX_EXPONENT:
+    if exponent is None or exponent < 1 / LIMITS["raw-exponent"]:
         return None
-    second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
-    if exponent > MAX_EXPONENT and (not 0 < mean < second or _is_hot(tokens)):
+    second = LIMITS["raw-second-order"] * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
+    if exponent > LIMITS["raw-exponent"] and (not 0 < mean < second or _is_hot(tokens)):
         return None
-    shape = "flatter" if exponent <= MAX_EXPONENT and mean > 0 else "sharper"
+    shape = "flatter" if exponent <= LIMITS["raw-exponent"] and mean > 0 else "sharper"
     evidence = (
         f"tokens are {mean:+.3f} nats more surprising than the entropy column says (z = {z:.1f}): they were drawn from "
         f"a {shape} distribution than the one reported"

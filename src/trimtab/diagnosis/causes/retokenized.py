@@ -3,10 +3,10 @@
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few positions, mostly at
 boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few of its own scales. A jump is
 
-  * isolated: |logit shift| beyond `ISOLATED_SCALES` times the scale of the data, and |log-ratio| beyond
-    `MIN_LOG_RATIO`, with few tokens between these and `TAIL_SCALES` times the scale, where a heavy tail has many; or
-  * at a boundary: beyond `BOUNDARY_SCALES` times that scale within the first tokens of a turn, if the rate there is
-    `MIN_RATE_RATIO` times that elsewhere, with a binomial tail below 1e-6.
+  * isolated: |logit shift| beyond `jump-scales` times the scale of the data, and |log-ratio| beyond `jump-log-ratio`,
+    with few tokens between these and `jump-tail-scales` times the scale, where a heavy tail has many; or
+  * at a boundary: beyond `jump-boundary-scales` times that scale around the beginning of a turn, if the rate there is
+    `jump-rate` times that elsewhere, with a binomial tail below 1e-6.
 
 Jumps are removed before anything else is measured.
 """
@@ -19,15 +19,9 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
 from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-# Of an isolated jump: multiples of the scale, and nats.
-ISOLATED_SCALES, MIN_LOG_RATIO = 25.0, 1.5
-# Tokens beyond this multiple of the scale that are no jumps form a tail; jumps are at least so many times as frequent.
-TAIL_SCALES, MIN_GAP_RATIO = 8.0, 0.35
-# Of jumps at a boundary: multiples of the scale, tokens of a turn that count as its beginning, rate against elsewhere.
-BOUNDARY_SCALES, FIRST_TOKENS, MIN_RATE_RATIO = 6.0, 3, 5.0
-MIN_SCALE = 0.03  # nats
-MAX_SHARE = 0.15  # of all tokens; more are no exception
+FIRST_TOKENS = 3  # of a turn, that count as its beginning
 FIX = (
     "Train on the token ids the sampler returned. Never decode and encode a conversation again between turns; append "
     "new tokens to the old ids."
@@ -45,17 +39,17 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     if middle.sum() < 20:
         return []
     # A high quantile, since tokens of several ages or steps, with different scales, may be mixed.
-    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, MIN_SCALE)
-    far = (shift > ISOLATED_SCALES * scale) & (log_ratio > MIN_LOG_RATIO)
-    between = int(((shift > TAIL_SCALES * scale) & ~far).sum())
-    loose = (shift > BOUNDARY_SCALES * scale) & (log_ratio > 1.0)
+    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, LIMITS["jump-least-scale"])
+    far = (shift > LIMITS["jump-scales"] * scale) & (log_ratio > LIMITS["jump-log-ratio"])
+    between = int(((shift > LIMITS["jump-tail-scales"] * scale) & ~far).sum())
+    loose = (shift > LIMITS["jump-boundary-scales"] * scale) & (log_ratio > 1.0)
     boundary = _concentrated(loose, opening)
     jumps = far | (loose & opening if boundary else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
     # A heavy tail decreases steadily; jumps are separated from the rest by a gap.
-    apart = count >= MIN_GAP_RATIO * between
-    if not 0 < share(jumps) < MAX_SHARE or not (boundary or (apart and (count >= 2 or certain))):
+    apart = count >= LIMITS["jump-gap"] * between
+    if not 0 < share(jumps) < LIMITS["jump-most"] or not (boundary or (apart and (count >= 2 or certain))):
         return []
     size = float(np.median(log_ratio[jumps]))
     where = (
@@ -76,7 +70,7 @@ def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     """Whether the rate of jumps at boundaries is significantly above that elsewhere (binomial tail, Chernoff bound)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
-    if trials == 0 or hits < 3 or hits / trials < MIN_RATE_RATIO * elsewhere:
+    if trials == 0 or hits < 3 or hits / trials < LIMITS["jump-rate"] * elsewhere:
         return False
     tail = hits * math.log(hits / trials / elsewhere) - (hits - trials * elsewhere)
     return tail > 6 * math.log(10)

@@ -13,13 +13,9 @@ from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Lef
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-MAX_SPREAD, SMALL_SPREAD, MIN_SLOPE, MIN_Z_LARGE_SPREAD, MIN_Z = 6.0, 2.5, 0.02, 8.0, 6.0
 # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
-SMALL_RESIDUAL, MAX_SPREAD_LARGE_RESIDUAL = 1.0, 2.0
 ENTROPY_RANGE = (-3.0, 8.0)
-MIN_DEFICIT, MIN_DEFICIT_Z, MIN_BULK_Z = 1e-3, 6.0, 4.0
 CERTAIN, NEARLY_CERTAIN, UNCERTAIN = -1e-6, -0.01, -0.01
-MAX_UNEVENNESS, MAX_UP_OVER_DOWN = 4.0, 0.6
 MAX_LOG_RATIO = 20.0
 
 
@@ -69,13 +65,13 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     entropy = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
     spread = residual / max(abs(slope), 1e-12)
     part = slope**2 * power / max(float(np.square(shift - shift.mean()).sum()), 1e-300)
+    tight, coarse = spread < LIMITS["temperature-tight"], residual >= LIMITS["temperature-residual"]
     if (
-        abs(slope) < MIN_SLOPE
-        or z < (MIN_Z if spread < SMALL_SPREAD else MIN_Z_LARGE_SPREAD)
-        or spread > (MAX_SPREAD if residual < SMALL_RESIDUAL else MAX_SPREAD_LARGE_RESIDUAL)
+        not LIMITS["temperature-slope"] <= abs(slope) < 1.9
+        or z < LIMITS["temperature-z" if tight else "temperature-z-wide"]
+        or spread > LIMITS["temperature-spread-coarse" if coarse else "temperature-spread"]
         or part < LIMITS["temperature-explains"]
         or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
-        or abs(slope) >= 1.9
     ):
         return None
     return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()), part)
@@ -100,13 +96,13 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     log_ratio = tokens.log_ratio
     up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
-    by_zeros = (
-        one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= MAX_UP_OVER_DOWN * down
-    )
+    many = one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
+    by_zeros = many and up <= LIMITS["truncated-up"] * down
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
-    even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
-    by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and _is_in_bulk(tokens)
+    even = mass > 0 and float(log_ratio.mean()) > LIMITS["truncated-uneven"] * math.log(mass)
+    less = mass < 1.0 - LIMITS["truncated-deficit"] and z < -LIMITS["truncated-z"]
+    by_mass = less and leans and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     if not (by_zeros or by_mass) or far > LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved:
@@ -121,7 +117,7 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
         return False
     scale = 1.48 * float(np.median(np.abs(log_ratio)))
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
-    return z_of(clipped) < -MIN_BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
+    return z_of(clipped) < -LIMITS["truncated-bulk-z"] and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
 
 FIX_TEMPERATURE = (
@@ -136,8 +132,6 @@ FIX_RAW = (
     "Have the sampler return the log-probs of the distribution it samples from (vLLM: "
     "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
 )
-
-MIN_LIKELIHOOD_GAIN = 2.0  # nats by which the trainer must explain the tokens better
 
 
 def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
@@ -246,7 +240,7 @@ def _follows_sampler(
     if truncation is not None or mirrored is not None or fit is None:
         return mirrored is None
     ratio, z = mean_ratio(tokens)
-    return float(tokens.log_ratio.sum()) <= MIN_LIKELIHOOD_GAIN or ratio <= 1 or (repaired and z < 4)
+    return float(tokens.log_ratio.sum()) <= LIMITS["raw-likelihood"] or ratio <= 1 or (repaired and z < 4)
 
 
 def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: bool = False) -> Cause:

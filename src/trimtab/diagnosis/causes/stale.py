@@ -17,7 +17,7 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
 from trimtab.diagnosis.causes.noise_groups import drift_between_steps, growth_of, log_size, rms_of
-from trimtab.diagnosis.causes.precision import ID_BONUS, Noise, noise_of
+from trimtab.diagnosis.causes.precision import Noise, noise_of
 from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
@@ -54,7 +54,7 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[Finding]:
         return []
     if (steps := drift_between_steps(tokens)) is not None:
         return [_all(tokens, steps.text + ": the size of rounding does not vary, that of lag does", 0.6)]
-    fine = LIMITS["least-rms"] <= noise.rms and noise.coarseness < LIMITS["drift-coarseness"] + ID_BONUS
+    fine = LIMITS["least-rms"] <= noise.rms and noise.coarseness < LIMITS["drift-coarseness"] + LIMITS["border-ids"]
     if noise.depends_on_ids and fine:
         evidence = (
             f"{noise.persistent:.0%} of the shift of logits depends on the token id, unlike rounding, and is too "

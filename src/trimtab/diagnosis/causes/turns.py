@@ -3,8 +3,8 @@
 A conversation that was decoded and encoded again between turns has other lengths from there on, so that every later
 token is paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by
 the gain of the offset from a position to the end of the response (scores of `misaligned.py`): from its first token, and
-from the best start of a later turn. Over all shifted responses, turns must gain `MIN_LEAD` nats more than whole
-responses, and `MIN_REACHED` of the gain from the best position anywhere.
+from the best start of a later turn. Over all shifted responses, turns must gain `turn-lead` nats more than whole
+responses, and `turn-reached` of the gain from the best position anywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
-
-MIN_LEAD, MIN_REACHED = 12.0, 0.85
+from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray)
         best = new[np.argmax(rest[new])]
         later += float(rest[best])
         shift_starts.append(ShiftStart(int(turn[start + best]), int(tokens.position[start + best])))
-    return shift_starts if later >= whole + MIN_LEAD and later >= MIN_REACHED * anywhere else []
+    return shift_starts if later >= whole + LIMITS["turn-lead"] and later >= LIMITS["turn-reached"] * anywhere else []
 
 
 def shift_starts_text(starts: Sequence[ShiftStart], rows: int) -> str:

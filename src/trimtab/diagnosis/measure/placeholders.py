@@ -129,7 +129,9 @@ class PlaceholderSums:
         """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
-        expected = (usual.apart + 1) / (usual.tokens + 20)  # 5% without any
+        if not usual.tokens:  # the column holds nothing else
+            return False
+        expected = (usual.apart + 1) / (usual.tokens + 20)
         if share <= expected:
             return True
         # The binomial tail, by Chernoff's bound.
