@@ -70,13 +70,15 @@ def reliability(results: Sequence[Result]) -> str:
 
 
 def false_alarms(results: Sequence[Result]) -> str:
-    """Data without a fault: by base and size, how often anything but its noise is named first."""
+    """Data without a fault: bases and sizes in which anything but the noise is named first, and how often."""
     rows = []
     for name, group in by(results, lambda result: result.cell.base.name).items():
         for tokens in sorted({result.cell.tokens for result in group}):
             part = [result for result in group if result.cell.tokens == tokens]
             wrong = Counter(result.answer.first for result in part if not result.right)
             text = ", ".join(f"{cause} {count}" for cause, count in wrong.most_common())
+            if not wrong:
+                continue
             rows.append(
                 [name, part[0].cell.base.noise or "-", f"{tokens:,}", str(len(part)), percent(1 - share(part)), text]
             )
@@ -92,15 +94,6 @@ def variants(results: Sequence[Result]) -> str:
         wrong = Counter(result.answer.first for result in group if not result.right and result.cell.tokens >= LARGE)
         rows.append([name, *shares, ", ".join(f"{cause} {count}" for cause, count in wrong.most_common(3))])
     return table(["planted", *(f"{size:,}" for size in sizes), "named where wrong, 5,000 tokens and more"], rows)
-
-
-def by_base(results: Sequence[Result]) -> str:
-    sizes = sorted({result.cell.tokens for result in results})
-    rows = [
-        [name, *(percent(share(part)) if (part := _of_size(group, size)) else "-" for size in sizes)]
-        for name, group in by(results, lambda result: result.cell.base.name).items()
-    ]
-    return table(["base", *(f"{size:,}" for size in sizes)], rows)
 
 
 def _of_size(results: Sequence[Result], tokens: int) -> list[Result]:
