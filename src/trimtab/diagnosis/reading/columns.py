@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trimtab.diagnosis.reading.batches import Table
 from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
     LOGP_COLUMNS,
@@ -17,8 +18,7 @@ from trimtab.diagnosis.reading.layouts import (
     detect_layout,
     layout_of_framework,
 )
-from trimtab.diagnosis.reading.ragged import Table
-from trimtab.diagnosis.reading.torch_table import TorchTable
+from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.findings import Finding
 
@@ -42,9 +42,8 @@ class Resolved:
     """The layout and columns of the files.
 
     columns: names by role, in every file. anchor: proximal or current, empty without either. missing: absent columns,
-    with the analysis that each would allow. checked: files known to have these columns. numbered: whether the step is
-    the number in the name of each file. grouped: whether responses to the same prompt tokens form a group. left_out:
-    files that hold no log-probs.
+    with the analysis that each would allow. numbered: whether the step is the number in the name of each file. grouped:
+    whether responses to the same prompt tokens form a group. left_out: files that hold no log-probs.
     """
 
     framework: str
@@ -53,7 +52,6 @@ class Resolved:
     anchor: str
     missing: Mapping[str, str]
     findings: tuple[Finding, ...]
-    checked: frozenset[Path]
     numbered: bool = False
     grouped: bool = False
     left_out: frozenset[Path] = frozenset()
@@ -75,7 +73,7 @@ def resolve(
     for role in given:
         if role not in ROLES:
             raise TrimtabError(f"--columns: no role {role!r}{did_you_mean(role, ROLES)}")
-    scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
+    scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchFile)}
     if scanned:
         logps = {*LOGP_COLUMNS, *given.values()}
         other = [path for path, names in scanned.items() if path in found and not names & logps]
@@ -88,7 +86,7 @@ def resolve(
         findings = (*resolved.findings, Finding("note", "left out", text))
         return replace(resolved, findings=findings, left_out=frozenset(other))
     fault: TrimtabError | None = None
-    for table in tables:
+    for table in (table for table in tables if isinstance(table, TorchFile)):
         try:
             return _resolve_names({table.path: table.names()}, framework, given)
         except MissingTrainerLogps as error:  # a rank of an earlier pipeline stage; another file may have them
@@ -135,7 +133,6 @@ def _resolve_names(
         anchor=anchor,
         missing=missing,
         findings=tuple(findings),
-        checked=frozenset(scanned),
         numbered=numbered,
         grouped=grouped,
     )

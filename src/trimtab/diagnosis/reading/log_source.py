@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import pyarrow as pa
 
-from trimtab.diagnosis.reading.assemble import assemble
+from trimtab.diagnosis.reading.batches import Batch, Table
 from trimtab.diagnosis.reading.cells import WANTED
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
-from trimtab.diagnosis.reading.ragged import RowBlock, Table
+from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.run_settings import made_with, settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
+from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -118,26 +119,28 @@ class LogSource:
             if columns is None:
                 self.counts.skipped_files += 1
                 continue
-            for block in table.blocks(columns, tokens, self.counts):
-                rows = self._with_step(block, table.path)
-                responses = assemble(rows, self._resolved.roles, self._resolved.layout, self.counts, number)
-                if "sample_mask" in rows.scalars:
-                    assemble(rows, self._resolved.roles, self._resolved.layout, self._masked, number, in_loss=False)
+            roles, layout = self._resolved.roles, self._resolved.layout
+            for batch in table.batches(columns, tokens, self.counts):
+                rows = self._with_step(batch, table.path)
+                responses = normalize(rows, roles, layout, self.counts, number)
+                if rows.has("sample_mask"):
+                    normalize(rows, roles, layout, self._masked, number, in_loss=False)
                 if responses is not None:
                     yield from responses.split(tokens)
 
-    def _with_step(self, block: RowBlock, path: Path) -> RowBlock:
-        """Returns the block with the step in the name of its file, where no column holds it."""
+    def _with_step(self, batch: Batch, path: Path) -> Batch:
+        """Returns the batch with the step in the name of its file, where no column holds it."""
         if not self._resolved.numbered:
-            return block
+            return batch
         found = re.search(self._resolved.layout.step_in_name, path.name)
         assert found is not None, "`numbered` says that every name has a step"
-        return replace(block, scalars={**block.scalars, "step": np.full(block.rows, int(found[1]))})
+        steps = pa.array([float(found[1])] * batch.table.num_rows)
+        return replace(batch, table=batch.table.append_column("step", steps))
 
     def _columns(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""
         resolved = self._resolved
-        if table.path in resolved.checked:
+        if not isinstance(table, TorchFile):  # `resolve` has seen the columns of all others
             return resolved.columns
         present = table.names()
         missing = [role for role, name in resolved.columns.items() if name not in present]
