@@ -31,15 +31,13 @@ class ArrowFile:
             raise TrimtabError(f"{self.path} has two columns of one name: rename one")
         return frozenset(names)
 
-    def batches(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Batch]:
+    def batches(self, columns: Mapping[str, str], tokens: int, _tally: ReadCounts) -> Iterator[Batch]:
         first = 1
         with self._opened() as file:
             for rows in self._parts(file, columns, tokens):
                 part = {role: rows.column(name) for role, name in columns.items()}
                 yield to_batch(part, range(first, first + rows.num_rows))
                 first += rows.num_rows
-        if first == 1:
-            tally.no_rows += 1
 
     def _parts(
         self,

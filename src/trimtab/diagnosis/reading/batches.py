@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 
 from trimtab.diagnosis.reading.cells import array_of, as_list, shown
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
-from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, ReadCounts
+from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER
 
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 _KEYS = ("group", "prompt")
@@ -54,16 +53,6 @@ class Batch:
         return self.table.column(role).filter(pa.array(rows)).to_pylist()
 
 
-class Table(Protocol):
-    """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
-
-    path: Path
-
-    def names(self) -> frozenset[str]: ...
-
-    def batches(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Batch]: ...
-
-
 def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
     """Returns a batch from the columns of a file by role."""
     values: dict[str, pa.Array] = {}
@@ -87,8 +76,8 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
 def flat(lists: pa.Array) -> np.ndarray:
     """Returns the numbers of all lists, one after the other, NaN for null."""
     values = lists.flatten()
-    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
-        values = values.cast(pa.float64(), safe=False)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.uint8())
     return values.to_numpy(zero_copy_only=False)
 
 
@@ -99,8 +88,8 @@ def _is_list(kind: pa.DataType) -> bool:
 def _is_number_list(column: Column) -> bool:
     if not isinstance(column, pa.Array) or not _is_list(column.type):
         return False
-    checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean, pa.types.is_null, pa.types.is_decimal)
-    return any(check(column.type.value_type) for check in checks)
+    kind = column.type.value_type
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
 def _cells(role: str, column: Column) -> Sequence[Any]:

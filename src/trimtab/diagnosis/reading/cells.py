@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import reprlib
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,9 @@ def array_of(cell: Any) -> np.ndarray | None:
         return None
     try:
         values = np.asarray(cell)
-        if values.dtype.kind == "O" and all(item is None or isinstance(item, int | float) for item in values.flat):
+        if values.dtype.kind == "O" and all(
+            item is None or isinstance(item, int | float | Decimal) for item in values.flat
+        ):
             values = values.astype(np.float64)
     except (ValueError, OverflowError):  # lists of different lengths within; an integer of more than 308 digits
         return None

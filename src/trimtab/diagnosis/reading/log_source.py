@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
-from trimtab.diagnosis.reading.batches import Batch, Table
+from trimtab.diagnosis.reading.batches import Batch
 from trimtab.diagnosis.reading.cells import WANTED
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
 from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.run_settings import made_with, settings_of
-from trimtab.diagnosis.reading.tables import find_files, open_table
+from trimtab.diagnosis.reading.tables import Table, find_files, open_table
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
@@ -119,23 +119,23 @@ class LogSource:
             if columns is None:
                 self.counts.skipped_files += 1
                 continue
-            roles, layout = self._resolved.roles, self._resolved.layout
+            is_empty = True
             for batch in table.batches(columns, tokens, self.counts):
-                rows = self._with_step(batch, table.path)
-                responses = normalize(rows, roles, layout, self.counts, number)
-                if rows.has("sample_mask"):
-                    normalize(rows, roles, layout, self._masked, number, in_loss=False)
+                is_empty = False
+                responses = self._normalize(batch, table.path, number)
                 if responses is not None:
                     yield from responses.split(tokens)
+            self.counts.no_rows += is_empty
 
-    def _with_step(self, batch: Batch, path: Path) -> Batch:
-        """Returns the batch with the step in the name of its file, where no column holds it."""
-        if not self._resolved.numbered:
-            return batch
-        found = re.search(self._resolved.layout.step_in_name, path.name)
-        assert found is not None, "`numbered` says that every name has a step"
-        steps = pa.array([float(found[1])] * batch.table.num_rows)
-        return replace(batch, table=batch.table.append_column("step", steps))
+    def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
+        roles, layout = self._resolved.roles, self._resolved.layout
+        step = self._resolved.step_in_name(path)
+        if step is not None:
+            steps = pa.array(np.full(batch.table.num_rows, float(step)))
+            batch = replace(batch, table=batch.table.append_column("step", steps))
+        if batch.has("sample_mask"):
+            normalize(batch, roles, layout, self._masked, number, in_loss=False)
+        return normalize(batch, roles, layout, self.counts, number)
 
     def _columns(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""

@@ -32,7 +32,7 @@ def normalize(
     _drop_rows(batch, kept, in_loss)
     tokens = _align(batch, kept)
     trained = _trained(tokens, kept)
-    first, inside = _span(tokens, trained, layout)
+    inside = _span(tokens, trained, layout)
     kept.drop(~tokens.having(trained), "no trained token")
     trained &= kept.rows[tokens.row]
     bad = _clear_nonfinite(tokens, trained, tally)
@@ -48,13 +48,10 @@ def normalize(
     inside &= rows[tokens.row]
     numbers = {name: batch.number(name)[rows] for name in batch.table.schema.names if batch.has(name)}
     keys = {name: batch.keys(name, rows) for name in ("group", "prompt") if batch.has(name)}
-    if layout.whole:
-        numbers.setdefault("prompt_length", first[rows].astype(np.float64))
-        if layout.prompt_groups and "response_ids" in tokens.values:
-            prompts = tokens.prompt_hashes(first, rows)
-            keys = {"prompt": prompts, **({"group": prompts} if "group" in roles else {}), **keys}
-    elif tokens.prompt_length is not None:
-        numbers.setdefault("prompt_length", tokens.prompt_length[rows])
+    if layout.prompt_groups and "response_ids" in tokens.values:
+        keys = {name: tokens.prompt_hashes(rows) for name in ("group", "prompt") if name in roles} | keys
+    if tokens.prompt_length is not None:
+        numbers.setdefault("prompt_length", tokens.prompt_length[rows].astype(np.float64))
     values = {name: column if inside.all() else column[inside] for name, column in tokens.values.items()}
     lengths = np.bincount(tokens.row[inside], minlength=len(rows))[rows]
     table = _table(lengths, values | {"trained": trained[inside]}, numbers, keys, tally, file)
@@ -80,7 +77,10 @@ class _Kept:
 
 
 class _Tokens:
-    """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row."""
+    """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
+
+    prompt_length: number of tokens before the response (rows,), if the lists tell it.
+    """
 
     def __init__(
         self, lengths: np.ndarray, values: dict[str, np.ndarray], prompt_length: np.ndarray | None = None
@@ -94,13 +94,12 @@ class _Tokens:
         """Returns the rows (rows,) with at least one of the marked tokens."""
         return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
 
-    def prompt_hashes(self, length: np.ndarray, rows: np.ndarray) -> list[int | None]:
-        """Returns a hash of the first `length` token ids of each row where `rows` is True."""
-        ids, spans = (
-            self.values["response_ids"],
-            zip(self.starts[:-1][rows].tolist(), length[rows].tolist(), strict=True),
-        )
-        return [hash(ids[start : start + count].tobytes()) for start, count in spans]
+    def prompt_hashes(self, rows: np.ndarray) -> list[int | None]:
+        """Returns a hash of the ids of the prompt that each list begins with, where `rows` is True."""
+        assert self.prompt_length is not None, "the lists begin with the prompt"
+        first, ids = self.starts[:-1][rows], self.values["response_ids"]
+        spans = zip(first.tolist(), (first + self.prompt_length[rows]).tolist(), strict=True)
+        return [hash(ids[start:end].tobytes()) for start, end in spans]
 
 
 def _drop_rows(batch: Batch, kept: _Kept, in_loss: bool) -> None:
@@ -186,12 +185,11 @@ def _trained(tokens: _Tokens, kept: _Kept) -> np.ndarray:
     return trained
 
 
-def _span(tokens: _Tokens, trained: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the index of each response's first token (rows,), and which tokens are neither prompt nor padding."""
-    first = np.zeros_like(tokens.lengths)
+def _span(tokens: _Tokens, trained: np.ndarray, layout: Layout) -> np.ndarray:
+    """Returns which tokens (tokens,) are neither padding nor a prompt, of which it notes the length."""
     inside = np.ones(len(tokens.row), dtype=np.bool_)
     if not (layout.whole or layout.padded):
-        return first, inside
+        return inside
     marked = trained if layout.whole else tokens.values.get("padding_mask", trained) != 0
     row, position = tokens.row[marked], tokens.position[marked]
     if layout.padded:
@@ -199,9 +197,10 @@ def _span(tokens: _Tokens, trained: np.ndarray, layout: Layout) -> tuple[np.ndar
         last[row] = position  # the last assignment to an index wins
         inside = tokens.position <= last[tokens.row]
     if layout.whole:
-        first[row[::-1]] = position[::-1]
-        inside &= tokens.position >= first[tokens.row]
-    return first, inside
+        tokens.prompt_length = np.zeros_like(tokens.lengths)
+        tokens.prompt_length[row[::-1]] = position[::-1]
+        inside &= tokens.position >= tokens.prompt_length[tokens.row]
+    return inside
 
 
 def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) -> np.ndarray:

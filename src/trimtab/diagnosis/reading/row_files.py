@@ -8,20 +8,22 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from trimtab.diagnosis.reading.batches import Batch, to_batch
 from trimtab.diagnosis.reading.cells import as_list, csv_cell, plain
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError, neighbors
+from trimtab.files import regular_file
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Numbers, from 1, and contents of the usable rows; the others are counted."""
-GZIP = b"\x1f\x8b"
 _LONGEST = 256 * 1024 * 1024
 """Largest size of a row in bytes, so that memory stays bounded; a file with a longer one is refused."""
 _LONGEST_ARRAY = 512
@@ -49,30 +51,27 @@ class RowFile:
     def batches(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Batch]:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
-        number = size = 0
-        behavior_name = columns["logp_behavior"]
+        size, behavior = 0, columns["logp_behavior"]
         for number, whole in self._read(self.path, tally):
             row = {name: plain(whole.get(name)) for name in columns.values()}
-            row[behavior_name] = behavior = as_list(row[behavior_name])
-            if isinstance(behavior, list) and len(behavior) == 1 and isinstance(behavior[0], list):
+            row[behavior] = cell = as_list(row[behavior])
+            if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
                 # A batch of one, as NeMo-RL writes it: a list is around each of its values.
                 row = {
                     name: cell[0] if isinstance(cell, list) and len(cell) == 1 else cell for name, cell in row.items()
                 }
             rows.append(row)
             numbers.append(number)
-            size += len(row[behavior_name]) if hasattr(row[behavior_name], "__len__") else 1
+            size += len(row[behavior]) if isinstance(row[behavior], list | np.ndarray) else 1
             if size >= tokens:
-                yield _batch(rows, columns, numbers)
+                yield to_batch(_by_role(rows, columns), numbers)
                 rows, numbers, size = [], [], 0
         if rows:
-            yield _batch(rows, columns, numbers)
-        if not number:
-            tally.no_rows += 1
+            yield to_batch(_by_role(rows, columns), numbers)
 
 
-def _batch(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> Batch:
-    return to_batch({role: [row[name] for row in rows] for role, name in columns.items()}, numbers)
+def _by_role(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    return {role: [row[name] for row in rows] for role, name in columns.items()}
 
 
 def json_lines(path: Path, tally: ReadCounts) -> Rows:
@@ -101,21 +100,22 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
 
 def json_array(path: Path, tally: ReadCounts) -> Rows:
     """Yields the objects of one array, of which the text is held in memory. Raises `TrimtabError` if it is damaged."""
-    number = 0
     try:
         with opened(path) as file:
             reader = io.TextIOWrapper(file, encoding="utf-8-sig")
             text = "".join(islice(iter(lambda: reader.read(1 << 20), ""), _LONGEST_ARRAY))
             if reader.read(1):
                 raise TrimtabError(f"{path} is an array of over {_LONGEST_ARRAY} MB: write one object per line")
-        decode, place = json.JSONDecoder().raw_decode, _next(text, text.index("[") + 1)
-        while not text.startswith("]", place):
-            number += 1
-            row, place = decode(text, place)
-            yield from _object(number, row, tally)
-            place = _next(text, place)
     except UnicodeDecodeError:
         raise TrimtabError(f"{path} is not UTF-8: write it as UTF-8") from None
+    decoder, number = json.JSONDecoder(), 0
+    try:
+        place = _next(text, text.index("[") + 1)
+        while not text.startswith("]", place):
+            number += 1
+            row, place = decoder.raw_decode(text, place)
+            yield from _object(number, row, tally)
+            place = _next(text, place)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON or unfinished ({getattr(error, 'msg', error)})"
         raise TrimtabError(f"{path}, row {number} {reason}: fix the array") from None
@@ -161,8 +161,8 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == GZIP
+        with regular_file(path).open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             yield gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[misc]
     except FileNotFoundError:

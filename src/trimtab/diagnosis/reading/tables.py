@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
-from trimtab.diagnosis.reading.batches import Table
-from trimtab.diagnosis.reading.row_files import GZIP, RowFile, csv_rows, json_array, json_lines, opened
+from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines, opened
 from trimtab.diagnosis.reading.torch_file import TorchFile
-from trimtab.errors import TrimtabError, neighbors
-from trimtab.files import regular_file
+from trimtab.errors import TrimtabError
 
+Table = ArrowFile | RowFile
+"""A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions", "tokens")
 """Folders in which runs of Trimtab, prime-rl, Miles, TRL and verl (docs/frameworks.md) store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
@@ -82,12 +83,12 @@ def open_table(path: Path) -> Table | None:
 
     Raises `TrimtabError` for an unsupported format.
     """
-    head, suffix = _head(path), _suffix(path)
+    suffix = _suffix(path)
+    with opened(path) as file:
+        head, packed = file.read(4096), isinstance(file, gzip.GzipFile)
     if not head.strip(b" \t\r\n" + _BOM):
         return None
-    if packed := head.startswith(GZIP):
-        with opened(path) as file:
-            head = file.read(4096)
+    if packed:
         if head.startswith((b"PAR1", b"PK\x03\x04")):
             raise TrimtabError(f"{path} is compressed: unpack it first")
     elif head.startswith(b"PAR1") or suffix in _PARQUET:
@@ -119,13 +120,3 @@ def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
     if start.startswith(b"{") or suffix in _JSONL:
         return RowFile(path, json_lines)
     raise TrimtabError(f"{path} is neither {_KINDS}{' below its gzip' if packed else ''}")
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with regular_file(path).open("rb") as file:
-            return file.read(4096)
-    except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
-    except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
