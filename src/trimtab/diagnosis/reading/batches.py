@@ -16,7 +16,6 @@ from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER
 
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
-_KEYS = ("group", "prompt")
 _LISTS = (*TOKEN_ROLES, *EITHER_SHAPE, "prompt_length")
 _ALWAYS_LISTS = set(TOKEN_ROLES) - set(EITHER_SHAPE)
 Column = Any
@@ -25,52 +24,46 @@ Column = Any
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a file: `table` has a column for each role, of lists of numbers (null where there is none) or of numbers.
+    """Rows of a file: lists of numbers, null where there is none, and float64 (rows,), NaN where unknown, by role.
 
-    Groups and prompts are hashes, null where unknown; other unknown numbers are NaN.
-    numbers: row numbers in the file, from 1. faults: rows without a list by reason, each with what it holds instead.
+    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, object (rows,), None where unknown.
+    faults: rows without a list by reason, each with what it holds instead.
     """
 
-    table: pa.RecordBatch
     numbers: Sequence[int]
+    lists: Mapping[str, pa.Array]
+    scalars: Mapping[str, np.ndarray]
+    keys: Mapping[str, np.ndarray]
     faults: Mapping[str, Mapping[int, str]]
-
-    @property
-    def lists(self) -> dict[str, pa.Array]:
-        """The columns of lists."""
-        return {field.name: self.table.column(field.name) for field in self.table.schema if _is_list(field.type)}
-
-    def has(self, role: str) -> bool:
-        """Returns whether `role` has one number for each row."""
-        return role in self.table.schema.names and not _is_list(self.table.schema.field(role).type)
-
-    def number(self, role: str) -> np.ndarray:
-        """Returns a number for each row (rows,), NaN where it is unknown."""
-        return self.table.column(role).to_numpy(zero_copy_only=False)
-
-    def keys(self, role: str, rows: np.ndarray) -> list[int | None]:
-        """Returns the hashes of a group or prompt where `rows` (rows,) is True."""
-        return self.table.column(role).filter(pa.array(rows)).to_pylist()
 
 
 def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
     """Returns a batch from the columns of a file by role."""
-    values: dict[str, pa.Array] = {}
+    lists: dict[str, pa.Array] = {}
+    scalars: dict[str, np.ndarray] = {}
+    keys: dict[str, np.ndarray] = {}
     faults: dict[str, Mapping[int, str]] = {}
     for role, column in columns.items():
         cells = column if role in _LISTS and _is_number_list(column) else _cells(role, column)
-        if role == "sampling":
+        if role in ("group", "prompt"):
+            keys[role] = np.array([_key(cell) for cell in cells], dtype=object)
+        elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
-            values |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
+            scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
         elif role in _ALWAYS_LISTS or (role in _LISTS and _has_lists(cells)):
-            values[role] = cells if isinstance(cells, pa.Array) else _lists(cells)
+            array = cells if isinstance(cells, pa.Array) else _lists(cells)
             if role == "prompt_length":  # the prompt's tokens
-                values[role] = pc.cast(pc.call_function("list_value_length", [values[role]]), pa.float64())
+                scalars[role] = list_lengths(array).to_numpy(zero_copy_only=False).astype(np.float64)
             else:
-                faults |= _faults(role, values[role], cells)
+                lists[role] = array
+                faults |= _faults(role, array, cells)
         else:
-            values[role] = _scalars(role, cells)
-    return Batch(pa.RecordBatch.from_pydict(values), numbers, faults)
+            scalars[role] = _scalars(role, cells)
+    return Batch(numbers, lists, scalars, keys, faults)
+
+
+def list_lengths(lists: pa.Array) -> pa.Array:
+    return pc.call_function("list_value_length", [lists])
 
 
 def flat(lists: pa.Array) -> np.ndarray:
@@ -81,14 +74,11 @@ def flat(lists: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
 def _is_number_list(column: Column) -> bool:
-    if not isinstance(column, pa.Array) or not _is_list(column.type):
+    kind = column.type if isinstance(column, pa.Array) else pa.null()
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False
-    kind = column.type.value_type
+    kind = kind.value_type
     return pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
@@ -124,10 +114,9 @@ def _faults(role: str, lists: pa.Array, column: Column) -> dict[str, dict[int, s
     return {reason: rows for reason, rows in found.items() if rows}
 
 
-def _scalars(role: str, cells: Sequence[Any]) -> pa.Array:
-    if role in _KEYS:
-        return pa.array([_key(cell) for cell in cells], pa.int64())
-    return pa.array([cell == "raw" if role == "logprobs" else _number(cell) for cell in cells], pa.float64())
+def _scalars(role: str, cells: Sequence[Any]) -> np.ndarray:
+    is_raw = role == "logprobs"
+    return np.array([str(cell) == "raw" if is_raw else _number(cell) for cell in cells], dtype=np.float64)
 
 
 def _key(cell: Any) -> int | None:

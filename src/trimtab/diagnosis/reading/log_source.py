@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from trimtab.diagnosis.reading.batches import Batch
 from trimtab.diagnosis.reading.cells import WANTED
@@ -131,9 +130,9 @@ class LogSource:
         roles, layout = self._resolved.roles, self._resolved.layout
         step = self._resolved.step_in_name(path)
         if step is not None:
-            steps = pa.array(np.full(batch.table.num_rows, float(step)))
-            batch = replace(batch, table=batch.table.append_column("step", steps))
-        if batch.has("sample_mask"):
+            steps = np.full(len(batch.numbers), float(step))
+            batch = replace(batch, scalars={**batch.scalars, "step": steps})
+        if "sample_mask" in batch.scalars:
             normalize(batch, roles, layout, self._masked, number, in_loss=False)
         return normalize(batch, roles, layout, self.counts, number)
 
