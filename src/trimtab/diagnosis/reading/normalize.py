@@ -102,43 +102,44 @@ class _Tokens:
 
 
 def _drop_rows(batch: Batch, kept: _Kept, in_loss: bool) -> None:
-    if "off_policy" in batch.scalars:
-        kept.drop(batch.scalars["off_policy"] == 1, EXTERNAL_TRACE)
-    if "sample_mask" in batch.scalars:
-        kept.drop((batch.scalars["sample_mask"] == 0) == in_loss, OUT_OF_LOSS)
-    if "sample_id" in batch.scalars:
-        steps = batch.scalars["step"] if "step" in batch.scalars else np.zeros(len(kept.rows))
+    scalars = batch.scalars
+    if "off_policy" in scalars:
+        kept.drop(scalars["off_policy"] == 1, EXTERNAL_TRACE)
+    if "sample_mask" in scalars:
+        kept.drop((scalars["sample_mask"] == 0) == in_loss, OUT_OF_LOSS)
+    if "sample_id" in scalars:
+        steps = scalars.get("step", np.zeros(len(kept.rows)))
         repeated = np.zeros(len(kept.rows), dtype=np.bool_)
-        for row, key in enumerate(zip(steps.tolist(), batch.scalars["sample_id"].tolist(), strict=True)):
+        for row, key in enumerate(zip(steps.tolist(), scalars["sample_id"].tolist(), strict=True)):
             repeated[row] = key in kept.tally.seen
             kept.tally.seen[key] = 0
         kept.drop(repeated, "the same response in the file of another rank")
     for reason, rows in batch.faults.items():
         kept.drop(np.isin(np.arange(len(kept.rows)), list(rows)), reason, rows.__getitem__)
     for role in ("policy_version", "response_length", "step", "proximal_version"):
-        if role in batch.scalars:
-            kept.drop(~np.isfinite(batch.scalars[role]), f"no {role}")
+        if role in scalars:
+            kept.drop(~np.isfinite(scalars[role]), f"no {role}")
 
 
 def _align(batch: Batch, kept: _Kept) -> _Tokens:
     """Returns the lists of the kept rows, all as long as the sampler's log-probs."""
-    count = len(kept.rows)
+    scalars = batch.scalars
     whole = {role: list_lengths(lists).fill_null(0).to_numpy().astype(np.int64) for role, lists in batch.lists.items()}
-    skip = {role: np.zeros(count, dtype=np.int64) for role in whole}
+    skip = {role: np.zeros(len(kept.rows), dtype=np.int64) for role in whole}
 
     def lengths_text(row: int) -> str:
         known = {role: int(lengths[row]) for role, lengths in whole.items()}
-        if "response_length" in batch.scalars:
-            known["response_length"] = int(batch.scalars["response_length"][row])
+        if "response_length" in scalars:
+            known["response_length"] = int(scalars["response_length"][row])
         return ", ".join(f"{role} {number}" for role, number in known.items())
 
-    if "response_length" in batch.scalars:
-        expected = np.nan_to_num(batch.scalars["response_length"], posinf=0, neginf=0)
+    if "response_length" in scalars:
+        expected = np.nan_to_num(scalars["response_length"], posinf=0, neginf=0)
         expected = np.clip(expected, 0, 2**53).astype(np.int64)
         skip = {role: np.maximum(lengths - expected, 0) for role, lengths in whole.items()}
         kept.drop(whole["logp_behavior"] - skip["logp_behavior"] != expected, UNEQUAL, lengths_text)
-    if "prompt_length" in batch.scalars:  # of some lists only: they begin with the prompt
-        prompt = batch.scalars["prompt_length"]
+    if "prompt_length" in scalars:  # of some lists only: they begin with the prompt
+        prompt = scalars["prompt_length"]
         shortest = np.min([lengths - skip[role] for role, lengths in whole.items()], axis=0)
         for role, lengths in whole.items():
             longer = lengths - skip[role] - shortest
@@ -150,7 +151,7 @@ def _align(batch: Batch, kept: _Kept) -> _Tokens:
     kept.drop(np.any(unequal, axis=0), UNEQUAL, lengths_text)
     kept.drop(tokens == 0, "no tokens")
     prompt_length = None
-    if "response_length" in batch.scalars and "response_ids" in whole:
+    if "response_length" in scalars and "response_ids" in whole:
         # Ids that begin with the prompt tell its length, unless all lists do, which may be padded on the left.
         prompt_length = np.where(skip["logp_behavior"] == 0, skip["response_ids"], np.nan)
     tokens = np.where(kept.rows, tokens, 0)
