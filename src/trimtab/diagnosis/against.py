@@ -93,7 +93,10 @@ def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.nda
 
     A cluster is a prompt, or a response where prompts are unknown; what occurs on both sides is one cluster.
     """
-    one, two = _prompts(first, 0), _prompts(second, len(first.responses))
+    one, two = _prompts(first), _prompts(second)
+    named = first.table.prompt is not None and second.table.prompt is not None
+    if not named:
+        two = two + int(one.max(initial=0)) + 1
     answers = _answers(first), _answers(second)
     if answers[0] is not None and answers[1] is not None:
         where = dict(zip(answers[0], one.tolist(), strict=True))
@@ -101,18 +104,18 @@ def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.nda
         pairs = sum(place >= 0 for place in found)
         if 2 * pairs >= min(len(one), len(two)):
             return _numbered(one, np.where(np.array(found) >= 0, found, two)), "response", pairs
-    if first.table.group is not None and second.table.group is not None:
+    if named:
         both = len(np.intersect1d(one, two))
         if 2 * both >= min(len(np.unique(one)), len(np.unique(two))):
             return _numbered(one, two), "prompt", both
-    return _numbered(one, two + max(int(one.max()) + 1, 0)), "", 0
+    return _numbered(one, two + int(one.max(initial=0)) + 1), "", 0
 
 
-def _prompts(tokens: TrainedTokens, before: int) -> np.ndarray:
-    """Returns the prompt group of each response (responses,), without groups its own number, above 2**40."""
-    if tokens.table.group is not None:
-        return tokens.per_response(tokens.table.group)
-    return (1 << 40) + before + np.arange(len(tokens.responses))
+def _prompts(tokens: TrainedTokens) -> np.ndarray:
+    """Returns the prompt of each response (responses,), or its group, or without both its own number."""
+    table = tokens.table
+    column = table.prompt if table.prompt is not None else table.group
+    return np.arange(len(tokens.responses)) if column is None else tokens.per_response(column)
 
 
 def _answers(tokens: TrainedTokens) -> list[bytes] | None:

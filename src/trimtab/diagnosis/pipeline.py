@@ -31,7 +31,7 @@ def diagnose(
     on_progress: OnProgress | None = None,
     without: Collection[str] = (),
     redaction: Redaction | None = None,
-    groups: dict[Hashable, int] | None = None,
+    prompts: dict[Hashable, int] | None = None,
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
@@ -42,7 +42,7 @@ def diagnose(
     on_progress: called with the current phase and the number of tokens.
     without: names of causes that are not looked for.
     redaction: leaves out texts, names of files and what quotes their cells, and replaces token ids by random numbers.
-    groups: numbers of prompt groups, shared with another diagnosis so that the same prompts are known as such.
+    prompts: their numbers, shared with another diagnosis so that the same prompts are known as such.
 
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
@@ -58,7 +58,7 @@ def diagnose(
             on_progress,
             without,
             redaction=redaction,
-            groups=groups,
+            prompts=prompts,
         )
         texts, problem = ({}, "") if redaction else _texts(measured, vocabulary or tokenizer_of(files))
         if vocabulary is not None and problem:
@@ -82,7 +82,7 @@ def compare(
     redaction: Redaction | None = None,
 ) -> tuple[Diagnosis, Comparison]:
     """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
-    groups: dict[Hashable, int] = {}
+    prompts: dict[Hashable, int] = {}
     one, two = (
         diagnose(
             paths,
@@ -91,7 +91,7 @@ def compare(
             tokenizer=tokenizer,
             on_progress=on_progress,
             redaction=redaction,
-            groups=groups,
+            prompts=prompts,
         )
         for paths in (first, second)
     )
@@ -106,13 +106,13 @@ def examine(
     without: Collection[str] = (),
     *,
     redaction: Redaction | None = None,
-    groups: dict[Hashable, int] | None = None,
+    prompts: dict[Hashable, int] | None = None,
 ) -> tuple[Measured, Sequence[Path]]:
     """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
     left_out: tuple[Placeholder, ...] = ()
     before: Measured | None = None
     while True:
-        counts = ReadCounts(groups={} if groups is None else groups, quotes=redaction is None)
+        counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)
         log = open_log(paths, framework=framework, columns=columns, counts=counts)
         on_progress("reading again without placeholders" if left_out else "reading", 0)
         tables = log.tables() if redaction is None else map(redaction.table, log.tables())

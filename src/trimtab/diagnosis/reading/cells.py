@@ -6,11 +6,12 @@ import ast
 import json
 import re
 import reprlib
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
-WORDS = {"true": True, "false": False, "none": None, "null": None}
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
 WANTED = (
     "(wanted in each row: a list such as [-0.1, -0.2], the same as text, or a list of records with token and logprob)"
 )
@@ -45,14 +46,35 @@ def number_list(text: str) -> list[Any] | None:
     inner = _SCALAR.sub(r"\1", text[1:-1]).strip()
     parts = inner.split("," if "," in inner else None)
     try:
-        return [WORDS[word] if (word := part.strip().lower()) in WORDS else number(word) for part in parts]
+        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _number(word) for part in parts]
     except ValueError:
         return None
 
 
-def number(text: str) -> int | float:
+def _number(text: str) -> int | float:
     """Parses a number; token ids stay integers."""
     return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
+
+
+def csv_cell(text: str) -> Any:
+    """Parses a cell: a list of numbers, an object, a number, None for an empty one, or text."""
+    text = text.strip()
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if (word := text.lower()) in _WORDS:
+        return _WORDS[word]
+    try:
+        return json.loads(text) if text.startswith("{") else _number(text) if text else None
+    except (ValueError, RecursionError):
+        return text
+
+
+def plain(value: Any) -> Any:
+    """Converts a tensor to an array, and a tensor or array without dimensions to a number."""
+    if hasattr(value, "detach"):
+        tensor = value.detach()
+        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
 def array_of(cell: Any) -> np.ndarray | None:
@@ -61,7 +83,9 @@ def array_of(cell: Any) -> np.ndarray | None:
         return None
     try:
         values = np.asarray(cell)
-        if values.dtype.kind == "O" and all(item is None or isinstance(item, int | float) for item in values.flat):
+        if values.dtype.kind == "O" and all(
+            item is None or isinstance(item, int | float | Decimal) for item in values.flat
+        ):
             values = values.astype(np.float64)
     except (ValueError, OverflowError):  # lists of different lengths within; an integer of more than 308 digits
         return None

@@ -12,13 +12,14 @@ from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
     LOGP_COLUMNS,
     ROLES,
+    TRAINER_COLUMNS,
     TRIMTAB,
     Layout,
     detect_layout,
     layout_of_framework,
 )
-from trimtab.diagnosis.reading.ragged import Table
-from trimtab.diagnosis.reading.torch_table import TorchTable
+from trimtab.diagnosis.reading.tables import Table
+from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.findings import Finding
 
@@ -41,28 +42,25 @@ _MAX_LISTED = 12
 class Resolved:
     """The layout and columns of the files.
 
-    columns: names by role, in every file. anchor: proximal or current, empty without either. missing: absent columns,
-    with the analysis that each would allow. checked: files known to have these columns. numbered: whether the step is
-    the number in the name of each file. grouped: whether responses to the same prompt tokens form a group. left_out:
-    files that hold no log-probs.
+    columns: names by role, in every file. roles: those that every response has a value for, by a column or otherwise.
+    anchor: proximal or current, empty without either. missing: absent columns, with the analysis that each would allow.
+    left_out: files that hold no log-probs.
     """
 
     framework: str
     layout: Layout
     columns: Mapping[str, str]
+    roles: frozenset[str]
     anchor: str
     missing: Mapping[str, str]
     findings: tuple[Finding, ...]
-    checked: frozenset[Path]
-    numbered: bool = False
-    grouped: bool = False
     left_out: frozenset[Path] = frozenset()
 
-    @property
-    def roles(self) -> frozenset[str]:
-        """The roles that every response has a value for, by a column or otherwise."""
-        found = {"step": self.numbered, "group": self.grouped}
-        return frozenset(self.columns) | {role for role, known in found.items() if known}
+    def step_in_name(self, path: Path) -> int | None:
+        """Returns the step in the name of a file, if no column holds it."""
+        by_name = "step" in self.roles and "step" not in self.columns
+        found = re.search(self.layout.step_in_name, path.name) if by_name else None
+        return int(found[1]) if found else None
 
 
 def resolve(
@@ -75,7 +73,8 @@ def resolve(
     for role in given:
         if role not in ROLES:
             raise TrimtabError(f"--columns: no role {role!r}{did_you_mean(role, ROLES)}")
-    scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
+    torch_files = [table for table in tables if isinstance(table, TorchFile)]
+    scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchFile)}
     if scanned:
         logps = {*LOGP_COLUMNS, *given.values()}
         other = [path for path, names in scanned.items() if path in found and not names & logps]
@@ -87,19 +86,15 @@ def resolve(
         resolved = _resolve_names(rest, framework, given)
         findings = (*resolved.findings, Finding("note", "left out", text))
         return replace(resolved, findings=findings, left_out=frozenset(other))
-    fault: TrimtabError | None = None
-    for table in tables:
-        try:
-            return _resolve_names({table.path: table.names()}, framework, given)
-        except MissingTrainerLogps as error:  # a rank of an earlier pipeline stage; another file may have them
-            fault = fault or error
-            table.close()
-    assert fault is not None, "there is at least one file"
-    raise fault
-
-
-class MissingTrainerLogps(TrimtabError):
-    """A file of Miles without the trainer's log-probs."""
+    # A rank of Miles in an earlier pipeline stage has no log-probs of the trainer; another file may have them.
+    trainer = {*TRAINER_COLUMNS, given.get("logp_proximal"), given.get("logp_current")}
+    for table in torch_files:
+        if table.names() & trainer:
+            break
+        table.close()
+    else:
+        table = torch_files[0]
+    return _resolve_names({table.path: table.names()}, framework, given)
 
 
 def _resolve_names(
@@ -108,36 +103,27 @@ def _resolve_names(
     filled = {path: names for path, names in scanned.items() if names}
     if not filled:
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
-    known = (
-        framework
-        if isinstance(framework, Layout)
-        else layout_of_framework(framework)
-        if framework
-        else _detect_layout(filled)
-    )
+    known = layout_of_framework(framework) if isinstance(framework, str) else framework or _detect_layout(filled)
     layout = known or TRIMTAB
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
         raise _missing_column(filled, "loss_mask", layout, "which tells tokens from padding")
-    numbered = bool(layout.step_in_name) and not {"step"} & (columns.keys() | given.keys())
-    numbered = numbered and all(re.search(layout.step_in_name, path.name) for path in scanned)
-    grouped = layout.prompt_groups and "response_ids" in columns and not {"group"} & (columns.keys() | given.keys())
-    found = {*columns, *(["step"] if numbered else []), *(["group"] if grouped else [])}
-    sampling = any(role in columns for role in ("sampling", "temperature", "top_p", "top_k", "logprobs"))
-    missing = {
-        role: cost for role, cost in COSTS.items() if role not in found and not (role == "sampling" and sampling)
-    }
+    absent = set(ROLES) - columns.keys() - given.keys()
+    roles = set(columns)
+    if layout.step_in_name and all(re.search(layout.step_in_name, path.name) for path in scanned):
+        roles |= {"step"} & absent
+    if layout.prompt_groups and "response_ids" in columns:
+        roles |= {"group", "prompt"} & absent
+    found = roles | ({"sampling"} if roles & {"temperature", "top_p", "top_k", "logprobs"} else set())
     return Resolved(
         framework=known.framework if known else "columns",
         layout=layout,
         columns=columns,
+        roles=frozenset(roles),
         anchor=anchor,
-        missing=missing,
+        missing={role: cost for role, cost in COSTS.items() if role not in found},
         findings=tuple(findings),
-        checked=frozenset(scanned),
-        numbered=numbered,
-        grouped=grouped,
     )
 
 
@@ -196,8 +182,7 @@ def _missing_column(
         ((path, names) for path, names in filled.items() if not names & set(known)), next(iter(filled.items()))
     )
     called = "" if known[0] == role else f" ({layout.framework} calls it {known[0]})"
-    kind = MissingTrainerLogps if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
-    return kind(
+    return TrimtabError(
         f"{path} has no {role}, {use}{called}; {_list_columns(names, known, taken)}. Name it with --columns "
         f"{role}=COLUMN, or: {(taken and layout.trainer_advice) or layout.advice}"
     )

@@ -63,7 +63,7 @@ class Layout:
 
     framework: str
     columns: Mapping[str, tuple[str, ...]]
-    signs: tuple[frozenset[str], ...]
+    signs: tuple[set[str], ...]
     advice: str
     trainer_advice: str = ""
     padded: bool = False
@@ -79,7 +79,7 @@ TRIMTAB = Layout(
     "trimtab",
     {role: (role,) for role in ROLES if role not in _NOT_TRIMTAB}
     | {"group": ("group", "prompt_id"), "prompt": ("prompt_id",), "prompt_length": ("prompt_length", "prompt_ids")},
-    (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
+    ({"logp_behavior"}, {"logp_proximal"}, {"logp_current"}),
     "trimtab's own trainer writes it to trajectories/",
 )
 TRIMTAB_REPORT = replace(
@@ -106,10 +106,10 @@ VERL = Layout(
         "advantage": ("advantages",),
     },
     (
-        frozenset({"rollout_log_probs", "response_mask"}),
-        frozenset({"old_log_probs", "response_mask"}),
-        frozenset({"rollout_log_probs", "old_log_probs"}),
-        frozenset({"input", "output", "score", "step"}),
+        {"rollout_log_probs", "response_mask"},
+        {"old_log_probs", "response_mask"},
+        {"rollout_log_probs", "old_log_probs"},
+        {"input", "output", "score", "step"},
     ),
     "set actor_rollout_ref.rollout.calculate_log_probs=True and TRIMTAB_DUMP=DIR (docs/frameworks.md)",
     "verl computes old_log_probs in every step with algorithm.rollout_correction.bypass_mode=False (the default); "
@@ -130,11 +130,7 @@ TRL = Layout(
         "reward": ("reward",),
         "advantage": ("advantage", "advantages"),
     },
-    (
-        frozenset({"sampling_per_token_logps"}),
-        frozenset({"old_per_token_logps"}),
-        frozenset({"prompt", "completion", "advantage"}),
-    ),
+    ({"sampling_per_token_logps"}, {"old_per_token_logps"}, {"prompt", "completion", "advantage"}),
     "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and dump=DIR of "
     "trimtab.adapters.trl.GRPOTrainer (docs/frameworks.md)",
     "TRL computes old_per_token_logps with use_vllm=True and vllm_importance_sampling_correction=True; dump=DIR of "
@@ -159,9 +155,9 @@ MILES = Layout(
         "sample_id": ("sample_indices", "sample_index"),
     },
     (
-        frozenset({"tokens", "response_lengths"}),
-        frozenset({"tokens", "response_length", "rollout_log_probs"}),
-        frozenset({"rollout_log_probs", "log_probs"}),
+        {"tokens", "response_lengths"},
+        {"tokens", "response_length", "rollout_log_probs"},
+        {"rollout_log_probs", "log_probs"},
     ),
     "rollout dumps hold the sampler's side only: run with --dump-details DIR, without --use-rollout-logprobs, and read "
     "DIR/train_data",
@@ -178,11 +174,7 @@ PRIME_RL = Layout(
         "step": ("step",),
         "advantage": ("advantages",),
     },
-    (
-        frozenset({"inference_logprobs"}),
-        frozenset({"trainer_logprobs"}),
-        frozenset({"traces"}),
-    ),
+    ({"inference_logprobs"}, {"trainer_logprobs"}, {"traces"}),
     "set trainer.enable_token_export=true and read token_exports/",
     whole=True,
 )
@@ -197,11 +189,7 @@ NEMO_RL = Layout(
         "reward": ("filtered_rewards", "rewards"),
         "advantage": ("advantages",),
     },
-    (
-        frozenset({"generation_logprobs"}),
-        frozenset({"prev_logprobs"}),
-        frozenset({"content", "input_lengths"}),
-    ),
+    ({"generation_logprobs"}, {"prev_logprobs"}, {"content", "input_lengths"}),
     "read the train_data_step*.jsonl of a GRPO or PPO run; with NeMo Gym they need "
     "env.should_log_nemo_gym_responses=false",
     "NeMo-RL computes prev_logprobs unless loss_fn.force_on_policy_ratio=true, which writes zeros: set it to false",
@@ -212,6 +200,7 @@ NEMO_RL = Layout(
 )
 LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL, NEMO_RL)}
 LOGP_COLUMNS = {name for layout in LAYOUTS.values() for role in LOGPS for name in layout.columns.get(role, ())}
+TRAINER_COLUMNS = LOGP_COLUMNS - {layout.columns["logp_behavior"][0] for layout in LAYOUTS.values()}
 
 
 def layout_of_framework(framework: str) -> Layout:

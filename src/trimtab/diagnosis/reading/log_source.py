@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from trimtab.diagnosis.reading.assemble import assemble
+from trimtab.diagnosis.reading.batches import Batch
 from trimtab.diagnosis.reading.cells import WANTED
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
-from trimtab.diagnosis.reading.ragged import RowBlock, Table
+from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.run_settings import made_with, settings_of
-from trimtab.diagnosis.reading.tables import find_files, open_table
+from trimtab.diagnosis.reading.tables import Table, find_files, open_table
+from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -123,26 +123,28 @@ class LogSource:
             if columns is None:
                 self.counts.skipped_files += 1
                 continue
-            for block in table.blocks(columns, tokens, self.counts):
-                rows = self._with_step(block, table.path)
-                responses = assemble(rows, self._resolved.roles, self._resolved.layout, self.counts, number)
-                if "sample_mask" in rows.scalars:
-                    assemble(rows, self._resolved.roles, self._resolved.layout, self._masked, number, in_loss=False)
+            is_empty = True
+            for batch in table.batches(columns, tokens, self.counts):
+                is_empty = False
+                responses = self._normalize(batch, table.path, number)
                 if responses is not None:
                     yield from responses.split(tokens)
+            self.counts.no_rows += is_empty
 
-    def _with_step(self, block: RowBlock, path: Path) -> RowBlock:
-        """Returns the block with the step in the name of its file, where no column holds it."""
-        if not self._resolved.numbered:
-            return block
-        found = re.search(self._resolved.layout.step_in_name, path.name)
-        assert found is not None, "`numbered` says that every name has a step"
-        return replace(block, scalars={**block.scalars, "step": np.full(block.rows, int(found[1]))})
+    def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
+        roles, layout = self._resolved.roles, self._resolved.layout
+        step = self._resolved.step_in_name(path)
+        if step is not None:
+            steps = np.full(len(batch.numbers), float(step))
+            batch = replace(batch, scalars={**batch.scalars, "step": steps})
+        if "sample_mask" in batch.scalars:
+            normalize(batch, roles, layout, self._masked, number, in_loss=False)
+        return normalize(batch, roles, layout, self.counts, number)
 
     def _columns(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""
         resolved = self._resolved
-        if table.path in resolved.checked:
+        if not isinstance(table, TorchFile):  # `resolve` has seen the columns of all others
             return resolved.columns
         present = table.names()
         missing = [role for role, name in resolved.columns.items() if name not in present]

@@ -21,9 +21,9 @@ class ReadCounts:
     """Counts that are updated while files are read.
 
     k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups,
-    prompts: their numbers in the order of first occurrence, over all files and perhaps other data. own: what tells
-    groups without a name from those of other data. quotes: whether messages name files and quote their cells. seen: the
-    file of each response, by its id or a hash of its content.
+    prompts: their numbers over all files, in the order of first occurrence; those of prompts may be shared with other
+    data. quotes: whether messages name files and quote their cells. seen: the file of each response, by its id or a
+    hash of its content.
     """
 
     responses: int = 0
@@ -48,7 +48,6 @@ class ReadCounts:
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
     prompts: dict[Hashable, int] = field(default_factory=dict)
-    own: object = field(default_factory=object)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:

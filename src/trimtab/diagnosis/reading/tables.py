@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab.diagnosis.reading.csv_table import csv_rows
-from trimtab.diagnosis.reading.jsonl_table import json_array, json_lines
-from trimtab.diagnosis.reading.parquet_table import ArrowTable, ParquetTable
-from trimtab.diagnosis.reading.ragged import Table
-from trimtab.diagnosis.reading.row_blocks import RowTable
-from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
-from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError, neighbors
-from trimtab.files import regular_file
+from trimtab.diagnosis.reading.arrow_files import ArrowFile
+from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines, opened
+from trimtab.diagnosis.reading.torch_file import TorchFile
+from trimtab.errors import TrimtabError
 
+Table = ArrowFile | RowFile
+"""A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions", "tokens")
 """Folders in which runs of Trimtab, prime-rl, Miles, TRL and verl (docs/frameworks.md) store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
@@ -28,6 +26,7 @@ _NEMO_RL = "train_data_step"
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _ARROW = (".arrow", ".feather")
 _CSV, _GZIP = (".csv",), ".gz"
+_BOM = b"\xef\xbb\xbf"
 _READABLE = _PARQUET + _JSONL + _TORCH + _ARROW
 _KINDS = "a parquet, an arrow, a JSON, a CSV nor a torch file"
 
@@ -84,25 +83,25 @@ def open_table(path: Path) -> Table | None:
 
     Raises `TrimtabError` for an unsupported format.
     """
-    head, suffix = _head(path), _suffix(path)
-    if not head.strip(b" \t\r\n" + BOM):
+    suffix = _suffix(path)
+    with opened(path) as file:
+        head, packed = file.read(4096), isinstance(file, gzip.GzipFile)
+    if not head.strip(b" \t\r\n" + _BOM):
         return None
-    if packed := head.startswith(GZIP):
-        with opened(path) as file:
-            head = file.read(4096)
+    if packed:
         if head.startswith((b"PAR1", b"PK\x03\x04")):
             raise TrimtabError(f"{path} is compressed: unpack it first")
     elif head.startswith(b"PAR1") or suffix in _PARQUET:
-        return ParquetTable(path)
+        return ArrowFile(path, is_parquet=True)
     elif suffix in _ARROW or head.startswith(b"ARROW1"):
-        return ArrowTable(path)
+        return ArrowFile(path, is_parquet=False)
     elif suffix in (".npz", ".npy") or head.startswith(b"\x93NUMPY"):
         raise TrimtabError(
             f"{path} holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL file with one "
             f"response a row (docs/frameworks.md), or torch.save a dictionary of (batch, time) tensors with a loss_mask"
         )
     elif head.startswith(b"PK\x03\x04") or suffix in _TORCH:
-        return TorchTable(path)
+        return TorchFile(path)
     return _text_table(path, head, suffix, packed=packed)
 
 
@@ -113,21 +112,11 @@ def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
         raise TrimtabError(f"{path} is compressed with zstd: unpack it first (gzip is read as it is)")
     if head.startswith(b"\x80") or suffix in (".pkl", ".pickle"):
         raise TrimtabError(f"{path} is a pickle, which is not opened: save its tensors with torch.save instead")
-    start = head.removeprefix(BOM).lstrip()
+    start = head.removeprefix(_BOM).lstrip()
     if start.startswith(b"["):
-        return RowTable(path, json_array)
+        return RowFile(path, json_array)
     if suffix in _CSV:
-        return RowTable(path, csv_rows)
+        return RowFile(path, csv_rows)
     if start.startswith(b"{") or suffix in _JSONL:
-        return RowTable(path, json_lines)
+        return RowFile(path, json_lines)
     raise TrimtabError(f"{path} is neither {_KINDS}{' below its gzip' if packed else ''}")
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with regular_file(path).open("rb") as file:
-            return file.read(4096)
-    except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
-    except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

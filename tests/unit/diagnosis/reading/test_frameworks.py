@@ -124,6 +124,16 @@ def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> N
     assert "1 file without the trainer's log-probs" in source.summary().findings[0].text
 
 
+def test_miles_samples_may_name_one_version_each(tmp_path: Path) -> None:
+    payload = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)
+    del payload["rollout_data"]["weight_versions"]
+    payload["rollout_data"]["weight_version"] = [6, 5]
+    torch.save(payload, tmp_path / "7_0.pt")
+    (table,) = open_log([tmp_path]).tables()
+    assert table.version is not None
+    assert table.version.tolist() == [6, 6, 5, 5, 5]
+
+
 def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
     payload = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)
     torch.save(payload | {"cp_size": 2}, tmp_path / "7_0.pt")

@@ -152,6 +152,16 @@ def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
         assert table.ids.tolist() == [1, 2, 3]
 
 
+def test_lists_and_masks_that_begin_with_the_prompt_are_cut_to_the_response(tmp_path: Path) -> None:
+    row = {
+        "logp_behavior": [-9.0, -1.0, -2.0], "logp_proximal": [-1.5, -2.5], "padding_mask": [1, 1, 1],
+        "response_length": 2, "prompt_length": 0,
+    }  # fmt: skip
+    (table,) = open_log([write_lines(tmp_path / "a.jsonl", [row])]).tables()
+    assert table.behavior.tolist() == [-1.0, -2.0]
+    assert table.trainer.tolist() == [-1.5, -2.5]
+
+
 def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(2))
     source = open_log([path], columns={"entropy": "", "sampling": ""})

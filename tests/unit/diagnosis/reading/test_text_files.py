@@ -57,11 +57,10 @@ def test_every_kind_gives_the_same_chunks(tmp_path: Path, name: str, packed: boo
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_array_and_its_rows_are_never_in_memory_as_a_whole(tmp_path: Path, packed: bool) -> None:
-    """11 MB of text, of which a row has 110 kB, most of it spaces; it is never read or parsed at once."""
-    numbers = row(tuple([-0.123456] * 1500), tuple([-0.123457] * 1500))
-    one = json.dumps(numbers, separators=("," + 25 * " ", ":"))
-    content = ("[" + ",\n".join([one] * 100) + "]").encode()
+def test_the_rows_of_an_array_are_never_in_memory_at_once(tmp_path: Path, packed: bool) -> None:
+    """2.4 MB of text, of which the numbers would take 9 MB as Python objects."""
+    one = json.dumps(row(tuple([-0.5] * 1500), tuple([-1.25] * 1500)), separators=(",", ":"))
+    content = ("[" + ",\n".join([one] * 150) + "]").encode()
     path = tmp_path / ("a.json.gz" if packed else "a.json")
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     tracemalloc.start()
@@ -70,9 +69,16 @@ def test_an_array_and_its_rows_are_never_in_memory_as_a_whole(tmp_path: Path, pa
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert count == 100 * 1500
-    # A block of tokens as Python numbers and as arrays, and two pieces of 1 MB: 4.6 MB measured.
-    assert peak < len(content) / 2
+    assert count == 150 * 1500
+    # The text twice while it is read, and a block of tokens.
+    assert peak < 2.5 * len(content)
+
+
+def test_an_array_longer_than_any_that_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b"[" + b" " * (1 << 20) + json.dumps(GOOD).encode() + b"]"))
+    monkeypatch.setattr("trimtab.diagnosis.reading.row_files._LONGEST_ARRAY", 1)
+    assert "is an array of over 1 MB: write one object per line" in refused(path)
 
 
 def test_cells_are_read_as_python_and_json_write_them(tmp_path: Path) -> None:

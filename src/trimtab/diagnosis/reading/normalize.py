@@ -1,0 +1,317 @@
+"""Makes a `TokenTable` of a batch of rows: aligns lists, strips padding and prompts, counts what is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+
+from trimtab.corrections.ratios import LOG_RATIO_BOUND
+from trimtab.diagnosis.reading.batches import Batch, flat, list_lengths
+from trimtab.diagnosis.reading.layouts import LOGPS, Layout
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, UNEQUAL, ReadCounts
+from trimtab.diagnosis.tokens import TokenTable
+
+_MAX_ROUNDED_LOGP = 1e-4
+"""Largest log-prob above 0 that is attributed to rounding of log 1."""
+_MAX_MAGNITUDE = 1e6
+"""Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
+_WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
+
+
+def normalize(
+    batch: Batch, roles: frozenset[str], layout: Layout, tally: ReadCounts, file: int, *, in_loss: bool = True
+) -> TokenTable | None:
+    """Returns the usable responses of a batch, or None without any. Dropped responses are counted in `tally`.
+
+    roles: those that every response has a value for. file: number that distinguishes prompt groups without steps.
+    in_loss: False for the responses that the trainer masks out of its loss, in place of those that it trains on.
+    """
+    kept = _Kept(batch.numbers, tally)
+    _drop_rows(batch, kept, in_loss)
+    tokens = _align(batch, kept)
+    trained = _trained(tokens, kept)
+    inside = _span(tokens, trained, layout)
+    kept.drop(~tokens.having(trained), "no trained token")
+    trained &= kept.rows[tokens.row]
+    bad = _clear_nonfinite(tokens, trained, tally)
+    damaged = tokens.having(bad)
+    tally.damaged += int(damaged.sum())
+    kept.drop(damaged if layout.report else ~tokens.having(trained & ~bad), NOT_FINITE)
+    inside &= ~bad
+    if layout.repeats:
+        _drop_repeated(tokens, inside, kept, file)
+    rows = kept.rows
+    if not rows.any():
+        return None
+    inside &= rows[tokens.row]
+    numbers = {name: column[rows] for name, column in batch.scalars.items()}
+    keys = {name: column[rows].tolist() for name, column in batch.keys.items()}
+    if layout.prompt_groups and "response_ids" in tokens.values:
+        keys = {name: tokens.prompt_hashes(rows) for name in ("group", "prompt") if name in roles} | keys
+    if tokens.prompt_length is not None:
+        numbers.setdefault("prompt_length", tokens.prompt_length[rows].astype(np.float64))
+    values = {name: column if inside.all() else column[inside] for name, column in tokens.values.items()}
+    lengths = np.bincount(tokens.row[inside], minlength=len(rows))[rows]
+    table = _table(lengths, values | {"trained": trained[inside]}, numbers, keys, tally, file)
+    _count(table, tally)
+    return table
+
+
+class _Kept:
+    """The rows that are still kept: `rows`, bool (rows,). A dropped one is counted by the first reason for it."""
+
+    def __init__(self, numbers: Sequence[int], tally: ReadCounts) -> None:
+        self.rows = np.ones(len(numbers), dtype=np.bool_)
+        self.tally = tally
+        self._numbers = numbers
+
+    def drop(self, bad: np.ndarray, reason: str, detail: Callable[[int], str] = lambda _: "") -> None:
+        """Drops the rows where `bad` (rows,) is True; `detail` describes one of them."""
+        dropped = np.flatnonzero(bad & self.rows)
+        if len(dropped):
+            first = int(dropped[0])
+            self.rows[dropped] = False
+            self.tally.drop(reason, len(dropped), self._numbers[first], detail(first))
+
+
+class _Tokens:
+    """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
+
+    prompt_length: number of tokens before the response (rows,), if the lists tell it.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, values: dict[str, np.ndarray], prompt_length: np.ndarray | None = None
+    ) -> None:
+        self.lengths, self.values, self.prompt_length = lengths, values, prompt_length
+        self.starts = np.append(0, np.cumsum(lengths))
+        self.row = np.repeat(np.arange(len(lengths)), lengths)
+        self.position = np.arange(len(self.row)) - self.starts[self.row]
+
+    def having(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the rows (rows,) with at least one of the marked tokens."""
+        return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
+
+    def prompt_hashes(self, rows: np.ndarray) -> list[int | None]:
+        """Returns a hash of the ids of the prompt that each list begins with, where `rows` is True."""
+        assert self.prompt_length is not None, "the lists begin with the prompt"
+        first, ids = self.starts[:-1][rows], self.values["response_ids"]
+        spans = zip(first.tolist(), (first + self.prompt_length[rows]).tolist(), strict=True)
+        return [hash(ids[start:end].tobytes()) for start, end in spans]
+
+
+def _drop_rows(batch: Batch, kept: _Kept, in_loss: bool) -> None:
+    scalars = batch.scalars
+    if "off_policy" in scalars:
+        kept.drop(scalars["off_policy"] == 1, EXTERNAL_TRACE)
+    if "sample_mask" in scalars:
+        kept.drop((scalars["sample_mask"] == 0) == in_loss, OUT_OF_LOSS)
+    if "sample_id" in scalars:
+        steps = scalars.get("step", np.zeros(len(kept.rows)))
+        repeated = np.zeros(len(kept.rows), dtype=np.bool_)
+        for row, key in enumerate(zip(steps.tolist(), scalars["sample_id"].tolist(), strict=True)):
+            repeated[row] = key in kept.tally.seen
+            kept.tally.seen[key] = 0
+        kept.drop(repeated, "the same response in the file of another rank")
+    for reason, rows in batch.faults.items():
+        kept.drop(np.isin(np.arange(len(kept.rows)), list(rows)), reason, rows.__getitem__)
+    for role in ("policy_version", "response_length", "step", "proximal_version"):
+        if role in scalars:
+            kept.drop(~np.isfinite(scalars[role]), f"no {role}")
+
+
+def _align(batch: Batch, kept: _Kept) -> _Tokens:
+    """Returns the lists of the kept rows, all as long as the sampler's log-probs."""
+    scalars = batch.scalars
+    whole = {role: list_lengths(lists).fill_null(0).to_numpy().astype(np.int64) for role, lists in batch.lists.items()}
+    skip = {role: np.zeros(len(kept.rows), dtype=np.int64) for role in whole}
+
+    def lengths_text(row: int) -> str:
+        known = {role: int(lengths[row]) for role, lengths in whole.items()}
+        if "response_length" in scalars:
+            known["response_length"] = int(scalars["response_length"][row])
+        return ", ".join(f"{role} {number}" for role, number in known.items())
+
+    if "response_length" in scalars:
+        expected = np.nan_to_num(scalars["response_length"], posinf=0, neginf=0)
+        expected = np.clip(expected, 0, 2**53).astype(np.int64)
+        skip = {role: np.maximum(lengths - expected, 0) for role, lengths in whole.items()}
+        kept.drop(whole["logp_behavior"] - skip["logp_behavior"] != expected, UNEQUAL, lengths_text)
+    if "prompt_length" in scalars:  # of some lists only: they begin with the prompt
+        prompt = scalars["prompt_length"]
+        shortest = np.min([lengths - skip[role] for role, lengths in whole.items()], axis=0)
+        for role, lengths in whole.items():
+            longer = lengths - skip[role] - shortest
+            skip[role] = skip[role] + np.where(longer == prompt, longer, 0)
+    tokens = whole["logp_behavior"] - skip["logp_behavior"]
+    if "padding_mask" in whole:  # an attention mask covers the prompt as well
+        skip["padding_mask"] = np.maximum(whole["padding_mask"] - tokens, skip["padding_mask"])
+    unequal = [lengths - skip[role] != tokens for role, lengths in whole.items()]
+    kept.drop(np.any(unequal, axis=0), UNEQUAL, lengths_text)
+    kept.drop(tokens == 0, "no tokens")
+    prompt_length = None
+    if "response_length" in scalars and "response_ids" in whole:
+        # Ids that begin with the prompt tell its length, unless all lists do, which may be padded on the left.
+        prompt_length = np.where(skip["logp_behavior"] == 0, skip["response_ids"], np.nan)
+    tokens = np.where(kept.rows, tokens, 0)
+    values = {role: _entries(flat(lists), whole[role], skip[role], tokens) for role, lists in batch.lists.items()}
+    return _Tokens(tokens, values, prompt_length)
+
+
+def _entries(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns `lengths` values of each row after its first `skip`; the rows have `whole` values."""
+    if np.array_equal(whole, lengths):
+        return values
+    first = np.cumsum(whole) - whole + skip
+    return values[np.repeat(first - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())]
+
+
+def _trained(tokens: _Tokens, kept: _Kept) -> np.ndarray:
+    """Returns the tokens (tokens,) that all masks select; drops rows where a mask or another integer is null."""
+    values = tokens.values
+    for role in _WHOLE_NUMBERS:
+        if role in values and values[role].dtype.kind == "f":
+            kept.drop(tokens.having(~np.isfinite(values[role])), f"{role} holds nulls")
+    if "turn" in values:
+        kept.drop(tokens.having(values["turn"] < 0), "turn is negative")
+    trained = np.ones(len(tokens.row), dtype=np.bool_)
+    for role in ("loss_mask", "padding_mask", "loss_weight"):  # a null weight is the weight of 1
+        if role in values:
+            trained &= values[role] != 0
+    return trained
+
+
+def _span(tokens: _Tokens, trained: np.ndarray, layout: Layout) -> np.ndarray:
+    """Returns which tokens (tokens,) are neither padding nor a prompt, of which it notes the length."""
+    inside = np.ones(len(tokens.row), dtype=np.bool_)
+    if not (layout.whole or layout.padded):
+        return inside
+    marked = trained if layout.whole else tokens.values.get("padding_mask", trained) != 0
+    row, position = tokens.row[marked], tokens.position[marked]
+    if layout.padded:
+        last = tokens.lengths - 1
+        last[row] = position  # the last assignment to an index wins
+        inside = tokens.position <= last[tokens.row]
+    if layout.whole:
+        tokens.prompt_length = np.zeros_like(tokens.lengths)
+        tokens.prompt_length[row[::-1]] = position[::-1]
+        inside &= tokens.position >= tokens.prompt_length[tokens.row]
+    return inside
+
+
+def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) -> np.ndarray:
+    """Returns the trained tokens (tokens,) with log-probs or entropy that are not finite, which are counted.
+
+    They are removed rather than masked, since an untrained token inside a response would count as the end of a turn. A
+    trainer has to drop such responses whole; here one bad token in each would leave no data. Values at untrained tokens
+    (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
+    """
+    bad = np.zeros(len(trained), dtype=np.bool_)
+    for name in (*LOGPS, "logp_perturbed", "entropy"):
+        if name not in tokens.values:
+            continue
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
+            values = np.array(tokens.values[name], dtype=np.float32)
+        invalid = ~(np.abs(values) <= _MAX_MAGNITUDE) & trained
+        if invalid.any():
+            wrong = values[invalid]
+            for kind, where in {"nan": np.isnan(wrong), "inf": wrong > 0, "-inf": wrong < 0}.items():
+                if where.any():
+                    tally.nonfinite[f"{name} {kind}"] += int(where.sum())
+            bad |= invalid
+        values[~trained] = 0
+        tokens.values[name] = values
+    return bad
+
+
+def _drop_repeated(tokens: _Tokens, inside: np.ndarray, kept: _Kept, file: int) -> None:
+    """Drops rows whose tokens and log-probs are bitwise equal to those of a row in an earlier file."""
+    columns = [tokens.values[name] for name in sorted(tokens.values.keys() & {"response_ids", *LOGPS})]
+    repeated = np.zeros(len(kept.rows), dtype=np.bool_)
+    for row in np.flatnonzero(kept.rows).tolist():
+        span = slice(tokens.starts[row], tokens.starts[row + 1])
+        key = hash(tuple(values[span][inside[span]].tobytes() for values in columns))
+        repeated[row] = kept.tally.seen.setdefault(key, file) != file
+    kept.rows &= ~repeated
+    kept.tally.drop("the same response again, in a later file", int(repeated.sum()))
+
+
+def _table(
+    lengths: np.ndarray,
+    values: Mapping[str, np.ndarray],
+    numbers: dict[str, np.ndarray],
+    keys: Mapping[str, Sequence[int | None]],
+    tally: ReadCounts,
+    file: int,
+) -> TokenTable:
+    """Returns the table of responses of `lengths`, with `values` (tokens,), and `numbers` and `keys` (responses,)."""
+    for role in ("reward", "advantage"):
+        if role in numbers:
+            tally.unknown[role] += int((~np.isfinite(numbers[role])).sum())
+    if "advantage" in values:
+        numbers["advantage"] = _mean(values["advantage"], values["trained"], lengths)
+    if "policy_version" in numbers:
+        values = {**values, "policy_version": np.repeat(numbers["policy_version"], lengths)}
+    groups = None
+    if "group" in keys:
+        steps = numbers["step"].tolist() if "step" in numbers else [("file", file)] * len(lengths)
+        groups = _numbered(list(zip(steps, keys["group"], strict=True)), tally.groups)
+    return TokenTable(
+        starts=np.append(0, np.cumsum(lengths)),
+        mask=values["trained"],
+        behavior=values["logp_behavior"],
+        proximal=values.get("logp_proximal"),
+        current=values.get("logp_current"),
+        perturbed=values.get("logp_perturbed"),
+        ids=_integers(values, "response_ids"),
+        entropy=values.get("entropy"),
+        version=_integers(values, "policy_version"),
+        turn=_integers(values, "turn"),
+        step=_integers(numbers, "step"),
+        group=groups,
+        prompt=_numbered([(key,) for key in keys["prompt"]], tally.prompts) if "prompt" in keys else None,
+        proximal_version=_integers(numbers, "proximal_version"),
+        prompt_length=numbers.get("prompt_length"),
+        reward=numbers.get("reward"),
+        advantage=numbers.get("advantage"),
+        temperature=numbers.get("temperature"),
+        top_p=numbers.get("top_p"),
+        top_k=_integers({name: np.nan_to_num(column, nan=0) for name, column in numbers.items()}, "top_k"),
+        raw=numbers["logprobs"] == 1 if "logprobs" in numbers else None,
+    )
+
+
+def _integers(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
+    with np.errstate(invalid="ignore"):  # no id, version or step is beyond 64 bits
+        return columns[name].astype(np.int64) if name in columns else None
+
+
+def _mean(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the mean over the trained tokens of each response (responses,)."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.bincount(row, weights=np.where(trained, values.astype(np.float64), 0), minlength=len(lengths))
+    return total / np.bincount(row, weights=trained, minlength=len(lengths))
+
+
+def _numbered(keys: Sequence[tuple[Hashable, ...]], known: dict[Hashable, int]) -> np.ndarray:
+    """Returns a number for each key (keys,), the next free one if it is new; one that ends in None is always new."""
+    return np.array([known.setdefault(object() if key[-1] is None else key, len(known)) for key in keys], np.int64)
+
+
+def _count(table: TokenTable, tally: ReadCounts) -> None:
+    trained = table.mask
+    tally.responses += table.responses
+    tally.tokens += table.tokens
+    tally.trained += int(trained.sum())
+    if table.anchor:
+        tally.equal += int((trained & (table.trainer == table.behavior)).sum())
+        tally.zero_trainer += int((trained & (table.trainer == 0)).sum())
+        log_ratio = (table.trainer - table.behavior)[trained].astype(np.float64)
+        bounded = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        tally.k3_sum += float((np.expm1(bounded) - log_ratio).sum())
+    tally.zero += int((trained & (table.behavior == 0)).sum())
+    for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
+        if values is not None and (above := trained & (values > _MAX_ROUNDED_LOGP)).any():
+            tally.above_zero(name, int(above.sum()), float(values[above].max()))

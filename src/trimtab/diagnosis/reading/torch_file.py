@@ -1,0 +1,128 @@
+"""Reads files of `torch.save`, unpickling only tensors, arrays and plain values.
+
+Three shapes: `samples`, one dictionary a response; `rollout_data`, one list a column; or a plain dictionary of padded
+tensors (batch, time).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.diagnosis.reading.cells import array_of, plain
+from trimtab.diagnosis.reading.read_counts import ReadCounts
+from trimtab.diagnosis.reading.row_files import RowFile, Rows
+from trimtab.errors import TrimtabError
+
+
+class TorchFile(RowFile):
+    """A file of `torch.save`. It is held in memory until it has been read, since a pickle cannot be read in parts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, self._rows)
+        self._held: dict[str, Sequence[Any]] | None = None
+
+    def names(self) -> frozenset[str]:
+        if self._held is None:
+            self._held = _columns(self.path)
+        return frozenset(self._held)
+
+    def close(self) -> None:
+        """Releases the content of the file; `names` and `batches` read it again."""
+        self._held = None
+
+    def _rows(self, path: Path, tally: ReadCounts) -> Rows:
+        columns = self._held if self._held is not None else _columns(path)
+        self.close()
+        if (versions := _versions(columns)) is not None:
+            tally.several_versions |= any(len(set(several)) > 1 for several in versions)
+        for number, cells in enumerate(zip(*columns.values(), strict=True), start=1):
+            yield number, dict(zip(columns, cells, strict=True))
+
+
+def _columns(path: Path) -> dict[str, Sequence[Any]]:
+    payload = _load(path)
+    if not isinstance(payload, dict):
+        raise TrimtabError(f"{path} holds a {type(payload).__name__}: a dictionary of tensors is needed")
+    samples, lists = payload.get("samples"), payload.get("rollout_data")
+    if isinstance(samples, list):
+        if not all(isinstance(sample, dict) for sample in samples):
+            raise TrimtabError(f"{path}: samples is not a list of dictionaries")
+        names = dict.fromkeys(name for sample in samples for name in sample)
+        given: Mapping[Any, Any] = {"raw_reward": payload.get("raw_reward")}
+        given = {**given, **{name: [sample.get(name) for sample in samples] for name in names}}
+        rows = len(samples)
+    elif isinstance(lists, dict):
+        if payload.get("cp_size", 1) != 1:
+            raise TrimtabError(
+                f"{path} is one of {payload['cp_size']} context-parallel shards, which hold parts of responses: "
+                f"dump with --context-parallel-size 1"
+            )
+        given, lengths = lists, lists.get("response_lengths")
+        rows = len(lengths) if isinstance(lengths, Sequence) else 0
+    else:
+        sizes = [len(value) for value in payload.values() if getattr(value, "ndim", 0) == 2]
+        if not sizes:
+            raise TrimtabError(
+                f"{path} holds no tensors of shape (batch, time): see docs/frameworks.md for what is read"
+            )
+        given, rows = payload, sizes[0]
+    columns = {name: value for name, value in given.items() if isinstance(name, str) and _is_column(value, rows)}
+    if isinstance(payload.get("rollout_id"), int):
+        columns.setdefault("step", [payload["rollout_id"]] * rows)
+    if (versions := _versions(columns)) is not None:
+        columns["weight_version"] = [min(several) for several in versions]
+    return columns | _prompt_keys(columns)
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_array_globals()):
+            warnings.simplefilter("ignore")  # warnings about a damaged file, which raises an error below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # a damaged pickle can raise anything at all
+        reason = str(error).split("\n")[0].strip().rstrip(".") or type(error).__name__
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            reason = "it holds objects other than tensors, arrays and plain values, which are not opened"
+        raise TrimtabError(
+            f"{path} cannot be read ({reason}): write tensors and plain values, or leave it out"
+        ) from None
+
+
+def _array_globals() -> list[Any]:
+    """Returns the globals of a pickled numpy array of numbers, which files with recorded experts contain."""
+    rebuild = np._core.multiarray._reconstruct  # pyright: ignore[reportAttributeAccessIssue]
+    kinds = {type(np.dtype(code)) for code in ("?", *"bBhHiIlLqQ", *"efd")}
+    return [np.ndarray, np.dtype, *kinds, rebuild, (rebuild, "numpy.core.multiarray._reconstruct")]
+
+
+def _is_column(value: Any, rows: int) -> bool:
+    return (isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0) and len(value) == rows
+
+
+def _versions(columns: Mapping[str, Sequence[Any]]) -> list[list[int]] | None:
+    """Returns the versions that sampled each response, if all are known numbers."""
+    lists = [[str(version) for version in several or ()] for several in columns.get("weight_versions", ())]
+    if lists and all(several and all(version.isdigit() for version in several) for several in lists):
+        return [[int(version) for version in several] for several in lists]
+    return None
+
+
+def _prompt_keys(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Returns a hash of each prompt's tokens as `prompt_key`: responses to one prompt form a group."""
+    lengths = columns.get("response_lengths", columns.get("response_length"))
+    if lengths is None or "tokens" not in columns:
+        return {}
+    keys: list[int | None] = []
+    for ids, count in zip(map(array_of, map(plain, columns["tokens"])), map(plain, lengths), strict=True):
+        is_known = ids is not None and isinstance(count, int)
+        keys.append(hash(ids[: max(0, len(ids) - count)].tobytes()) if is_known and ids is not None else None)
+    return {"prompt_key": keys}
