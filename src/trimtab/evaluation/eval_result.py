@@ -260,7 +260,7 @@ class EvalResult:
         """Returns the most important numbers as (name, value) text."""
         low, high = self.interval
         kind = "greedy accuracy" if self.temperature == 0 else f"accuracy (avg@{self.samples})"
-        lines = [
+        return [
             ("task", self.task),
             (kind, f"{self.accuracy:.3f}  [{low:.3f}, {high:.3f}]"),
             *(
@@ -278,19 +278,9 @@ class EvalResult:
             *([] if self.episodes is None else self.episodes.columns().items()),
             ("failed rewards", str(self.failures)),
             ("seconds", f"{self.seconds:.1f}"),
+            *(("first failure", error) for error in self.errors[:1]),
         ]
-        return lines + [("first failure", error) for error in self.errors[:1]]
 
     def markdown(self) -> str:
         body = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in self.rows())
         return f"| measure | value |\n|---|---|\n{body}\n"
-
-    def table(self) -> Any:
-        """A `rich.table.Table` for the terminal."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=False, box=None, padding=(0, 2))
-        for name, value in self.rows():
-            table.add_row(Text(name, style="dim"), Text(value))
-        return table

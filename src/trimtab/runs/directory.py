@@ -122,8 +122,12 @@ class RunDirectory:
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        remedy = "start again" if self._last_step is None else RESUME
-        _append(self._open_metrics(), self.path / METRICS, _encode_line(metrics), remedy)
+        try:
+            atomic.append(self._open_metrics(), _encode_line(metrics))
+        except OSError as error:
+            remedy = "start again" if self._last_step is None else RESUME
+            path = self.path / METRICS
+            raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -230,18 +234,6 @@ def _json_value(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
-
-
-def _append(descriptor: int, path: Path, line: bytes, remedy: str) -> None:
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    try:
-        remaining = line
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        os.fsync(descriptor)
-    except OSError as error:
-        os.ftruncate(descriptor, end)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
 
 
 def _acquire_lock(path: Path) -> int:
