@@ -23,7 +23,7 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import BatchCounts
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.dotted_keys import flatten
+from trimtab.runs.dotted_keys import differences
 
 SETTINGS, PARTS = "settings.json", "parts"
 FORMAT = 1
@@ -92,14 +92,12 @@ class PartFile:
 
 
 def _require_equal(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:
-    old, new = flatten(stored), flatten(json.loads(json.dumps(requested)))
-    for key in [*new, *(key for key in old if key not in new)]:
-        if old.get(key) != new.get(key):
-            before, now = ("nothing" if value is None else json.dumps(value) for value in (old.get(key), new.get(key)))
-            raise TrimtabError(
-                f"{path} was measured with {key} = {before:.60}, this command has {now:.60}: "
-                "repeat its settings, or choose another --out"
-            )
+    for key, *values in differences(stored, json.loads(json.dumps(requested))):
+        before, now = ("nothing" if value is None else json.dumps(value) for value in values)
+        raise TrimtabError(
+            f"{path} was measured with {key} = {before:.60}, this command has {now:.60}: repeat its settings, or "
+            "choose another --out"
+        )
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, Objecti
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.lab.regimes import Regime
-from trimtab.lab.runner import NullExperimentObserver, run_experiment
+from trimtab.lab.runner import ExperimentObserver, run_experiment
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.runs.summary import RunSummary
@@ -57,7 +57,7 @@ def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resu
     return RecipeComparison(runs, metrics)
 
 
-class _ProgressObserver(NullExperimentObserver):
+class _ProgressObserver(ExperimentObserver):
     """Reports the number of finished runs to the observer of a run."""
 
     def __init__(self, observer: Observer) -> None:
