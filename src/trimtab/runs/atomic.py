@@ -68,7 +68,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             for item in (*temporary.rglob("*"), temporary):
                 sync(item)
             if replace and path.exists():
-                _replace_folder(temporary, path)
+                replaced = path.with_name(f"{REPLACED}{path.name}")
+                if replaced.exists():
+                    shutil.rmtree(replaced)
+                path.rename(replaced)
+                temporary.rename(path)
+                shutil.rmtree(replaced)
             else:
                 temporary.rename(path)
         finally:
@@ -156,15 +161,6 @@ def _apply_umask(folder: Path) -> None:
     for item in folder.rglob("*"):
         if item.is_file():
             item.chmod(mode)
-
-
-def _replace_folder(temporary: Path, path: Path) -> None:
-    replaced = path.with_name(f"{REPLACED}{path.name}")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    path.rename(replaced)
-    temporary.rename(path)
-    shutil.rmtree(replaced)
 
 
 @contextmanager

@@ -221,19 +221,15 @@ def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
 
 
 def _encode_line(metrics: Mapping[str, Any]) -> bytes:
-    values = {key: _json_value(key, value) for key, value in metrics.items()}
+    values: dict[str, Any] = {}
+    for key, value in metrics.items():
+        values[key] = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(values[key], bool | int | float | str | None):
+            raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
     nonfinite = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if nonfinite:
         values |= dict.fromkeys(nonfinite, None) | {NONFINITE: len(nonfinite)}
     return json.dumps(values, allow_nan=False).encode() + b"\n"
-
-
-def _json_value(key: str, value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
 
 
 def _acquire_lock(path: Path) -> int:

@@ -50,9 +50,12 @@ class Run:
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values, each (count,) float64, of the steps that logged a number under `key`."""
-        pairs = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
-        steps, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True)) if pairs else _EMPTY
-        return steps, values
+        pairs = [
+            (row["step"], row[key])
+            for row in self.rows
+            if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
+        ]
+        return np.array([step for step, _ in pairs], np.float64), np.array([value for _, value in pairs], np.float64)
 
     def accuracy(self) -> dict[str, Accuracy]:
         """Returns the held-out greedy accuracy by task; step 0 is before training."""
@@ -65,14 +68,12 @@ class Run:
         if len(before):
             # The first row holds the value before its update, unless the recipe also evaluates after that step.
             same = bool(steps) and (steps[0], values[0]) == (first[0], before[0])
-            if same and not self._evaluates_after(first[0]):
+            every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
+            evaluates_after = first[0] == last or bool(every and first[0] % every == 0)
+            if same and not evaluates_after:
                 steps, values = steps[1:], values[1:]
             steps, values = [0.0, *steps], [float(before[0]), *values]
         return Accuracy(np.array(steps), np.array(values))
-
-    def _evaluates_after(self, step: float) -> bool:
-        every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
-        return step == last or bool(every and step % every == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +104,6 @@ class Sample:
     finish: str = ""
     advantage: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
-
-
-_EMPTY = (np.empty(0), np.empty(0))
 
 
 def read_run(path: Path) -> Run:
@@ -197,7 +195,3 @@ def _read_bytes(file: Path) -> bytes:
     if not data.strip():
         raise TrimtabError(f"{file} is empty: the run has not written it yet, or the disk was full")
     return data
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
