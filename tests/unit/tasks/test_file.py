@@ -282,5 +282,5 @@ def test_one_file_of_a_data_set(tmp_path, monkeypatch):
     assert len(task.train) + len(task.test) + 4 == len(ROWS)
     with pytest.raises(TrimtabError, match="cannot load it"):
         tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/other.parquet")
-    with pytest.raises(TrimtabError, match="files and test_split"):
+    with pytest.raises(TrimtabError, match="split 'test': cannot load it"):
         tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/*.parquet", test_split="test")
