@@ -145,42 +145,37 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 
 
 @contextmanager
-def open_trajectories(file: Path) -> Iterator[pq.ParquetFile]:
-    """Opens a trajectory file for the block. Raises `TrimtabError` if it is missing or damaged."""
+def open_table(file: Path, remedy: str = "delete it and write the report again") -> Iterator[pq.ParquetFile]:
+    """Opens a parquet file for the block. Raises `TrimtabError` with the remedy if it is missing or damaged."""
     try:
         with open_parquet(file) as parquet:
             yield parquet
-    except FileNotFoundError:
-        raise TrimtabError(
-            f"{file} is missing: it was removed while the report was written, run the command again"
-        ) from None
     except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise TrimtabError(f"{file} is damaged ({reason}): delete it and write the report again") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TrimtabError(f"{file} is damaged or missing ({reason}): {remedy}") from None
 
 
 def read_samples(file: Path) -> list[Sample]:
     """Reads the trajectories of one file with their texts."""
-    with open_trajectories(file) as parquet:
+    with open_table(file) as parquet:
         present = set(parquet.schema_arrow.names)
         missing = [name for name in _REQUIRED_COLUMNS if name not in present]
         if missing:
             raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
         table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
-    return [_sample(row) for row in table.to_pylist()]
-
-
-def _sample(row: Mapping[str, Any]) -> Sample:
-    return Sample(
-        group=row["group"],
-        reward=row["reward"],
-        prompt=row.get("prompt_text") or row.get("prompt_id") or "",
-        text=row.get("text") or "",
-        answer=row.get("answer") or "",
-        finish=row.get("finish") or "",
-        advantage=row.get("advantage"),
-        rewards=dict(row.get("rewards") or ()),
-    )
+    return [
+        Sample(
+            group=row["group"],
+            reward=row["reward"],
+            prompt=row.get("prompt_text") or row.get("prompt_id") or "",
+            text=row.get("text") or "",
+            answer=row.get("answer") or "",
+            finish=row.get("finish") or "",
+            advantage=row.get("advantage"),
+            rewards=dict(row.get("rewards") or ()),
+        )
+        for row in table.to_pylist()
+    ]
 
 
 def _read_bytes(file: Path) -> bytes:
