@@ -315,12 +315,6 @@ class Episodes:
         return TurnResult(ids, None)
 
 
-def all_calls_failed(calls: int, first_error: str) -> str:
-    """Returns the message of a batch or an evaluation in which no call of a tool succeeded."""
-    count = f"all {calls} calls of tools" if calls > 1 else "the only call of a tool"
-    return f"{count} failed, the first: {first_error}"
-
-
 def reset_seed(seed: int, number: int) -> int:
     """Returns the seed of `reset` for the responses to one prompt, from the seed and the prompt's number in the run."""
     return derive(seed, "environment", number) % 2**31

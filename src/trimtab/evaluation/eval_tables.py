@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import EpisodeCounts, EvalResult
+from trimtab.evaluation.eval_result import EvalResult
 from trimtab.intervals import Interval, macro_average, paired_difference
 
 AVERAGE = "average"

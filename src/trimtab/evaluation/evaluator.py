@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from trimtab import tasks
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EpisodeCounts, EvalResult, ProblemResult
+from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
 from trimtab.evaluation.result_store import PartFile
 from trimtab.rewards import Scorer
 from trimtab.rollout.truncation import prefix_tokens

@@ -11,9 +11,9 @@ from tests.support.trajectories import multi_turn
 
 from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
-from trimtab.evaluation.eval_result import EpisodeCounts
 from trimtab.evaluation.result_store import PartFile, results_folder
 from trimtab.types import EpisodeOutcome, SamplingParams
 
