@@ -17,7 +17,8 @@ import numpy as np
 from trimtab.cli.progress import show_runs
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.runner import lock_folder, run_cells
+from trimtab.lab.runner import run_cells
+from trimtab.runs.atomic import locked
 
 PASSES = "pass.json"
 
@@ -41,7 +42,7 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
     configs = {cell.name: cell.config(root) for cell in cells}
-    with lock_folder(root), show_runs() as observer:
+    with locked(root, "comparison"), show_runs() as observer:
         results = run_cells(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:

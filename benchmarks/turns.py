@@ -83,7 +83,7 @@ def nails(count: int) -> BuiltTask:
     problems = [
         Problem(f"nails-{i}", QUESTION.format(**n), str(n["a"] * n["b"] + n["c"])) for i, n in enumerate(numbers)
     ]
-    return BuiltTask("nails", [], problems, FewShot(lambda _: ()), (), ("\n",), MAX_TOKENS)
+    return BuiltTask("nails", [], problems, FewShot(()), (), ("\n",), MAX_TOKENS)
 
 
 def agreement(model: str, numerics: str, count: int, samples: int) -> None:

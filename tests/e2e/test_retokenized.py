@@ -83,7 +83,7 @@ def task_of(environment: BuiltEnvironment) -> BuiltTask:
         for i in range(PROMPTS)
     ]
     problems = [Problem(f"nails-{i}", question, "") for i, question in enumerate(questions)]
-    return environment.adapt(BuiltTask("nails", [], problems, FewShot(lambda _: ()), (), ("\n",), MAX_TOKENS))
+    return environment.adapt(BuiltTask("nails", [], problems, FewShot(()), (), ("\n",), MAX_TOKENS))
 
 
 def prompts_of(task: BuiltTask, tokenizer: Any) -> tuple[list[Prompt], SamplingParams]:

@@ -110,7 +110,8 @@ def describe_match(match: MismatchMatch, length: float | None) -> list[str]:
     for chosen in match.chosen:
         k3, tail = chosen.level.factors(match.target)
         fit = fit_text[chosen.level.quality(match.target)]
-        lines.append(f"{chosen.regime.name}: {chosen.words}; k3 {k3:.2f} and tail {tail:.2f} times the run's: {fit}.")
+        regime = chosen.regime
+        lines.append(f"{regime.name}: {regime.description}; k3 {k3:.2f} and tail {tail:.2f} times the run's: {fit}.")
     if len(match.chosen) > 1:
         lines.append("Both mechanisms fit in k3 and tail; trimtab diagnose or the run's lag tells which one applies.")
     if length is not None and length > 2 * LABORATORY_LENGTH:
@@ -133,7 +134,7 @@ def caution(match: MismatchMatch, measured: Measure) -> str:
 
 def describe_probe(candidate: Candidate) -> str:
     """Returns one line about a probe."""
-    return f"  tried {candidate.words}: k3 {candidate.level.k3:.2g}, factor {_factor(candidate.level)}"
+    return f"  tried {candidate.regime.description}: k3 {candidate.level.k3:.2g}, factor {_factor(candidate.level)}"
 
 
 def as_dict(match: MismatchMatch, measured: Measure) -> dict[str, Any]:
@@ -144,14 +145,14 @@ def as_dict(match: MismatchMatch, measured: Measure) -> dict[str, Any]:
         "matches": [
             {
                 "regime": item.regime.name,
-                "words": item.words,
+                "words": item.regime.description,
                 "overrides": dict(item.regime.overrides),
                 "quality": item.level.quality(match.target),
                 **asdict(item.level),
             }
             for item in match.chosen
         ],
-        "tried": [{"words": item.words, **asdict(item.level)} for item in match.tried],
+        "tried": [{"words": item.regime.description, **asdict(item.level)} for item in match.tried],
     }
 
 

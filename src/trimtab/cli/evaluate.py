@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError, require_extra
 from trimtab.plugins import allow_code
 
 if TYPE_CHECKING:
-    from trimtab.evaluation import EvalProgress, Results
+    from trimtab.evaluation import Results
 
 STANDARD_OUTPUT = "-"
 
@@ -209,17 +209,18 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[EvalProgress]:
+def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
     from trimtab.cli.console import PlainTextConsole
     from trimtab.cli.progress import progress_bar
-    from trimtab.evaluation import EvalProgress
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         current = bar.add_task("loading", total=None)
         numbers = itertools.count(1)
 
-        def on_start(what: str, responses: int) -> None:
-            bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=responses)
+        def on_problems(what: str, done: int, problems: int) -> None:
+            if done == 0:
+                bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=problems)
+            bar.update(current, completed=done)
 
-        yield EvalProgress(on_start, lambda responses: bar.advance(current, responses))
+        yield on_problems

@@ -200,16 +200,13 @@ def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
     """
     global _loop
     with _loop_lock:
-        if _loop is None or not _answers(_loop, patience):
+        answered = threading.Event()
+        if _loop is not None:
+            _loop.call_soon_threadsafe(answered.set)
+        if _loop is None or not answered.wait(patience):
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_run_forever, args=(_loop,), name="environment-loop", daemon=True).start()
         return _loop
-
-
-def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(patience)
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

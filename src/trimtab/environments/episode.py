@@ -57,10 +57,11 @@ class Episode:
 
     def start_constructor(self, factory: Callable[[], Any]) -> BackgroundCall:
         """Begins to make the environment."""
-        return self._start(partial(self._make, factory))
 
-    def _make(self, factory: Callable[[], Any]) -> None:
-        self.environment = factory()
+        def make() -> None:
+            self.environment = factory()
+
+        return self._start(make)
 
     def start_reset(self) -> BackgroundCall:
         """Begins `reset`, whose value is a text."""

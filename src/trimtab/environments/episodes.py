@@ -16,8 +16,7 @@ import numpy as np
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, describe
 from trimtab.environments.episode import Episode, warn_of_failed_close
 from trimtab.environments.formats import Call, Format, ToolError
-from trimtab.environments.plain_text import encodable
-from trimtab.environments.result_encoder import ResultEncoder
+from trimtab.environments.result_encoder import ResultEncoder, encodable
 from trimtab.errors import TrimtabError
 from trimtab.seeds import derive
 from trimtab.types import (
@@ -155,18 +154,15 @@ class Episodes:
             text = encodable(episode.value(call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
-                encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
-                self._begin_with(episode, encoded[key])
-
-    def _begin_with(self, episode: Episode, prompt: Prompt) -> None:
-        room, n = self._runner.max_prompt, len(prompt.ids)
-        if room is not None and n > room:
-            episode.failure = (
-                f"what reset returned makes a prompt of {n} tokens, and the context holds {room} besides "
-                f"max_tokens = {self._runner.max_tokens}"
-            )
-        else:
-            episode.prompt = prompt
+                encoded[key] = prompt = encoded.get(key) or self._with_text(episode.prompt.problem, text)
+                room, n = self._runner.max_prompt, len(prompt.ids)
+                if room is None or n <= room:
+                    episode.prompt = prompt
+                else:
+                    episode.failure = (
+                        f"what reset returned makes a prompt of {n} tokens, and the context holds {room} besides "
+                        f"max_tokens = {self._runner.max_tokens}"
+                    )
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem whose question is followed by `text`."""
@@ -222,10 +218,18 @@ class Episodes:
         for episode, call in pending:
             if call is not None:
                 episode.reward = episode.value(call, "get_reward")
-        responses = [
-            replace(completion, outcome=self._outcome(episode, completion))
-            for episode, completion in zip(self._episodes, chain.from_iterable(completions), strict=True)
-        ]
+        responses = []
+        for episode, completion in zip(self._episodes, chain.from_iterable(completions), strict=True):
+            outcome = EpisodeOutcome(
+                prompt=episode.prompt,
+                calls=episode.calls,
+                tool_errors=episode.tool_errors,
+                void=self._is_void(episode, completion),
+                failure=episode.failure,
+                reward=episode.reward if episode.failure is None else None,
+                tool_error=episode.tool_error,
+            )
+            responses.append(replace(completion, outcome=outcome))
         return _batched(responses, self._group_size)
 
     def close(self) -> None:
@@ -242,13 +246,6 @@ class Episodes:
             warn_of_failed_close(call)
         for episode in self._episodes:
             episode.thread.end()
-
-    def _outcome(self, episode: Episode, completion: Completion) -> EpisodeOutcome:
-        void = self._is_void(episode, completion)
-        reward = episode.reward if episode.failure is None else None
-        return EpisodeOutcome(
-            episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward, episode.tool_error
-        )
 
     def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
@@ -316,12 +313,6 @@ class Episodes:
         if episode.length + len(ids) >= self._runner.max_tokens:
             return TurnResult.end("length")
         return TurnResult(ids, None)
-
-
-def all_calls_failed(calls: int, first_error: str) -> str:
-    """Returns the message of a batch or an evaluation in which no call of a tool succeeded."""
-    count = f"all {calls} calls of tools" if calls > 1 else "the only call of a tool"
-    return f"{count} failed, the first: {first_error}"
 
 
 def reset_seed(seed: int, number: int) -> int:

@@ -7,7 +7,6 @@ is not used: it brings a hundred packages, and pins some of them to versions bel
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -71,20 +70,17 @@ class Connection:
         except ConnectionClosed as error:
             raise ServerError(f"the server closed the connection ({error})") from None
         if answer.get("type") == "error":
-            raise ServerError(_error_text(answer.get("data", {})))
+            data = answer.get("data", {})
+            text = f"{data.get('message', 'unknown error')} ({data.get('code', 'no code')})"
+            if data.get("code") == "CAPACITY_REACHED":
+                text += ": raise max_concurrent_envs of the server (docs/environments.md, OpenEnv)"
+            raise ServerError(text)
         return answer["data"]
 
     async def close(self) -> None:
         if self._socket is not None:
             await self._socket.close()
             self._socket = None
-
-
-def _error_text(data: Mapping[str, Any]) -> str:
-    text = f"{data.get('message', 'unknown error')} ({data.get('code', 'no code')})"
-    if data.get("code") == "CAPACITY_REACHED":
-        text += ": raise max_concurrent_envs of the server (docs/environments.md, OpenEnv)"
-    return text
 
 
 class OpenEnv:
@@ -197,25 +193,18 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
         tools = (await connection.send("mcp", request))["result"]["tools"]
     finally:
         await connection.close()
+    for name in (tool["name"] for tool in tools):
+        if not name.isidentifier() or name.startswith("_") or name in NOT_TOOLS:
+            raise ValueError(f"the tool {name!r} has no usable name")
     return [
         method_of(
-            _tool_name(tool["name"]),
+            tool["name"],
             tool.get("description") or tool["name"],
             tool.get("inputSchema") or tool.get("input_schema") or {},
-            functools.partial(_call_action, tool["name"]),
+            lambda arguments, name=tool["name"]: {"type": "call_tool", "tool_name": name, "arguments": arguments},
         )
         for tool in tools
     ]
-
-
-def _tool_name(name: str) -> str:
-    if not name.isidentifier() or name.startswith("_") or name in NOT_TOOLS:
-        raise ValueError(f"the tool {name!r} has no usable name")
-    return name
-
-
-def _call_action(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "call_tool", "tool_name": tool, "arguments": arguments}
 
 
 def method_of(

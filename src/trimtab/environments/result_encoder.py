@@ -1,8 +1,12 @@
-"""Encodes results of tools as the tokens that follow a turn, and decodes the turns of a model."""
+"""Encodes results of tools as the tokens that follow a turn, and decodes the turns of a model.
+
+Text of a result never becomes a control token: `<|im_end|>` in it must not end a turn.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.environments.formats import Format
-from trimtab.environments.plain_text import AddedTokens
 from trimtab.types import IntArray
 
+MARK = "\ue000"
+"""A character of a private area."""
 CUT = " ... "
 """Stands for what is left out of the middle of a long result."""
 CHARACTERS = 32
@@ -30,7 +35,11 @@ class ResultEncoder:
 
     def __init__(self, tokenizer: Any, form: Format, limit: int) -> None:
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
-        self._added_tokens = AddedTokens.of(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        # One character cannot be taken apart, and is no control token.
+        texts = [re.escape(str(token)) for token in added if len(str(token)) > 1]
+        # The first character of each text that is one token beside the vocabulary, those that overlap included.
+        self._beginning = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL) if texts else re.compile("(?!)")
         self._form, self._limit = form, limit
 
     def observation(self, result: str) -> IntArray:
@@ -55,11 +64,22 @@ class ResultEncoder:
         with self._lock:
             return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _encode(self, text: str) -> IntArray:
-        with self._lock:
-            return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-
     def _encode_around(self, text: str, render: Callable[[str], str] = str) -> IntArray:
-        """Encodes what `render` makes of a text, in pieces that keep the text from holding control tokens."""
-        marked, mark = self._added_tokens.separated(text)
-        return np.concatenate([self._encode(piece) for piece in render(marked).split(mark)])
+        """Encodes what `render` makes of a text, in pieces that keep the text from holding control tokens.
+
+        A mark that the text does not have is put inside of each added token: the parts between are plain text.
+        """
+        longest = max(map(len, re.findall(f"{MARK}+", text)), default=0)
+        mark = MARK * (longest + 1)
+        marked = self._beginning.sub(lambda first: first[0] + mark, text)
+        pieces: list[IntArray] = []
+        for piece in render(marked).split(mark):
+            with self._lock:
+                ids = self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+            pieces.append(np.asarray(ids, dtype=np.int64))
+        return np.concatenate(pieces)
+
+
+def encodable(text: str) -> str:
+    """Returns the text with halves of surrogate pairs, which no tokenizer takes, as `\\udcff`."""
+    return text.encode(errors="backslashreplace").decode()

@@ -4,10 +4,9 @@ from trimtab.evaluation.eval_result import EvalResult, ProblemResult, pass_at_k
 from trimtab.evaluation.eval_tables import Results
 from trimtab.evaluation.evaluator import evaluate
 from trimtab.evaluation.settings import ModelSpec, Settings, TaskSpec
-from trimtab.evaluation.suite import EvalProgress, compare, run
+from trimtab.evaluation.suite import compare, run
 
 __all__ = [
-    "EvalProgress",
     "EvalResult",
     "ModelSpec",
     "ProblemResult",

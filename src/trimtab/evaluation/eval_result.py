@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.environments.episodes import all_calls_failed
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
-from trimtab.types import EpisodeOutcome
 
 ERRORS_KEPT = 5
 
@@ -42,63 +41,6 @@ class ProblemResult:
     scored: int
     correct: int
     reward: float
-
-
-@dataclass(frozen=True)
-class EpisodeCounts:
-    """Counts over multi-turn responses: their number, calls, calls that raised, void responses, failed environments.
-
-    `first_errors` has the first error of a call of each batch.
-    """
-
-    episodes: int = 0
-    calls: int = 0
-    tool_errors: int = 0
-    void: int = 0
-    failed: int = 0
-    first_errors: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, outcomes: Sequence[EpisodeOutcome]) -> EpisodeCounts:
-        return cls(
-            episodes=len(outcomes),
-            calls=sum(outcome.calls for outcome in outcomes),
-            tool_errors=sum(outcome.tool_errors for outcome in outcomes),
-            void=sum(outcome.void for outcome in outcomes),
-            failed=sum(outcome.failure is not None for outcome in outcomes),
-            first_errors=tuple(outcome.tool_error for outcome in outcomes if outcome.tool_error is not None)[:1],
-        )
-
-    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
-        return EpisodeCounts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
-
-    def message(self) -> str | None:
-        """Returns what the first call raised where all calls failed, else None."""
-        if self.first_errors and self.tool_errors == self.calls:
-            return all_calls_failed(self.calls, self.first_errors[0])
-        return None
-
-    def as_dict(self) -> dict[str, float]:
-        """Returns calls of an episode, the share of calls that raised, the share of void episodes, and failed ones.
-
-        They are those of the metrics `episode/*` of training.
-        """
-        return {
-            "calls": self.calls / max(self.episodes, 1),
-            "tool_errors": self.tool_errors / max(self.calls, 1),
-            "void": self.void / max(self.episodes, 1),
-            "failed": self.failed,
-        }
-
-    def columns(self) -> dict[str, str]:
-        """Returns the same numbers as text, by the titles of table columns."""
-        shares = self.as_dict()
-        return {
-            "calls an episode": f"{shares['calls']:.2f}",
-            "tool errors": f"{shares['tool_errors']:.1%}",
-            "void": f"{shares['void']:.1%}",
-            "failed episodes": str(self.failed),
-        }
 
 
 @dataclass(frozen=True)
@@ -260,7 +202,7 @@ class EvalResult:
         """Returns the most important numbers as (name, value) text."""
         low, high = self.interval
         kind = "greedy accuracy" if self.temperature == 0 else f"accuracy (avg@{self.samples})"
-        lines = [
+        return [
             ("task", self.task),
             (kind, f"{self.accuracy:.3f}  [{low:.3f}, {high:.3f}]"),
             *(
@@ -278,19 +220,9 @@ class EvalResult:
             *([] if self.episodes is None else self.episodes.columns().items()),
             ("failed rewards", str(self.failures)),
             ("seconds", f"{self.seconds:.1f}"),
+            *(("first failure", error) for error in self.errors[:1]),
         ]
-        return lines + [("first failure", error) for error in self.errors[:1]]
 
     def markdown(self) -> str:
         body = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in self.rows())
         return f"| measure | value |\n|---|---|\n{body}\n"
-
-    def table(self) -> Any:
-        """A `rich.table.Table` for the terminal."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=False, box=None, padding=(0, 2))
-        for name, value in self.rows():
-            table.add_row(Text(name, style="dim"), Text(value))
-        return table

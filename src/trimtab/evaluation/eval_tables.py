@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import EpisodeCounts, EvalResult
+from trimtab.evaluation.eval_result import EvalResult
 from trimtab.intervals import Interval, macro_average, paired_difference
+
+AVERAGE = "average"
+NOTE = "percent, with 95% intervals over problems"
 
 
 @dataclass(frozen=True)
@@ -42,20 +46,6 @@ class TextTable:
         return Group(Text(self.title, style="bold"), table)
 
 
-def format_percent(estimate: Interval) -> str:
-    """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
-    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def format_points(estimate: Interval) -> str:
-    """A difference in percentage points, `+2.8 [-0.5, 6.1]`."""
-    return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
-
-
-AVERAGE = "average"
-NOTE = "percent, with 95% intervals over problems"
-
-
 @dataclass(frozen=True)
 class Results:
     """Results by model, task and mode (`greedy`, `sampled`, `relay`). Averages weigh all tasks equally (macro mean).
@@ -74,10 +64,6 @@ class Results:
     @property
     def modes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(mode for _, _, mode in self.measured))
-
-    def across(self, model: str, mode: str) -> list[EvalResult]:
-        """Returns one result per task."""
-        return [self.measured[model, task, mode] for task in self.tasks]
 
     @cached_property
     def ks(self) -> tuple[int, ...]:
@@ -115,12 +101,9 @@ class Results:
 
     def tables(self) -> list[TextTable]:
         """Returns accuracies, pass@k and the gain by the relay as far as they were measured, and details."""
-        tables = [self._accuracies()]
-        if self.ks:
-            tables.append(self._passes())
-        if self.relay is not None:
-            tables.append(self._relayed())
-        return [*tables, self._details()]
+        passes = [self._passes()] if self.ks else []
+        relayed = [self._relayed()] if self.relay is not None else []
+        return [self._accuracies(), *passes, *relayed, self._details()]
 
     def markdown(self) -> str:
         return "\n".join(table.markdown() for table in self.tables()) + "".join(
@@ -141,6 +124,7 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types; fractions, not percent."""
+        averages = [(model, mode, self.accuracy(model, mode)) for model in self.models for mode in self.modes]
         record: dict[str, Any] = {
             "settings": dict(self.settings),
             "notes": self.remarks(),
@@ -151,11 +135,12 @@ class Results:
                 {
                     "model": model,
                     "mode": mode,
-                    **_interval_entries("accuracy", self.accuracy(model, mode)),
+                    "accuracy": accuracy.value,
+                    "accuracy_low": accuracy.low,
+                    "accuracy_high": accuracy.high,
                     "pass": _entries_by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
                 }
-                for model in self.models
-                for mode in self.modes
+                for model, mode, accuracy in averages
             ],
         }
         if self.relay is not None:
@@ -176,16 +161,13 @@ class Results:
         single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
         return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
 
-    def _name(self, mode: str) -> str:
-        return "greedy" if mode == "greedy" else f"avg@{self.settings['samples']}"
-
     def _accuracies(self) -> TextTable:
         modes = [mode for mode in ("sampled", "greedy") if mode in self.modes]
         cells = [(name, tasks, mode) for name, tasks in self._columns() for mode in modes]
-        columns = ["model", *(f"{name} {self._name(mode)}" for name, _, mode in cells)]
+        titles = {"greedy": "greedy", "sampled": f"avg@{self.settings['samples']}"}
+        columns = ["model", *(f"{name} {titles[mode]}" for name, _, mode in cells)]
         rows = [
-            [model, *(format_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)]
-            for model in self.models
+            [model, *(_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
         ]
         return TextTable(f"Accuracy ({NOTE})", columns, rows)
 
@@ -193,7 +175,7 @@ class Results:
         rows = []
         for model in self.models:
             columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
-            rows += [[model, str(k), *(format_percent(column[k]) for column in columns)] for k in self.ks]
+            rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
         return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
 
     def _relayed(self) -> TextTable:
@@ -203,7 +185,7 @@ class Results:
                 relay, alone = (self.passes(model, mode, tasks) for mode in ("relay", "sampled"))
                 gains = self.gains(model, tasks)
                 rows += [
-                    [model, name, str(k), format_percent(relay[k]), format_percent(alone[k]), format_points(gains[k])]
+                    [model, name, str(k), _percent(relay[k]), _percent(alone[k]), _percent(gains[k], "+")]
                     for k in self.ks
                 ]
         title = f"pass@k begun by {self.relay}, ratio {self.settings['relay_ratio']:g}, and alone ({NOTE})"
@@ -225,9 +207,11 @@ class Results:
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
 
 
-def _interval_entries(name: str, estimate: Interval) -> dict[str, float]:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-
-
 def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
     return {str(k): estimate._asdict() for k, estimate in estimates.items()}
+
+
+def _percent(estimate: Interval, sign: str = "") -> str:
+    """`37.9 [33.1, 42.6]`, as the papers write accuracies; with `sign` "+", a difference: `+2.8 [-0.5, +6.1]`."""
+    value, low, high = (format(100 * number, f"{sign}.1f") for number in estimate)
+    return f"{value} [{low}, {high}]"

@@ -7,30 +7,44 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from trimtab import tasks
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EpisodeCounts, EvalResult, ProblemResult
-from trimtab.rewards import Score, Scorer
+from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
+from trimtab.evaluation.result_store import PartFile
+from trimtab.rewards import Scorer
 from trimtab.rollout.truncation import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
 # Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
-Progress = Callable[[int, int], None]
 
 
-class BatchStore(Protocol):
-    """Stores finished batches of an evaluation, so that an interrupted one can continue."""
+@dataclass(frozen=True)
+class Relay:
+    """The model that begins responses: its whole response is truncated after `ratio` of its tokens.
 
-    def get(self, number: int) -> BatchCounts | None: ...
+    The paper says "the first half" without a symbol: half of the relay model's response, so ratio .5. The model must
+    share the vocabulary of the one that completes.
 
-    def append(self, number: int, part: BatchCounts) -> None: ...
+    A model that relays itself samples as it does alone only if all responses are equally long, because the position of
+    the cut depends on the length of the relay's response.
+    """
+
+    engine: Engine
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise TrimtabError(
+                f"relay ratio {self.ratio} is not in [0, 1): it is the share that the relay model writes"
+            )
 
 
 def evaluate(
@@ -43,9 +57,9 @@ def evaluate(
     samples: int = 1,
     sampling: SamplingParams,
     seed: int,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     relay: Relay | None = None,
-    store: BatchStore | None = None,
+    store: PartFile | None = None,
     context: int | None = None,
     episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
@@ -59,17 +73,18 @@ def evaluate(
     `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
     `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
 
-    Raises `TrimtabError` if there are no problems, for several greedy samples, if no prompt fits, or if no sample could
-    be scored.
+    Raises `TrimtabError` if there are no problems, if no prompt fits, or if no sample could be scored.
     """
     require_problems(task, problems)
-    if sampling.temperature == 0 and samples > 1:
-        raise TrimtabError(
-            f"samples = {samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
-        )
     prompts = [tasks.encode(task, problem, tokenizer) for problem in problems]
     max_prompt = sys.maxsize if context is None else context - sampling.max_tokens
-    _require_one_that_fits(task, prompts, sampling.max_tokens, context)
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    if shortest > max_prompt:
+        raise TrimtabError(
+            f"task {task.name!r}: no prompt fits, the shortest of {len(prompts)} has {shortest} tokens, max_tokens is "
+            f"{sampling.max_tokens} and the model's context holds {context}; lower max_tokens or examples, or take "
+            "another model"
+        )
     size = max(1, min(PROMPTS_PER_CALL, RESPONSES_PER_CALL // samples))
     parts: list[BatchCounts] = []
     for number, first in enumerate(range(0, len(problems), size)):
@@ -77,11 +92,11 @@ def evaluate(
         part = store.get(number) if store is not None else None
         if part is None:
             start = time.perf_counter()
-            fitting = {first + i: prompt for i, prompt in enumerate(batch) if len(prompt.ids) <= max_prompt}
+            fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
             sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
-            rest = iter(sampled)
-            answers = [next(rest) if len(prompt.ids) <= max_prompt else None for prompt in batch]
-            part = _count(batch, answers, samples, prefix, scorer, start)
+            answers = dict(zip(fitting, sampled, strict=True))
+            groups = [answers.get(i) for i in range(first, first + len(batch))]
+            part = _count(batch, groups, samples, prefix, scorer, start)
             if store is not None:
                 store.append(number, part)
         parts.append(part)
@@ -101,15 +116,6 @@ def require_problems(task: Task, problems: Sequence[Problem]) -> None:
     if not problems:
         raise TrimtabError(
             f"task {task.name!r} has no problems to evaluate on; give it a test split (holdout, test_path)"
-        )
-
-
-def _require_one_that_fits(task: Task, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
-    shortest = min(len(prompt.ids) for prompt in prompts)
-    if context is not None and shortest + max_tokens > context:
-        raise TrimtabError(
-            f"task {task.name!r}: no prompt fits, the shortest of {len(prompts)} has {shortest} tokens, max_tokens is "
-            f"{max_tokens} and the model's context holds {context}; lower max_tokens or examples, or take another model"
         )
 
 
@@ -139,7 +145,8 @@ def _sample(
         return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds), 0
     if relay is None:
         return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
-    prefixes = relay.prefixes(prompts, samples, sampling, seed=_seed(*seeds, 1))
+    begun = relay.engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 1))
+    prefixes = [[one.truncated(prefix_tokens(relay.ratio, len(one.response_ids))) for one in group] for group in begun]
     answers = engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 2), prefixes=prefixes)
     return answers, sum(len(prefix.response_ids) for group in prefixes for prefix in group)
 
@@ -150,26 +157,28 @@ def _seed(*words: int) -> int:
 
 def _count(
     prompts: Sequence[Prompt],
-    answers: Sequence[Sequence[Completion] | None],
+    groups: Sequence[Sequence[Completion] | None],
     samples: int,
     prefix: int,
     scorer: Scorer,
     start: float,
 ) -> BatchCounts:
-    """Scores a batch and returns its counts; an entry of `answers` is None for a prompt that does not fit."""
-    pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group or ()]
+    """Scores a batch and returns its counts; an entry of `groups` is None for a prompt that does not fit."""
+    pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, groups, strict=True) for answer in group or ()]
     scores = scorer.score(pairs)
     rest = iter(scores)
-    results = [
-        ProblemResult(prompt.problem.id, samples, 0, 0.0)
-        if group is None
-        else _problem_result(prompt.problem, list(itertools.islice(rest, samples)))
-        for prompt, group in zip(prompts, answers, strict=True)
-    ]
+    results = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        if group is None:
+            results.append(ProblemResult(prompt.problem.id, samples, 0, 0.0))
+        elif scored := [score for score in itertools.islice(rest, samples) if score.total is not None]:
+            correct = sum(next(iter(score.parts.values())) >= 1.0 for score in scored)
+            reward = sum(score.total or 0.0 for score in scored) / len(scored)
+            results.append(ProblemResult(prompt.problem.id, len(scored), correct, reward))
     outcomes = [answer.outcome for _, answer in pairs if answer.outcome is not None]
     errors = [score.error or "reward failed" for score in scores if score.total is None]
     return BatchCounts(
-        problems=tuple(result for result in results if result is not None),
+        problems=tuple(results),
         answers=len(pairs),
         cut=sum(answer.finish_reason == "length" for _, answer in pairs),
         tokens=sum(answer.sampled_tokens for _, answer in pairs),
@@ -177,46 +186,6 @@ def _count(
         failures=len(errors),
         errors=tuple(errors[:ERRORS_KEPT]),
         seconds=time.perf_counter() - start,
-        too_long=sum(group is None for group in answers),
+        too_long=sum(group is None for group in groups),
         episodes=EpisodeCounts.of(outcomes) if outcomes else None,
     )
-
-
-def _problem_result(problem: Problem, scores: Sequence[Score]) -> ProblemResult | None:
-    """Returns the result of one problem by the first reward of each response; None if every reward failed."""
-    scored = [score for score in scores if score.total is not None]
-    if not scored:
-        return None
-    correct = sum(next(iter(score.parts.values())) >= 1.0 for score in scored)
-    return ProblemResult(problem.id, len(scored), correct, sum(score.total or 0.0 for score in scored) / len(scored))
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The model that begins responses: its whole response is truncated after `ratio` of its tokens.
-
-    The paper says "the first half" without a symbol: half of the relay model's response, so ratio .5. The model must
-    share the vocabulary of the one that completes.
-
-    A model that relays itself samples as it does alone only if all responses are equally long, because the position of
-    the cut depends on the length of the relay's response.
-    """
-
-    engine: Engine
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise TrimtabError(
-                f"relay ratio {self.ratio} is not in [0, 1): it is the share that the relay model writes"
-            )
-
-    def prefixes(
-        self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
-    ) -> list[list[Completion]]:
-        """Returns a prefix for each sample of each prompt, cut from a response of its own, without the stop."""
-        answers = self.engine.generate(prompts, samples, sampling, seed=seed)
-        return [
-            [answer.truncated(prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group]
-            for group in answers
-        ]

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trimtab import environments, rewards, tasks
 from trimtab.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
 from trimtab.evaluation.eval_tables import Results
-from trimtab.evaluation.evaluator import Progress, Relay, evaluate, require_problems
-from trimtab.evaluation.result_store import Store
+from trimtab.evaluation.evaluator import Relay, evaluate, require_problems
+from trimtab.evaluation.result_store import PartFile, results_folder
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.rewards import Scorer
 from trimtab.rollout.environment_section import refuse_unused_rewards
+from trimtab.runs import atomic
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
-
-
-class EvalProgress(NamedTuple):
-    """Progress callbacks: `begin(name, responses)` before each evaluation and `advance(responses)` during it."""
-
-    begin: Callable[[str, int], None]
-    advance: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class _Sampler:
     label: str
     engine: Engine
     tokenizer: Any
-    weights: str  # with a store: a hash of weights and config, which decide its responses
+    weights: str  # where batches are kept: a hash of weights and config, which decide its responses
     context: int | None  # largest number of tokens of a prompt and its response; None: no limit
 
 
@@ -61,7 +55,7 @@ def compare(
     *,
     relay: ModelSpec | None = None,
     out: Path | None = None,
-    progress: EvalProgress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Results:
     """Measures every model on every task with the embedded engine.
@@ -70,6 +64,7 @@ def compare(
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         relay: begins the responses of a further measurement of each model (see `Relay`).
         out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
+        progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
 
     Raises:
@@ -78,27 +73,39 @@ def compare(
     modes = settings.modes(relay is not None)
     model_specs = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
     _require_distinct("model", [spec.label for spec in model_specs])
+    shown_settings = {**asdict(settings), "temperature": settings.sampling_temperature}
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(specs, settings, stack)  # before torch is imported: rewards fork
-        store = stack.enter_context(Store(out, _shared_settings(settings))) if out is not None else None
-        relay_model = _open_model(relay, settings, store) if relay is not None else None
+        if out is not None:
+            # A greedy or relay column may be added later.
+            shared = {key: value for key, value in shown_settings.items() if key not in ("greedy", "relay_ratio")}
+            stack.enter_context(results_folder(out, shared))
+        relay_model = _open_model(relay, settings, out) if relay is not None else None
         for spec in model_specs:
-            for (task, mode), result in _measure_all(
-                spec, prepared_tasks, modes, settings, relay_model, store, progress
-            ):
-                measured[spec.label, task, mode] = result
+            sampler = _open_model(spec, settings, out)
+            if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
+                raise TrimtabError(
+                    f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
+                )
+            for prepared in prepared_tasks:
+                for mode in modes:
+                    begins = relay_model if mode == "relay" else None
+                    result = _measure(sampler, prepared, settings, mode, begins, out, progress)
+                    measured[spec.label, prepared.label, mode] = result
+            del sampler  # before the next model is loaded
         results = Results(
             models=tuple(spec.label for spec in model_specs),
             tasks=tuple(prepared.label for prepared in prepared_tasks),
             relay=relay.label if relay is not None else None,
-            settings={**asdict(settings), "temperature": settings.sampling_temperature},
+            settings=shown_settings,
             measured=measured,
             notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
         )
-        if store is not None:
-            store.write("results.json", json.dumps(results.as_dict(), indent=1, ensure_ascii=False) + "\n")
-            store.write("results.md", results.markdown())
+        if out is not None:
+            text = json.dumps(results.as_dict(), indent=1, ensure_ascii=False)
+            atomic.write_text(out / "results.json", text + "\n")
+            atomic.write_text(out / "results.md", results.markdown())
     return results
 
 
@@ -115,39 +122,17 @@ def run(
     max_tokens: int | None = None,
     seed: int = 0,
     dtype: str = "bfloat16",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> EvalResult:
     """Evaluates a model (bundled name, folder or HF id) on a task's test split with the embedded engine.
 
-    `problems` limits how many test problems are used (the first ones); `temperature` defaults to greedy for one sample
-    and 1 for several; `reward` to the task's own. `dtype` is that of the engine.
+    `reward` defaults to the task's own; `progress(done, all)` is called with numbers of problems; the others are those
+    of `Settings`.
     """
-    settings = Settings(
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        problems=problems,
-        seed=seed,
-        dtype=dtype,
-    )
-    callbacks = _progress_in_problems(progress, samples) if progress is not None else None
-    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=callbacks).measured.values()
+    settings = Settings(samples, False, temperature, top_p, max_tokens, problems, seed, dtype)
+    on_batch = None if progress is None else lambda _name, done, count: progress(done, count)
+    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=on_batch).measured.values()
     return result
-
-
-def _progress_in_problems(progress: Progress, samples: int) -> EvalProgress:
-    """Returns callbacks that report the responses of one evaluation as `progress(done, all)` problems."""
-    counts = [0, 0]
-
-    def begin(_what: str, responses: int) -> None:
-        counts[:] = [0, responses]
-
-    def advance(responses: int) -> None:
-        counts[0] += responses
-        progress(counts[0] // samples, counts[1] // samples)
-
-    return EvalProgress(begin, advance)
 
 
 def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
@@ -177,7 +162,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Sampler:
+def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampler:
     with spec.folder() as folder:
         import torch
 
@@ -188,7 +173,7 @@ def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Sa
         loaded = models.load(folder, dtype=dtype)
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
-        weights = _fingerprint(engine, loaded.model) if store is not None else ""
+        weights = _fingerprint(engine, loaded.model) if out is not None else ""
         context = getattr(loaded.model.config, "max_position_embeddings", None)
         return _Sampler(spec.label, engine, loaded.tokenizer, weights, context)
 
@@ -208,35 +193,14 @@ def _fingerprint(engine: Engine, model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _measure_all(
-    spec: ModelSpec,
-    prepared_tasks: Sequence[_PreparedTask],
-    modes: Sequence[Mode],
-    settings: Settings,
-    relay_model: _Sampler | None,
-    store: Store | None,
-    progress: EvalProgress | None,
-) -> Iterator[tuple[tuple[str, Mode], EvalResult]]:
-    """Yields the result of every task and mode of one model, which is in memory only for this time."""
-    sampler = _open_model(spec, settings, store)
-    if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
-        raise TrimtabError(
-            f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
-        )
-    for prepared in prepared_tasks:
-        for mode in modes:
-            relay = relay_model if mode == "relay" else None
-            yield (prepared.label, mode), _measure(sampler, prepared, settings, mode, relay, store, progress)
-
-
 def _measure(
     sampler: _Sampler,
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
     relay_model: _Sampler | None,
-    store: Store | None,
-    progress: EvalProgress | None,
+    out: Path | None,
+    progress: Callable[[str, int, int], None] | None,
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
     samples = 1 if mode == "greedy" else settings.samples
@@ -246,19 +210,25 @@ def _measure(
         max_tokens=settings.max_tokens or prepared.spec.max_tokens or prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
-    environment = prepared.environment
-    if environment is not None and relay_model is not None:
+    if prepared.environment is not None and relay_model is not None:
         raise TrimtabError(f"task {prepared.label!r} has an environment, whose episodes no relay model can begin")
-    batches = None
-    if store is not None:
+    store = None
+    if out is not None:
         header = _header(sampler, prepared, samples, sampling, settings)
         if relay_model is not None:
             header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
-        batches = store.parts(f"{sampler.label} {prepared.label} {mode}", header)
+        store = PartFile(out, f"{sampler.label} {prepared.label} {mode}", header)
     contexts = [one.context for one in (sampler, relay_model) if one is not None and one.context is not None]
     context = min(contexts, default=None)
+    episodes = None
+    if prepared.environment is not None:
+        longest_prompt = None if context is None else context - sampling.max_tokens
+        encode = partial(tasks.encode, prepared.task)
+        episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
+    on_batch = None
     if progress is not None:
-        progress.begin(f"{sampler.label} · {prepared.label} · {mode}", samples * len(prepared.problems))
+        on_batch = partial(progress, f"{sampler.label} · {prepared.label} · {mode}")
+        on_batch(0, len(prepared.problems))
     result = evaluate(
         sampler.engine,
         sampler.tokenizer,
@@ -268,57 +238,38 @@ def _measure(
         samples=samples,
         sampling=sampling,
         seed=settings.seed,
-        progress=_progress_of(progress, samples) if progress is not None else None,
+        progress=on_batch,
         relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
-        store=batches,
+        store=store,
         context=context,
-        episodes=None
-        if environment is None
-        else environment.runner(
-            sampler.tokenizer,
-            sampling.max_tokens,
-            partial(tasks.encode, prepared.task),
-            None if context is None else context - sampling.max_tokens,
-        ),
+        episodes=episodes,
     )
     return replace(result, task=prepared.label)
-
-
-def _progress_of(progress: EvalProgress, samples: int) -> Progress:
-    """Returns a callback for `evaluate` that advances `progress` by responses."""
-    done = 0
-
-    def on_batch(count: int, _all: int) -> None:
-        nonlocal done
-        progress.advance(samples * (count - done))
-        done = count
-
-    return on_batch
-
-
-def _shared_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the settings that all results of a folder share; a greedy or relay column may be added later."""
-    kept = {**asdict(settings), "temperature": settings.sampling_temperature}
-    return {key: value for key, value in kept.items() if key not in ("greedy", "relay_ratio")}
 
 
 def _header(
     sampler: _Sampler, prepared: _PreparedTask, samples: int, sampling: SamplingParams, settings: Settings
 ) -> dict[str, Any]:
     """Returns everything that the counts of one model, task and mode depend on."""
-    prompts = [tasks.encode(prepared.task, problem, sampler.tokenizer) for problem in prepared.problems]
     digest = hashlib.sha256()
-    for prompt in prompts:
-        problem = prompt.problem
+    for problem in prepared.problems:
+        ids = tasks.encode(prepared.task, problem, sampler.tokenizer).ids.tolist()
         extra = json.dumps(problem.extra, sort_keys=True, default=str)
-        digest.update(json.dumps([problem.id, problem.answer, extra, prompt.ids.tolist()]).encode())
+        digest.update(json.dumps([problem.id, problem.answer, extra, ids]).encode())
+    environment = prepared.spec.environment
     return {
         "model": {"weights": sampler.weights},
         "task": {
-            "options": {key: str(value) for key, value in prepared.spec.options.items()},
-            "rewards": [_reward_description(spec) for spec in (prepared.spec.reward or prepared.task.rewards)],
+            "options": _as_text(prepared.spec.options),
+            "rewards": [
+                f"{_name(spec)} weight={spec.weight} {dict(spec.options)}"
+                for spec in (prepared.spec.reward or prepared.task.rewards)
+            ],
             "problems": digest.hexdigest()[:16],
-            "environment": _environment_description(prepared.spec.environment),
+            "environment": None
+            if environment is None
+            else {item.name: getattr(environment, item.name) for item in fields(environment)}
+            | {"name": _name(environment), "options": _as_text(environment.options)},
         },
         "samples": samples,
         **asdict(sampling),
@@ -327,14 +278,9 @@ def _header(
     }
 
 
-def _environment_description(spec: EnvironmentSpec | None) -> dict[str, Any] | None:
-    if spec is None:
-        return None
-    name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
-    options = {key: str(value) for key, value in spec.options.items()}
-    return {item.name: getattr(spec, item.name) for item in fields(spec)} | {"name": name, "options": options}
+def _name(spec: EnvironmentSpec | RewardSpec) -> str:
+    return spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
 
 
-def _reward_description(spec: RewardSpec) -> str:
-    name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
-    return f"{name} weight={spec.weight} {dict(spec.options)}"
+def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in options.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,8 @@ SEEDS = 5
 
 REAL_RECIPE = "quickstart"
 TOOLS_RECIPE = "laboratory-tools"  # the name of its model, too
-BUDGET_KEYS = {
-    "trainer.steps",
-    "optim.lr",
-}  # tuned for the recipe `laboratory`; other models use the values of their recipe
+# Tuned for the recipe `laboratory`; other models use the values of their recipe.
+BUDGET_KEYS = ("trainer.steps", "optim.lr")
 EVALUATIONS = 5
 FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
 _EXPERIMENT_KEYS = {
@@ -186,7 +184,9 @@ def _name(method: Method, regime: Regime, seed: int) -> str:
 
 
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
-    recipe = _recipe(model)
+    recipe = RECIPE  # the laboratory models other than `laboratory-tools` share one
+    if model is not None and (model == TOOLS_RECIPE or not model.startswith(RECIPE)):
+        recipe = TOOLS_RECIPE if model == TOOLS_RECIPE else REAL_RECIPE
     changes = [
         # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
         "objective.name=another",
@@ -207,13 +207,6 @@ def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | N
     return config.model_copy(update={"out": str(out / _name(method, regime, seed))})
 
 
-def _recipe(model: str | None) -> str:
-    """Returns the recipe that trains a model: the laboratory models other than `laboratory-tools` share one."""
-    if model is None or (model.startswith(RECIPE) and model != TOOLS_RECIPE):
-        return RECIPE
-    return TOOLS_RECIPE if model == TOOLS_RECIPE else REAL_RECIPE
-
-
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:
     for change in sets:
         key, value = parse_override(change)
@@ -230,9 +223,6 @@ def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | Non
         raise TrimtabError(f"--model {model}: regime {owner!r} has its own model; leave one of them out")
 
 
-def _check_unique(kind: str, words: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for word in words:
-        if word in seen:
-            raise TrimtabError(f"{kind} {word!r} is named twice; name each once")
-        seen.add(word)
+def _check_unique(kind: str, words: Sequence[str]) -> None:
+    if twice := next((word for word in words if words.count(word) > 1), None):
+        raise TrimtabError(f"{kind} {twice!r} is named twice; name each once")

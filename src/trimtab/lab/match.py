@@ -75,7 +75,6 @@ class Candidate:
     """A regime and its mismatch, measured before any training (for staleness over the first refresh interval)."""
 
     kind: Kind
-    words: str
     regime: Regime
     level: MismatchLevel
 
@@ -93,11 +92,8 @@ class MismatchMatch:
     tried: tuple[Candidate, ...]
 
 
-OnCandidate = Callable[[Candidate], None]
-
-
 def match_mismatch(
-    target: MismatchLevel, kinds: Collection[Kind] = KINDS, on_candidate: OnCandidate = lambda _: None
+    target: MismatchLevel, kinds: Collection[Kind] = KINDS, on_candidate: Callable[[Candidate], None] = lambda _: None
 ) -> MismatchMatch:
     """Searches the mechanisms of the given kinds with about ten short probes, and returns the closest.
 
@@ -128,7 +124,7 @@ def _noise(target: MismatchLevel) -> Iterator[Candidate]:
         noise = float(f"{min(max(noise, NOISE_LIMITS[0]), NOISE_LIMITS[1]):.3g}")
         words = f"noise of {100 * noise:.3g}% on the sampler's weight matrices"
         noisy = _changed_regime(base, "noise", words, {"engine.noise": noise})
-        candidates.append(Candidate("noise", words, noisy, probe(noisy)))
+        candidates.append(Candidate("noise", noisy, probe(noisy)))
         factor = candidates[-1].level.k3 / target.k3
         if 1 / K3_TOLERANCE <= factor <= K3_TOLERANCE:
             break
@@ -139,7 +135,7 @@ def _noise(target: MismatchLevel) -> Iterator[Candidate]:
 def _rounding(_: MismatchLevel) -> Iterator[Candidate]:
     for name in ("bf16", "int8", "int4", "int3"):
         rounded = _changed_regime(regime(name), "rounding", regime(name).description, {})
-        yield Candidate("rounding", rounded.description, rounded, probe(rounded))
+        yield Candidate("rounding", rounded, probe(rounded))
 
 
 def _staleness(target: MismatchLevel) -> Iterator[Candidate]:
@@ -154,7 +150,7 @@ def _staleness(target: MismatchLevel) -> Iterator[Candidate]:
     steps = max(base.overrides["trainer.steps"], 2 * lag)
     words = f"the sampler refreshed every {lag} updates"
     stale = _changed_regime(base, "staleness", words, {"trainer.sync_every": lag, "trainer.steps": steps})
-    yield Candidate("staleness", words, stale, levels[lag])
+    yield Candidate("staleness", stale, levels[lag])
 
 
 _CANDIDATES: dict[Kind, Callable[[MismatchLevel], Iterator[Candidate]]] = {

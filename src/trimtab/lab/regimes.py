@@ -101,22 +101,15 @@ def regime(name: str) -> Regime:
             raise TrimtabError(f"unknown regime {word!r}{did_you_mean(word, names())}")
         if word in words[:index]:
             raise TrimtabError(f"regime {name!r} names {word!r} twice: name each part once")
-    parts = [PARTS[word] for word in words]
-    changes = _merged(name, words, parts)
-    per_step = changes.get("trainer.minibatches", 1) * changes.get("trainer.epochs", 1)
-    budget = {
-        "trainer.steps": -(-max(part.updates for part in parts) // per_step),
-        "optim.lr": min(part.rate for part in parts),
-    }
-    return Regime(name, "; ".join(part.description for part in parts), {**changes, **budget})
-
-
-def _merged(name: str, words: list[str], parts: list[_Mechanism]) -> dict[str, Any]:
+    parts = {word: PARTS[word] for word in words}
     owner: dict[str, str] = {}
     changes: dict[str, Any] = {}
-    for word, part in zip(words, parts, strict=True):
+    for word, part in parts.items():
         for key, value in part.changes.items():
             if key in changes and changes[key] != value:
                 raise TrimtabError(f"regime {name!r}: {owner[key]!r} and {word!r} both set {key}; keep one of them")
             owner[key], changes[key] = word, value
-    return changes
+    per_step = changes.get("trainer.minibatches", 1) * changes.get("trainer.epochs", 1)
+    changes["trainer.steps"] = -(-max(part.updates for part in parts.values()) // per_step)
+    changes["optim.lr"] = min(part.rate for part in parts.values())
+    return Regime(name, "; ".join(part.description for part in parts.values()), changes)

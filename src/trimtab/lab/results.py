@@ -12,13 +12,15 @@ from typing import Any
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
-from trimtab.lab.experiment import ExperimentPlan, PlannedRun
+from trimtab.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun
 from trimtab.runs import atomic
-from trimtab.runs.dotted_keys import flatten
+from trimtab.runs.dotted_keys import differences
 from trimtab.runs.layout import CONFIG
 from trimtab.runs.summary import RunSummary, write_table
 
 FILE = "result.json"
+REFUSED = "refused"
+FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
 
 def write(folder: Path, result: RunSummary) -> None:
@@ -33,25 +35,17 @@ def read(config: Config) -> RunSummary | None:
     """
     folder = Path(str(config.out))
     _check_settings(folder, config)
+    file = folder / FILE
     try:
-        data = parse_json(regular_file(folder / FILE).read_text())
+        data = parse_json(regular_file(file).read_text())
+        if not isinstance(data, dict) or set(data) != {field.name for field in fields(RunSummary)}:
+            raise ValueError("it is not a result of this version")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise TrimtabError(
-            f"{folder / FILE} cannot be read ({error}): delete {folder}, and it is trained again"
-        ) from None
-    if not isinstance(data, dict) or set(data) != {field.name for field in fields(RunSummary)}:
-        raise TrimtabError(f"{folder / FILE} is not a result of this version: delete {folder}, and it is trained again")
-    result = restored(data)
-    return None if result.status == "failed" else result
-
-
-def restored(data: Mapping[str, Any]) -> RunSummary:
-    """Returns the summary from its JSON object."""
-    values: dict[str, Any] = dict(data)
-    values |= {key: tuple(values[key]) for key in ("curve", "curve_steps")}
-    return RunSummary(**values)
+        raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
+    data |= {key: tuple(data[key]) for key in ("curve", "curve_steps")}
+    return None if data["status"] == "failed" else RunSummary(**data)
 
 
 def _check_settings(folder: Path, config: Config) -> None:
@@ -62,19 +56,13 @@ def _check_settings(folder: Path, config: Config) -> None:
         saved = parse_config(parse_toml(file.read_text()), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
-    old, new = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
-    for key in sorted(old.keys() | new.keys()):
+    for key, old, new in differences(saved.model_dump(mode="json"), config.model_dump(mode="json")):
         # The run adds the equation of an objective that is a user function.
-        if key == "objective.equation" and new.get(key) is None:
-            continue
-        if key not in ("out", "description", "trainer.max_idle_steps") and old.get(key) != new.get(key):
+        if key not in FREE_TO_CHANGE and not (key == "objective.equation" and new is None):
             raise TrimtabError(
-                f"{folder} was trained with {key} = {old.get(key)}, now it is {new.get(key)}: "
+                f"{folder} was trained with {key} = {old}, now it is {new}: "
                 "give the same settings to continue, or choose another --out"
             )
-
-
-REFUSED = "refused"
 
 
 def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
@@ -83,31 +71,26 @@ def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunS
     The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
     seed, the reason in `error`).
     """
-    rows = [_row(run, results[run.name]) for run in plan.runs if run.name in results]
-    rows += [
+    rows = [
         {
-            "method": item.method.spec,
-            "objective": item.method.objective,
-            "keywords": " ".join(item.method.overrides),
-            "regime": item.regime.name,
-            "regime_description": item.regime.description,
-            "status": REFUSED,
-            "error": item.reason,
+            **_cell(run),
+            "seed": run.seed,
+            "run": run.name,
+            "planned_steps": run.config.trainer.steps,
+            **asdict(results[run.name]),
         }
-        for item in plan.skipped
+        for run in plan.runs
+        if run.name in results
     ]
+    rows += [{**_cell(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
     return write_table(folder, rows)
 
 
-def _row(run: PlannedRun, result: RunSummary) -> dict[str, Any]:
+def _cell(item: PlannedRun | SkippedRun) -> dict[str, Any]:
     return {
-        "method": run.method.spec,
-        "objective": run.method.objective,
-        "keywords": " ".join(run.method.overrides),
-        "regime": run.regime.name,
-        "regime_description": run.regime.description,
-        "seed": run.seed,
-        "run": run.name,
-        "planned_steps": run.config.trainer.steps,
-        **asdict(result),
+        "method": item.method.spec,
+        "objective": item.method.objective,
+        "keywords": " ".join(item.method.overrides),
+        "regime": item.regime.name,
+        "regime_description": item.regime.description,
     }

@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.diagnosis.token_texts import token_texts
 from trimtab.pages.render import number, short
 from trimtab.runs import trajectories
-from trimtab.runs.reader import Run, evenly_spaced, open_trajectories, sample_steps
+from trimtab.runs.reader import Run, evenly_spaced, open_table, sample_steps
 from trimtab.runs.trajectories import Row
 
 EPISODES_SHOWN, TOKENS_SHOWN = 6, 1000
@@ -48,7 +48,7 @@ def _last_episodes(path: Path) -> tuple[int, list[Row]]:
     if not files:
         return 0, []
     step, file = list(files.items())[-1]
-    with open_trajectories(file) as parquet:
+    with open_table(file) as parquet:
         if "turn" not in parquet.schema_arrow.names:
             return step, []
     return step, [row for row in trajectories.read(file) if not row.trajectory.off_policy]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.engines.remote.shared_weights import SharedWeights, share
+from trimtab.engines.remote.shared_weights import share
 from trimtab.errors import EngineDeadError
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, CanaryPrediction
@@ -60,8 +60,12 @@ class AsyncSource:
         return -1 if self._state.update is None else self._state.update.version
 
     def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
-        self._start()
         start, state = time.perf_counter(), self._state
+        if not self._started:
+            self._started = True
+            state.working = len(self._threads)
+            for thread in (*(thread.thread for thread in self._threads), self._scoring.thread):
+                thread.start()
         with state.buffer.changed:
             self._raise_error()  # there may be no wait below: other engines may have the batch ready
             state.buffer.schedule.wait(version, batches_left)
@@ -114,7 +118,9 @@ class AsyncSource:
         update = self._state.update
         if update is None or update.version == updates:
             return {}, meta, files
-        return {"engine": _untied(update.weights)}, meta, files
+        first: dict[int, str] = {}  # tied weights are saved under their first name only
+        untied = {name: one for name, one in update.weights if first.setdefault(one.data_ptr(), name) == name}
+        return {"engine": untied}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self._state.buffer.restore(meta, files)
@@ -135,13 +141,6 @@ class AsyncSource:
             thread.join(max(0.0, deadline - time.monotonic()))
         for thread in self._threads:
             thread.engine.close()
-
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            self._state.working = len(self._threads)
-            for thread in (*(thread.thread for thread in self._threads), self._scoring.thread):
-                thread.start()
 
     def _abort(self) -> None:
         for thread in self._threads:
@@ -195,12 +194,6 @@ class AsyncSource:
     def _is_paused(self) -> bool:
         state = self._state
         return all(thread.idle for thread in self._threads) and not state.unscored and not state.scoring
-
-
-def _untied(weights: SharedWeights) -> dict[str, Tensor]:
-    """Weights by name; tied ones under their first name only."""
-    first: dict[int, str] = {}
-    return {name: tensor for name, tensor in weights if first.setdefault(tensor.data_ptr(), name) == name}
 
 
 class Scoring:

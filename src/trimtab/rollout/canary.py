@@ -168,7 +168,9 @@ class Canary:
         with self._lock:
             last = self._last_checks.get(engine)
             self._check_changed(samples, expected, last)
-            self._difference, bound = difference, self._bound()
+            self._difference, bound = difference, self._config.bound
+            if bound is None:
+                bound = MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
             if difference > bound:
                 cause = self._cause(samples, expected, last, bound)
                 raise TrimtabError(
@@ -208,11 +210,6 @@ class Canary:
                 "(the trainer's are); a quantized engine may be unable to reload"
             )
         return _EngineSamples(np.array([completion.response_ids[0] for completion in completions]), logp)
-
-    def _bound(self) -> float:
-        if self._config.bound is not None:
-            return self._config.bound
-        return MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
 
     def _check_changed(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None) -> None:
         """Raise `TrimtabError` if the log-probs have the same bits as before, although the policy changed."""

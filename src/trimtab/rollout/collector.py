@@ -12,7 +12,8 @@ import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
-from trimtab.environments.episodes import EpisodeRunner, all_calls_failed, reset_seed
+from trimtab.environments.episode_counts import EpisodeCounts
+from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Demonstrations
@@ -20,7 +21,7 @@ from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
-from trimtab.types import MIN_BEHAVIOR, Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
+from trimtab.types import MIN_BEHAVIOR, Completion, Engine, Prompt, SamplingParams, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -114,8 +115,7 @@ class RolloutStats:
         discarded_lengths: tokens that had been sampled for each response that was given up, for whatever reason.
         groups, no_signal, refilled: groups that were scored; those of equal rewards; those sampled in their place.
         restarts, interrupted: engines that were started again; responses that new weights interrupted.
-        episodes, calls, tool_errors, void, failed_episodes: multi-turn responses and their calls (runs/metrics.toml).
-        first_tool_errors: the first error of each response that has one.
+        episodes: multi-turn responses and their calls.
         errors: messages for the user.
         seconds_generating, seconds_scoring, seconds_waiting: durations.
     """
@@ -136,33 +136,16 @@ class RolloutStats:
     refilled: int = 0
     restarts: int = 0
     interrupted: int = 0
-    episodes: int = 0
-    calls: int = 0
-    tool_errors: int = 0
-    void: int = 0
-    failed_episodes: int = 0
-    first_tool_errors: list[str] = field(default_factory=list)
+    episodes: EpisodeCounts = field(default_factory=EpisodeCounts)
     errors: list[str] = field(default_factory=list)
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
     seconds_waiting: float = 0.0
 
-    def add_outcome(self, outcome: EpisodeOutcome | None) -> None:
-        """Counts a multi-turn response."""
-        if outcome is not None:
-            self.episodes += 1
-            self.calls += outcome.calls
-            self.tool_errors += outcome.tool_errors
-            self.void += outcome.void
-            self.failed_episodes += outcome.failure is not None
-            self.first_tool_errors += [] if outcome.tool_error is None else [outcome.tool_error]
-
     def messages(self) -> list[str]:
         """What went wrong, each message once."""
-        messages = list(dict.fromkeys(self.errors))
-        if self.first_tool_errors and self.tool_errors == self.calls:
-            messages.append(all_calls_failed(self.calls, self.first_tool_errors[0]))
-        return messages
+        failed_calls = self.episodes.message()
+        return [*dict.fromkeys(self.errors), *([] if failed_calls is None else [failed_calls])]
 
     def add(self, other: RolloutStats) -> None:
         for item in fields(self):
@@ -285,8 +268,9 @@ class Collector:
     ) -> Group:
         """The usable trajectories of one prompt; others are counted and reported with their reason."""
         group: Group = []
+        outcomes = [completion.outcome for completion, _ in scored]
+        stats.episodes += EpisodeCounts.of([outcome for outcome in outcomes if outcome is not None])
         for completion, score in scored:
-            stats.add_outcome(completion.outcome)
             if score.total is None:
                 stats.failed_rewards += 1
                 stats.errors.append(score.error or "a reward failed")

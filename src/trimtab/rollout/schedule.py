@@ -97,7 +97,8 @@ class Schedule:
         """
         pending = next((number for number, entry in self._sorted() if entry.state == "pending"), None)
         first = self.drawn if pending is None else pending
-        batches, offset = divmod(self._before(first), self.prompts)
+        before = sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
+        batches, offset = divmod(before, self.prompts)
         if not self._fits(batches, version):
             return None
         max_count = min(max_count, self.prompts - offset)
@@ -212,9 +213,6 @@ class Schedule:
     def _begin(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:
             self._live[number] = GroupEntry("running", version)
-
-    def _before(self, first: int) -> int:
-        return sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
 
     def _fits(self, batches: int, version: int) -> bool:
         if self.batches_left is not None and batches >= self.batches_left:

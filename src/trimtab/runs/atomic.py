@@ -68,7 +68,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             for item in (*temporary.rglob("*"), temporary):
                 sync(item)
             if replace and path.exists():
-                _replace_folder(temporary, path)
+                replaced = path.with_name(f"{REPLACED}{path.name}")
+                if replaced.exists():
+                    shutil.rmtree(replaced)
+                path.rename(replaced)
+                temporary.rename(path)
+                shutil.rmtree(replaced)
             else:
                 temporary.rename(path)
         finally:
@@ -103,6 +108,36 @@ def remove_leftovers(folder: Path) -> None:
                 item.unlink()
 
 
+@contextmanager
+def locked(folder: Path, user: str) -> Iterator[None]:
+    """Creates a folder and locks it for the block. Raises `TrimtabError` if another process uses it."""
+    from filelock import FileLock, Timeout
+
+    with readable_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise TrimtabError(f"{folder} is in use by another {user}: wait for it, or choose another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Append to an open file and flush it to the disk; on an error the file has its earlier content."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    try:
+        while data:  # a nearly full disk accepts only a part of it
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the list of names of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -126,15 +161,6 @@ def _apply_umask(folder: Path) -> None:
     for item in folder.rglob("*"):
         if item.is_file():
             item.chmod(mode)
-
-
-def _replace_folder(temporary: Path, path: Path) -> None:
-    replaced = path.with_name(f"{REPLACED}{path.name}")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    path.rename(replaced)
-    temporary.rename(path)
-    shutil.rmtree(replaced)
 
 
 @contextmanager

@@ -122,8 +122,12 @@ class RunDirectory:
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        remedy = "start again" if self._last_step is None else RESUME
-        _append(self._open_metrics(), self.path / METRICS, _encode_line(metrics), remedy)
+        try:
+            atomic.append(self._open_metrics(), _encode_line(metrics))
+        except OSError as error:
+            remedy = "start again" if self._last_step is None else RESUME
+            path = self.path / METRICS
+            raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -217,31 +221,15 @@ def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
 
 
 def _encode_line(metrics: Mapping[str, Any]) -> bytes:
-    values = {key: _json_value(key, value) for key, value in metrics.items()}
+    values: dict[str, Any] = {}
+    for key, value in metrics.items():
+        values[key] = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(values[key], bool | int | float | str | None):
+            raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
     nonfinite = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if nonfinite:
         values |= dict.fromkeys(nonfinite, None) | {NONFINITE: len(nonfinite)}
     return json.dumps(values, allow_nan=False).encode() + b"\n"
-
-
-def _json_value(key: str, value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
-
-
-def _append(descriptor: int, path: Path, line: bytes, remedy: str) -> None:
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    try:
-        remaining = line
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        os.fsync(descriptor)
-    except OSError as error:
-        os.ftruncate(descriptor, end)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
 
 
 def _acquire_lock(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -15,3 +15,11 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     else:
         return {prefix: value}
     return {key: leaf for name, item in items for key, leaf in flatten(item, name).items()}
+
+
+def differences(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the dotted keys whose values differ, with both values; a missing one is None."""
+    before, now = flatten(old), flatten(new)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)

@@ -21,7 +21,16 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.Array | None:
     routed_experts = [trajectory.completion.routed_experts for trajectory in trajectories]
     if all(routes is None for routes in routed_experts):
         return None
-    return pa.array([None if routes is None else _record(routes) for routes in routed_experts], _TYPE)
+    records: list[dict[str, Any] | None] = []
+    for routes in routed_experts:
+        if routes is None:
+            records.append(None)
+            continue
+        _, layers, chosen = routes.shape
+        width = _index_bytes(routes)
+        data = routes.astype(_INDEX_TYPES[width]).tobytes()
+        records.append({"layers": layers, "chosen": chosen, "width": width, "data": data})
+    return pa.array(records, _TYPE)
 
 
 def decode(value: Mapping[str, Any] | None) -> ExpertArray | None:
@@ -39,12 +48,6 @@ def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
     """Returns the size in bytes of the column before compression."""
     routed_experts = [trajectory.completion.routed_experts for trajectory in trajectories]
     return sum(routes.size * _index_bytes(routes) for routes in routed_experts if routes is not None)
-
-
-def _record(routes: ExpertArray) -> dict[str, Any]:
-    _, layers, chosen = routes.shape
-    width = _index_bytes(routes)
-    return {"layers": layers, "chosen": chosen, "width": width, "data": routes.astype(_INDEX_TYPES[width]).tobytes()}
 
 
 def _index_bytes(routes: ExpertArray) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.resources
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 # Restricted, so that a quantile row does not match other keys with its prefix.
 _PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d", "<tenth>": r"\d+", "<sign>": r"(?:positive|negative)"}
@@ -82,13 +81,16 @@ def sections() -> tuple[Section, ...]:
     """Returns the whole catalog in the order of the documentation."""
     text = (importlib.resources.files("trimtab.runs") / "metrics.toml").read_text(encoding="utf-8")
     return tuple(
-        Section(part["title"], part["about"], tuple(_metric(row) for row in part["metric"]))
+        Section(
+            part["title"],
+            part["about"],
+            tuple(
+                Metric(**{**row, "ranges": tuple(Range(**each) for each in row.get("ranges", ()))})
+                for row in part["metric"]
+            ),
+        )
         for part in tomllib.loads(text)["section"]
     )
-
-
-def _metric(row: Mapping[str, Any]) -> Metric:
-    return Metric(**{**row, "ranges": tuple(Range(**part) for part in row.get("ranges", ()))})
 
 
 def metric(key: str) -> Metric | None:

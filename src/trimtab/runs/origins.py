@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,7 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
-    if not isinstance(starts, list) or not all(isinstance(part, dict) for part in starts):
-        raise TrimtabError(f"{file} is no list of starts: delete it, the run does not need it")
-    if not all(_well_formed(part) for part in starts):
+    if not isinstance(starts, list) or not all(isinstance(part, dict) and _well_formed(part) for part in starts):
         raise TrimtabError(f"{file} holds values of unknown types: delete it, the run does not need it")
     return starts
 
@@ -45,16 +44,29 @@ def _well_formed(part: Mapping[str, Any]) -> bool:
 
 def described(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns one start as pairs of name and value; absent values are left out."""
-    versions = part.get("versions") or {}
+    seconds, last, hardware = part.get("seconds"), part.get("last_step"), part.get("hardware") or {}
+    commit, outcome, started = part.get("commit") or {}, part.get("outcome"), ""
+    with suppress(ValueError):
+        started = datetime.fromisoformat(str(part.get("started"))).strftime("%Y-%m-%d %H:%M:%S %Z")
+    if last is None:
+        steps = f"from {part.get('first_step')}" if part.get("ended") is None else "none was finished"
+    else:
+        steps = f"{part.get('first_step')} to {last}"
+    outcomes = {
+        "finished": "all steps done",
+        "stopped": "stopped by Ctrl-C, SIGTERM or the caller",
+        "failed": f"failed: {part.get('error') or 'no message'}",
+    }
+    modified = ", with changes that are not committed" if commit.get("modified") else ""
     values = {
         "command": part.get("command"),
-        "started": _format_time(part.get("started")),
-        "duration": _duration_text(part),
-        "steps": _steps(part),
-        "outcome": _outcome(part),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "commit": _commit(part.get("commit")),
-        "hardware": _hardware(part.get("hardware") or {}),
+        "started": started,
+        "duration": "not known: the run goes on, or was killed" if seconds is None else duration(seconds),
+        "steps": steps,
+        "outcome": outcomes.get(str(outcome)),
+        "versions": ", ".join(f"{name} {version}" for name, version in (part.get("versions") or {}).items()),
+        "commit": f"{commit.get('id')}{modified}" if commit else "not known: not a checkout of trimtab, or no git",
+        "hardware": _hardware(hardware),
         "ranks": part.get("ranks") if part.get("ranks", 1) != 1 else None,
     }
     return [(name, str(value)) for name, value in values.items() if value]
@@ -74,37 +86,6 @@ def duration(seconds: float) -> str:
     if minutes == 0:
         return f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
-
-
-def _format_time(text: Any) -> str:
-    try:
-        return datetime.fromisoformat(str(text)).strftime("%Y-%m-%d %H:%M:%S %Z")
-    except ValueError:
-        return ""
-
-
-def _duration_text(part: Mapping[str, Any]) -> str:
-    seconds = part.get("seconds")
-    return "not known: the run goes on, or was killed" if seconds is None else duration(seconds)
-
-
-def _steps(part: Mapping[str, Any]) -> str:
-    first, last = part.get("first_step"), part.get("last_step")
-    if last is None:
-        return f"from {first}" if part.get("ended") is None else "none was finished"
-    return f"{first} to {last}"
-
-
-def _outcome(part: Mapping[str, Any]) -> str:
-    words = {"finished": "all steps done", "stopped": "stopped by Ctrl-C, SIGTERM or the caller"}
-    outcome = part.get("outcome")
-    return f"failed: {part.get('error') or 'no message'}" if outcome == "failed" else words.get(str(outcome), "")
-
-
-def _commit(commit: Mapping[str, Any] | None) -> str:
-    if not commit:
-        return "not known: not a checkout of trimtab, or no git"
-    return f"{commit.get('id')}{', with changes that are not committed' if commit.get('modified') else ''}"
 
 
 def _hardware(values: Mapping[str, Any]) -> str:

@@ -89,8 +89,11 @@ def _ending(run: RunDirectory, started: datetime, first_step: int, outcome: str)
 
 def versions(config: Config) -> dict[str, str]:
     """Returns the versions of Python and of the packages that affect numerical results."""
-    names = ["trimtab", "torch", "transformers", *(VLLM_PACKAGES if config.engine.type == "vllm" else ())]
-    return {"python": platform.python_version()} | {name: version for name in names if (version := _version(name))}
+    result = {"python": platform.python_version()}
+    for name in ("trimtab", "torch", "transformers", *(VLLM_PACKAGES if config.engine.type == "vllm" else ())):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            result[name] = importlib.metadata.version(name)
+    return result
 
 
 def commit(package: Path = PACKAGE) -> dict[str, Any] | None:
@@ -125,13 +128,6 @@ def _first_line(error: BaseException) -> str:
     if not isinstance(error, TrimtabError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text[:300]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _write(run: RunDirectory, parts: list[dict[str, Any]]) -> None:

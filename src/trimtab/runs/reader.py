@@ -50,9 +50,12 @@ class Run:
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values, each (count,) float64, of the steps that logged a number under `key`."""
-        pairs = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
-        steps, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True)) if pairs else _EMPTY
-        return steps, values
+        pairs = [
+            (row["step"], row[key])
+            for row in self.rows
+            if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
+        ]
+        return np.array([step for step, _ in pairs], np.float64), np.array([value for _, value in pairs], np.float64)
 
     def accuracy(self) -> dict[str, Accuracy]:
         """Returns the held-out greedy accuracy by task; step 0 is before training."""
@@ -65,14 +68,12 @@ class Run:
         if len(before):
             # The first row holds the value before its update, unless the recipe also evaluates after that step.
             same = bool(steps) and (steps[0], values[0]) == (first[0], before[0])
-            if same and not self._evaluates_after(first[0]):
+            every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
+            evaluates_after = first[0] == last or bool(every and first[0] % every == 0)
+            if same and not evaluates_after:
                 steps, values = steps[1:], values[1:]
             steps, values = [0.0, *steps], [float(before[0]), *values]
         return Accuracy(np.array(steps), np.array(values))
-
-    def _evaluates_after(self, step: float) -> bool:
-        every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
-        return step == last or bool(every and step % every == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +104,6 @@ class Sample:
     finish: str = ""
     advantage: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
-
-
-_EMPTY = (np.empty(0), np.empty(0))
 
 
 def read_run(path: Path) -> Run:
@@ -147,42 +145,37 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 
 
 @contextmanager
-def open_trajectories(file: Path) -> Iterator[pq.ParquetFile]:
-    """Opens a trajectory file for the block. Raises `TrimtabError` if it is missing or damaged."""
+def open_table(file: Path, remedy: str = "delete it and write the report again") -> Iterator[pq.ParquetFile]:
+    """Opens a parquet file for the block. Raises `TrimtabError` with the remedy if it is missing or damaged."""
     try:
         with open_parquet(file) as parquet:
             yield parquet
-    except FileNotFoundError:
-        raise TrimtabError(
-            f"{file} is missing: it was removed while the report was written, run the command again"
-        ) from None
     except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise TrimtabError(f"{file} is damaged ({reason}): delete it and write the report again") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TrimtabError(f"{file} is damaged or missing ({reason}): {remedy}") from None
 
 
 def read_samples(file: Path) -> list[Sample]:
     """Reads the trajectories of one file with their texts."""
-    with open_trajectories(file) as parquet:
+    with open_table(file) as parquet:
         present = set(parquet.schema_arrow.names)
         missing = [name for name in _REQUIRED_COLUMNS if name not in present]
         if missing:
             raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
         table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
-    return [_sample(row) for row in table.to_pylist()]
-
-
-def _sample(row: Mapping[str, Any]) -> Sample:
-    return Sample(
-        group=row["group"],
-        reward=row["reward"],
-        prompt=row.get("prompt_text") or row.get("prompt_id") or "",
-        text=row.get("text") or "",
-        answer=row.get("answer") or "",
-        finish=row.get("finish") or "",
-        advantage=row.get("advantage"),
-        rewards=dict(row.get("rewards") or ()),
-    )
+    return [
+        Sample(
+            group=row["group"],
+            reward=row["reward"],
+            prompt=row.get("prompt_text") or row.get("prompt_id") or "",
+            text=row.get("text") or "",
+            answer=row.get("answer") or "",
+            finish=row.get("finish") or "",
+            advantage=row.get("advantage"),
+            rewards=dict(row.get("rewards") or ()),
+        )
+        for row in table.to_pylist()
+    ]
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -197,7 +190,3 @@ def _read_bytes(file: Path) -> bytes:
     if not data.strip():
         raise TrimtabError(f"{file} is empty: the run has not written it yet, or the disk was full")
     return data
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

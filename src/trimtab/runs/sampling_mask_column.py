@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from trimtab.types import Completion, IntArray
 
@@ -62,7 +61,9 @@ def _record(sets: Sequence[IntArray]) -> dict[str, Any]:
     ids = np.concatenate([np.empty(0, dtype=np.int64), *sets])
     steps, starts = np.diff(ids, prepend=0), _starts(sizes)
     steps[starts] = ids[starts]
-    width = _step_bytes(steps)
+    narrow = len(steps) == 0 or steps.min() >= 0
+    largest = steps.max(initial=0)
+    width = next((size for size in (1, 2, 4) if narrow and largest < 256**size), 8)
     planes = steps.astype(_STEP_TYPES[width]).view(np.uint8).reshape(-1, width).T
     return {"width": width, "sizes": sizes.astype(np.int32).tobytes(), "steps": planes.tobytes()}
 
@@ -70,10 +71,3 @@ def _record(sets: Sequence[IntArray]) -> dict[str, Any]:
 def _starts(sizes: IntArray) -> IntArray:
     """Returns the index of the first id of each set that is not empty."""
     return (np.cumsum(sizes) - sizes)[sizes > 0]
-
-
-def _step_bytes(steps: NDArray[np.int64]) -> int:
-    """Returns the bytes per difference."""
-    if len(steps) == 0:
-        return 1
-    return next((width for width in (1, 2, 4) if steps.min() >= 0 and steps.max() < 256**width), 8)

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.files import open_parquet
 from trimtab.runs import atomic
-from trimtab.runs.reader import Accuracy, Run
+from trimtab.runs.reader import Accuracy, Run, open_table
 
 Status = Literal["done", "diverged", "failed"]
 
@@ -148,13 +147,8 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     Raises `TrimtabError` when the file is missing, damaged, of another kind, or has no rows.
     """
     file = path / TABLE if path.is_dir() else path
-    try:
-        with open_parquet(file) as parquet:
-            table = parquet.read()
-    except FileNotFoundError:
-        raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise TrimtabError(f"{file} is damaged ({' '.join(str(error).split())}): run `trimtab compare` again") from None
+    with open_table(file, f"`trimtab compare --out {path}` writes it") as parquet:
+        table = parquet.read()
     missing = [name for name in _REQUIRED if name not in table.schema.names]
     if missing:
         raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")

@@ -26,7 +26,6 @@ from trimtab.types import (
     EXTERNAL_VERSION,
     Completion,
     FloatArray,
-    IntArray,
     Problem,
     Prompt,
     SamplingParams,
@@ -37,8 +36,6 @@ from trimtab.types import (
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
 _DRIFT_COLUMNS = ("drift_mismatch", "drift_staleness")
-_DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "logprobs")
-_LIMIT_FIELDS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
 _SAMPLING_TYPE = pa.struct(
     [("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int64()), ("logprobs", pa.string())]
 )
@@ -88,7 +85,7 @@ def read(path: Path) -> list[Row]:
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
     except pa.ArrowException as error:
-        raise _foreign(str(path), error) from None
+        raise TrimtabError(f"{path}: not a trajectory file written by the trainer ({error})") from None
     return _decode(table, str(path))
 
 
@@ -110,6 +107,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
     problems = [trajectory.prompt.problem for trajectory in trajectories]
     lengths = [len(trajectory) for trajectory in trajectories]
     external = [trajectory.off_policy for trajectory in trajectories]
+    observed = any(completion.loss_mask is not None for completion in completions)
     columns: dict[str, pa.Array | None] = {
         "step": None if step is None else pa.array([step] * len(rows), pa.int64()),
         "prompt_id": pa.array([problem.id for problem in problems], pa.string()),
@@ -125,10 +123,13 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "proximal_version": _scalar_column("proximal_version", [row.proximal_version for row in rows], pa.int64()),
         "reward": pa.array([t.reward for t in trajectories], pa.float64()),
         "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
-        "sampling": pa.array([_fields(s, _DISTRIBUTION_FIELDS) for s in samplings], _SAMPLING_TYPE),
+        "sampling": pa.array([_record(s, _SAMPLING_TYPE) for s in samplings], _SAMPLING_TYPE),
         "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
-        **_drift_columns([row.drift for row in rows]),
-        "turn": _turns(completions),
+        **{
+            name: _scalar_column(name, [None if row.drift is None else row.drift[part] for row in rows], pa.float32())
+            for part, name in enumerate(_DRIFT_COLUMNS)
+        },
+        "turn": _lists([c.turn for c in completions], pa.int64()) if observed else None,
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
         "text": pa.array([c.text for c in completions], pa.string()),
@@ -136,7 +137,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "rewards": pa.array([list(t.rewards.items()) for t in trajectories], pa.map_(pa.string(), pa.float64())),
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
-        "limits": pa.array([_fields(s, _LIMIT_FIELDS) for s in samplings], _LIMITS_TYPE),
+        "limits": pa.array([_record(s, _LIMITS_TYPE) for s in samplings], _LIMITS_TYPE),
         "kept": sampling_mask_column.encode(completions) if kept else None,
         "routes": expert_column.encode(trajectories) if kept else None,
         **(_top_columns(completions) if kept else {}),
@@ -150,12 +151,12 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
 def _row_group_size(completions: Sequence[Completion]) -> int:
     """Returns the rows per row group: parquet limits a binary column of a group to 2 GiB, which experts and sampling
     masks may exceed."""
-    routes = max((0 if c.routed_experts is None else c.routed_experts.nbytes for c in completions), default=0)
-    top = max((0 if c.top is None else c.top.ids.nbytes for c in completions), default=0)
-    kept = max(
-        (0 if c.sampling_mask is None else sum(ids.nbytes for ids in c.sampling_mask) for c in completions), default=0
-    )
-    return max(1, ROW_GROUP_BYTES // max(routes, kept, top, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
+    largest = ROW_GROUP_BYTES // ROW_GROUP_ROWS
+    for completion in completions:
+        routes, top, mask = completion.routed_experts, completion.top, completion.sampling_mask
+        sizes = (0 if routes is None else routes.nbytes, 0 if top is None else top.ids.nbytes)
+        largest = max(largest, *sizes, sum(ids.nbytes for ids in mask or ()))
+    return max(1, ROW_GROUP_BYTES // largest)
 
 
 def _decode(table: pa.Table, name: str) -> list[Row]:
@@ -163,11 +164,7 @@ def _decode(table: pa.Table, name: str) -> list[Row]:
         columns = {column: _values(table[column]) for column in table.column_names}
         return [_row(columns, index) for index in range(table.num_rows)]
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise _foreign(name, error) from None
-
-
-def _foreign(name: str, error: Exception) -> TrimtabError:
-    return TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})")
+        raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
 
 
 def _row(columns: dict[str, Any], index: int) -> Row:
@@ -180,6 +177,8 @@ def _row(columns: dict[str, Any], index: int) -> Row:
     problem = Problem(id=value("prompt_id"), question=value("question"), answer=value("answer"))
     limits, external = value("limits"), bool(optional("off_policy"))
     sampled = value("policy_version") != EXTERNAL_VERSION
+    ids, tokens = optional("top_ids"), len(value("response_ids"))
+    shape = (tokens, 0 if ids is None else len(ids) // max(1, tokens))
     observed = "turn" in columns and not external and not sampled.all()
     completion = Completion(
         response_ids=value("response_ids"),
@@ -191,7 +190,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         sampling_mask=sampling_mask_column.decode(optional("kept")),
         routed_experts=expert_column.decode(optional("routes")),
         loss_mask=sampled if observed else None,
-        top=_top(optional("top_ids"), optional("top_logps"), len(value("response_ids"))),
+        top=None if ids is None else TopTokens(ids.reshape(shape), optional("top_logps").reshape(shape)),
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
@@ -238,29 +237,8 @@ def _top_columns(completions: Sequence[Completion]) -> dict[str, pa.Array | None
     }
 
 
-def _top(ids: IntArray | None, logps: FloatArray | None, tokens: int) -> TopTokens | None:
-    if ids is None or logps is None:
-        return None
-    shape = (tokens, len(ids) // max(1, tokens))
-    return TopTokens(ids.reshape(shape), logps.reshape(shape))
-
-
-def _drift_columns(drifts: Sequence[FloatArray | None]) -> dict[str, pa.Array | None]:
-    return {
-        name: _scalar_column(name, [drift if drift is None else drift[part] for drift in drifts], pa.float32())
-        for part, name in enumerate(_DRIFT_COLUMNS)
-    }
-
-
-def _turns(completions: Sequence[Completion]) -> pa.ListArray | None:
-    """Returns the number of the turn of each token, from 0, if any response has an observation."""
-    if all(completion.loss_mask is None for completion in completions):
-        return None
-    return _lists([completion.turn for completion in completions], pa.int64())
-
-
-def _fields(sampling: SamplingParams, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in names}
+def _record(sampling: SamplingParams, kind: pa.StructType) -> dict[str, Any]:
+    return {field.name: getattr(sampling, field.name) for field in kind}
 
 
 def _all_or_none(name: str, values: Sequence[Any]) -> bool:
@@ -286,11 +264,8 @@ def _token_column(name: str, arrays: Sequence[Any], lengths: Sequence[int], kind
 
 def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
     flat = np.concatenate([np.asarray(a, kind.to_pandas_dtype()) for a in arrays]) if arrays else []
-    return pa.ListArray.from_arrays(_offsets([len(a) for a in arrays]), pa.array(flat, kind))
-
-
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]), pa.int32())
+    offsets = np.cumsum([0, *(len(a) for a in arrays)])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind))
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:

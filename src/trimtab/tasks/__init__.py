@@ -34,14 +34,12 @@ def build(name: str, **options: Any) -> Task:
 
     Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
     """
-    if name not in _KINDS:
-        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
-    module = importlib.import_module(_KINDS[name])
+    kind = _module(name)
     try:
-        checked = module.Options(**options)
+        checked = kind.Options(**options)
     except ValidationError as error:
-        raise TrimtabError(f"task {name!r}: {explain(error, _fields(module))}") from None
-    return module.build(checked)
+        raise TrimtabError(f"task {name!r}: {explain(error, _fields(kind))}") from None
+    return kind.build(checked)
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
@@ -58,9 +56,13 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
 
 def options(name: str) -> dict[str, FieldInfo]:
     """Returns type, default and description of every option, for help texts and `trimtab recipes --keys`."""
+    return _fields(_module(name))
+
+
+def _module(name: str) -> Any:
     if name not in _KINDS:
         raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
-    return _fields(importlib.import_module(_KINDS[name]))
+    return importlib.import_module(_KINDS[name])
 
 
 def _fields(module: Any) -> dict[str, FieldInfo]:

@@ -25,16 +25,14 @@ def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("there is no answer; fill it in or remove the row")
-    return _FORMATS[form](value if pattern is None else _matched(text(value), pattern))
-
-
-def _matched(stored: str, pattern: str) -> str:
-    match = re.search(pattern, stored)
-    if match is None or not (match[1] or "").strip():
-        raise ValueError(
-            f"answer_pattern {pattern!r} finds no answer in {_short(stored)}; correct the pattern or the row"
-        )
-    return match[1]
+    if pattern is not None:
+        match = re.search(pattern, text(value))
+        if match is None or not (match[1] or "").strip():
+            raise ValueError(
+                f"answer_pattern {pattern!r} finds no answer in {_short(text(value))}; correct the pattern or the row"
+            )
+        value = match[1]
+    return _FORMATS[form](value)
 
 
 def text(value: Any) -> str:

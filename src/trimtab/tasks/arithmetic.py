@@ -44,7 +44,7 @@ def build(options: Options) -> BuiltTask:
             f"{options.digits}; lower holdout"
         )
     examples = [_problem(pair, options) for pair in shots[: options.examples]]
-    template = FewShot(lambda _: examples)
+    template = FewShot(examples)
     widest = max(len(str(OPERATIONS[options.operation](a, b))) for a in _bounds(options) for b in _bounds(options))
     return BuiltTask(
         name="arithmetic",

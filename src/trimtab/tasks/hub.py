@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trimtab.errors import TrimtabError
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
@@ -21,14 +21,6 @@ class Options(RowOptions):
     files: str | None = Field(
         None, description="one file of the data set, or a pattern, e.g. train/math__*.parquet; they are the split train"
     )
-
-    @model_validator(mode="after")
-    def _files_are_one_split(self) -> Options:
-        if self.files is not None and self.test_split is not None:
-            raise ValueError(
-                "files and test_split cannot be combined: the files are one split, test on a holdout of it"
-            )
-        return self
 
 
 def build(options: Options) -> BuiltTask:

@@ -96,7 +96,10 @@ def build(options: Options) -> Mixture:
         )
     if empty := [label for label, part in parts.items() if not len(part.train)]:
         raise TrimtabError(f"task 'mixture': {', '.join(empty)} has no training problem: lower its holdout")
-    specs = {label: [_table(spec) for spec in part.rewards] for label, part in parts.items()}
+    specs = {
+        label: [{**spec.options, "name": spec.name, "weight": spec.weight} for spec in part.rewards]
+        for label, part in parts.items()
+    }
     timeout = max(sum(spec.timeout for spec in part.rewards) for part in parts.values())
     return Mixture(
         name="mixture",
@@ -106,10 +109,6 @@ def build(options: Options) -> Mixture:
         rewards=(RewardSpec("by-task", timeout=timeout, options={"rewards": specs}),),
         stop=stops.pop(),
     )
-
-
-def _table(spec: RewardSpec) -> dict[str, Any]:
-    return {**spec.options, "name": spec.name, "weight": spec.weight}
 
 
 def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> Sequence[Problem]:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from pydantic import Field
 
-from trimtab.tasks.task import BuiltTask, Procedural, TaskOptions
+from trimtab.tasks.task import BuiltTask, TaskOptions, drawn_splits
 from trimtab.tasks.templates import Plain
 from trimtab.types import Problem, RewardSpec
 
@@ -22,7 +22,6 @@ for place in range(0, len(code), 2):
     printed = printed + int(code[place]) * code[place + 1]
 """
 LONGEST_RUN = 4
-TRAIN_SIZE = 1_000_000
 
 
 class Options(TaskOptions):
@@ -32,36 +31,24 @@ class Options(TaskOptions):
 
 
 def build(options: Options) -> BuiltTask:
-    test: dict[str, None] = {}
-    for index in range(100 * options.holdout):
-        if len(test) < options.holdout:
-            test[_draw("test", index, options)] = None
+    def draw(split: str, index: int) -> str:
+        # A string seed is hashed with SHA-512: the same digits on every platform and in every Python process.
+        rng = random.Random(f"program/{options.seed}/{split}/{index}")
+        text = ""
+        while len(text) < options.digits:
+            text += rng.choice("0123456789") * rng.randint(1, LONGEST_RUN)
+        return text[: options.digits]
 
-    def train(index: int) -> Problem:
-        text, redraw = _draw("train", index, options), 0
-        while text in test:
-            redraw += 1
-            text = _draw(f"train-again-{redraw}", index, options)
-        return build_problem(text, f"train-{index}")
-
+    train, test = drawn_splits(draw, build_problem, options.holdout)
     return BuiltTask(
         name="program",
-        train=Procedural(TRAIN_SIZE, train),
-        test=[build_problem(text, f"test-{index}") for index, text in enumerate(test)],
+        train=train,
+        test=test,
         template=Plain("{question}="),
         rewards=(RewardSpec("python-tests", timeout=30.0, options={"program": PROGRAM}),),
         stop=(".",),
         max_tokens=2 * options.digits + 1,
     )
-
-
-def _draw(split: str, index: int, options: Options) -> str:
-    # A string seed is hashed with SHA-512: the same digits on every platform and in every Python process.
-    rng = random.Random(f"program/{options.seed}/{split}/{index}")
-    text = ""
-    while len(text) < options.digits:
-        text += rng.choice("0123456789") * rng.randint(1, LONGEST_RUN)
-    return text[: options.digits]
 
 
 def build_problem(text: str, name: str) -> Problem:

@@ -36,14 +36,24 @@ class Options(StyleOptions):
 def build(options: Options) -> BuiltTask:
     where = f"reasoning-gym {options.dataset!r}"
     train_seed, test_seed = 2 * SEED_STRIDE * options.seed, SEED_STRIDE * (2 * options.seed + 1)
-    test = _test_split(_Source(options, test_seed, DRAWS * options.holdout, "test"), options.holdout)
-    excluded = {problem.question for problem in test}
+    draws = _problems(options, test_seed, DRAWS * options.holdout, "test")
+    test: dict[str, Problem] = {}
+    for problem in draws:
+        test.setdefault(problem.question, problem)
+        if len(test) == options.holdout:
+            break
+    else:
+        raise TrimtabError(
+            f"{where}: only {len(test)} different questions in {len(draws)} draws, holdout wants {options.holdout}; "
+            "lower holdout or widen its config"
+        )
+    excluded = set(test)
     shot_count = options.examples if options.style == "few-shot" else 0
-    source = _Source(options, train_seed, options.size + shot_count, "train")
+    source = _problems(options, train_seed, options.size + shot_count, "train")
 
     def train(index: int) -> Problem:
         for attempt in range(REDRAWS):
-            problem = source[(index + attempt * STEP) % source.size]
+            problem = source[(index + attempt * STEP) % len(source)]
             if problem.question not in excluded:
                 return problem
         raise TrimtabError(f"{where}: nearly every question is in the test split; lower holdout or widen its config")
@@ -53,12 +63,12 @@ def build(options: Options) -> BuiltTask:
         raise TrimtabError(f"{where}: it has no written answers to show; use style = 'chat', or examples = 0")
     excluded.update(problem.question for problem in shots)
     template = build_template(options, shots, CHAT)
-    stop, max_tokens = limits(options, template, shots, [problem.answer for problem in test], where)
+    stop, max_tokens = limits(options, template, shots, [problem.answer for problem in test.values()], where)
     tag = {"tag": "answer"} if isinstance(template, Chat) and template.answer == CHAT.answer else {}
     return BuiltTask(
         name=f"reasoning-gym/{options.dataset}",
         train=Procedural(options.size, train),
-        test=test,
+        test=list(test.values()),
         template=template,
         rewards=(RewardSpec("reasoning-gym", options=tag),),
         stop=stop,
@@ -66,62 +76,29 @@ def build(options: Options) -> BuiltTask:
     )
 
 
-class _Source:
-    """Problems of one generated dataset, by index."""
-
-    def __init__(self, options: Options, seed: int, size: int, split: str) -> None:
-        self.options, self.seed, self.size, self.split = options, seed, size, split
-        self.dataset = _dataset(options, seed, size)
-        self.where = f"reasoning-gym {options.dataset!r}"
-
-    def __getitem__(self, index: int) -> Problem:
-        try:
-            entry = self.dataset[index]
-        except Exception as error:
-            raise TrimtabError(f"{self.where}: cannot make problem {index}: {type(error).__name__}: {error}") from None
-        name, answer = self.options.dataset, entry["answer"]
-        return Problem(
-            id=f"{name}-{self.split}-{index}",
-            question=entry["question"],
-            answer="" if answer is None else str(answer),
-            extra={
-                "dataset": name,
-                "config": self.options.config,
-                "seed": self.seed,
-                "size": self.size,
-                "index": index,
-            },
-        )
-
-
-def _dataset(options: Options, seed: int, size: int) -> Any:
+def _problems(options: Options, seed: int, size: int, split: str) -> Procedural:
+    """Returns the problems of one generated data set."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    if options.dataset not in DATASETS:
-        raise TrimtabError(f"reasoning-gym has no dataset {options.dataset!r}{did_you_mean(options.dataset, DATASETS)}")
-    known = [name for name in DATASETS[options.dataset][1].__dataclass_fields__ if name not in ("seed", "size")]
-    for word in options.config:
-        if word not in known:
-            raise TrimtabError(
-                f"reasoning-gym {options.dataset!r}: no config option {word!r}{did_you_mean(word, known)}"
-            )
+    name, where = options.dataset, f"reasoning-gym {options.dataset!r}"
+    if name not in DATASETS:
+        raise TrimtabError(f"reasoning-gym has no dataset {name!r}{did_you_mean(name, DATASETS)}")
     try:
-        return reasoning_gym.create_dataset(options.dataset, seed=seed, size=size, **options.config)
+        entries = reasoning_gym.create_dataset(name, seed=seed, size=size, **options.config)
     except Exception as error:  # each dataset checks its config in its own way, mostly with assertions
-        raise TrimtabError(
-            f"reasoning-gym {options.dataset!r}: config refused: {error or type(error).__name__}"
-        ) from None
+        raise TrimtabError(f"{where}: config refused: {error or type(error).__name__}") from None
 
+    def make(index: int) -> Problem:
+        try:
+            entry = entries[index]
+        except Exception as error:
+            raise TrimtabError(f"{where}: cannot make problem {index}: {type(error).__name__}: {error}") from None
+        return Problem(
+            id=f"{name}-{split}-{index}",
+            question=entry["question"],
+            answer="" if entry["answer"] is None else str(entry["answer"]),
+            extra={"dataset": name, "config": options.config, "seed": seed, "size": size, "index": index},
+        )
 
-def _test_split(source: _Source, holdout: int) -> list[Problem]:
-    problems: dict[str, Problem] = {}
-    for index in range(source.size):
-        problem = source[index]
-        problems.setdefault(problem.question, problem)
-        if len(problems) == holdout:
-            return list(problems.values())
-    raise TrimtabError(
-        f"{source.where}: only {len(problems)} different questions in {source.size} draws, holdout wants {holdout}; "
-        "lower holdout or widen its config"
-    )
+    return Procedural(size, make)

@@ -38,18 +38,6 @@ class Schema:
     worked: tuple[Problem, ...] = ()
     rows_first: bool = False
 
-    def with_columns(
-        self, question: str | None, answer: str | None, answer_format: AnswerFormat | None, id_: str | None
-    ) -> Schema:
-        """Returns this layout with the columns that the user names."""
-        return replace(
-            self,
-            question=question or self.question,
-            answer=answer or self.answer,
-            answer_format=answer_format or self.answer_format,
-            id=id_ or self.id,
-        )
-
 
 # MAWPS rows hold the bare result; a small model gets 3% of them that way and 20% when it may write the sum.
 _MAWPS = (
@@ -143,7 +131,8 @@ class RowOptions(SelectionOptions):
     def columns(self) -> Schema:
         """The named layout, changed by the columns that the user names."""
         schema = Schema() if self.schema_ is None else SCHEMAS[self.schema_]
-        return schema.with_columns(self.question, self.answer, self.answer_format, self.id)
+        named = {key: getattr(self, key) for key in ("question", "answer", "answer_format", "id")}
+        return replace(schema, **{key: column for key, column in named.items() if column})
 
 
 def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: str) -> list[Problem]:
@@ -242,7 +231,9 @@ def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> 
         return row[column]
     value, path = row, ""
     for word in column.split("."):
-        inside = _entries(value)
+        if isinstance(value, list | tuple):
+            value = {str(position): entry for position, entry in enumerate(value)}
+        inside = value if isinstance(value, Mapping) else {}
         if word not in inside:
             known = [path + name for name in inside] or row
             raise TrimtabError(
@@ -250,13 +241,6 @@ def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> 
             )
         value, path = inside[word], f"{path}{word}."
     return value
-
-
-def _entries(value: Any) -> Mapping[str, Any]:
-    """Returns the entries of an object or a list by name or position; none for other values."""
-    if isinstance(value, list | tuple):
-        return {str(position): entry for position, entry in enumerate(value)}
-    return value if isinstance(value, Mapping) else {}
 
 
 def _json(value: Any, column: str, location: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,6 @@ class SelectionOptions(StyleOptions):
                 "score_min and score_max need score_column, or scores: write them with `trimtab eval MODEL --task ... "
                 "--samples 8 --scores FILE`"
             )
-        if not bounded and (named := [key for key in ("score_column", "scores") if getattr(self, key) is not None]):
-            raise ValueError(f"{named[0]} has no effect without score_min or score_max")
-        if self.score_min > self.score_max:
-            raise ValueError(f"score_min = {self.score_min:g} is above score_max = {self.score_max:g}")
         return self
 
 
@@ -64,11 +61,12 @@ def select(
             )
     if options.scores is not None or options.score_column is not None:
         scores = _scores(kept, options, where)
-        inside = [item for item, score in zip(kept, scores, strict=True) if _is_inside(score, options)]
+        low, high = options.score_min, options.score_max
+        inside = [item for item, score in zip(kept, scores, strict=True) if score is not None and low <= score <= high]
         unknown = f" ({scores.count(None):,} without a score)" if None in scores else ""
         notes.append(
-            f"{where}: {len(inside):,} of {len(kept):,} training rows have a mean score from {options.score_min:g} to "
-            f"{options.score_max:g}, the others are left out{unknown}"
+            f"{where}: {len(inside):,} of {len(kept):,} training rows have a mean score from {low:g} to {high:g}, "
+            f"the others are left out{unknown}"
         )
         kept = inside
     if train and not kept:
@@ -105,10 +103,6 @@ def _scores(train: Sequence[Problem], options: SelectionOptions, where: str) -> 
     return [scores[problem.id] for problem in train]
 
 
-def _is_inside(score: float | None, options: SelectionOptions) -> bool:
-    return score is not None and options.score_min <= score <= options.score_max
-
-
 def mean_score(value: Any, column: str, location: str) -> float | None:
     """Returns the mean of a row's scores, or its one score; None if the row has none.
 
@@ -116,18 +110,13 @@ def mean_score(value: Any, column: str, location: str) -> float | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    values: list[Any] = value if isinstance(value, list) and value else [_from_text(value)]
+    values: list[Any] = value if isinstance(value, list) and value else [value]
+    if isinstance(value, str):  # a cell of a CSV file
+        with suppress(ValueError):
+            values = [float(value)]
     if not all(_is_score(item) for item in values):
         raise TrimtabError(f"{location}: column {column!r} holds {str(value)[:40]!r}, not a score from 0 to 1")
     return sum(values) / len(values)
-
-
-def _from_text(value: Any) -> Any:
-    """Returns a number that a CSV file holds as text; any other value as it is."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _is_score(value: Any) -> bool:

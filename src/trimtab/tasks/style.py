@@ -65,7 +65,7 @@ def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) 
     if options.system is not None and options.style != "chat":
         raise TrimtabError(f"system: only style = 'chat' has a system turn, not {options.style!r}")
     if options.style == "few-shot":
-        return FewShot(lambda _: shots, options.template or FEW_SHOT)
+        return FewShot(shots, options.template or FEW_SHOT)
     if options.style == "plain":
         return Plain(options.template or "{question}")
     text = options.template or chat.text

@@ -39,7 +39,7 @@ class BuiltTask:
 
     @property
     def prompt_style(self) -> str:
-        return self.template.style((self.test or self.train)[0])
+        return self.template.style
 
     def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
         if isinstance(self.template, Chat):
@@ -112,3 +112,28 @@ class Procedural(Sequence[Problem]):
 
     def __iter__(self) -> Iterator[Problem]:
         return map(self._make, range(self._size))
+
+
+TRAIN_SIZE = 1_000_000
+
+
+def drawn_splits(
+    draw: Callable[[str, int], str], make: Callable[[str, str], Problem], holdout: int
+) -> tuple[Procedural, list[Problem]]:
+    """Returns a million training problems, computed on access, and `holdout` test problems that are not among them.
+
+    `draw(split, index)` returns a random question, and `make(question, name)` its problem.
+    """
+    test: dict[str, None] = {}
+    for index in range(100 * holdout):
+        if len(test) < holdout:
+            test[draw("test", index)] = None
+
+    def train(index: int) -> Problem:
+        text, redraw = draw("train", index), 0
+        while text in test:
+            redraw += 1
+            text = draw(f"train-again-{redraw}", index)
+        return make(text, f"train-{index}")
+
+    return Procedural(TRAIN_SIZE, train), [make(text, f"test-{index}") for index, text in enumerate(test)]

@@ -7,7 +7,7 @@ pass, so braces of LaTeX in a template or in a question mean nothing special.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,9 @@ class Template(Protocol):
         """Returns the continuation that states `answer`, without its ending."""
         ...
 
-    def style(self, problem: Problem) -> str:
-        """Returns a description of the prompt's style for reports."""
+    @property
+    def style(self) -> str:
+        """A description of the prompt's style for reports."""
         ...
 
 
@@ -39,7 +40,7 @@ class Plain:
     text: str = "{question}"
 
     def __post_init__(self) -> None:
-        require_installed(self.text, "question")
+        _require_once(self.text, "question")
 
     def prompt(self, problem: Problem, tokenizer: Any) -> str:
         return beginning(tokenizer) + fill(self.text, question=problem.question)
@@ -47,7 +48,8 @@ class Plain:
     def target(self, answer: str) -> str:
         return answer
 
-    def style(self, problem: Problem) -> str:  # noqa: ARG002
+    @property
+    def style(self) -> str:
         return "plain"
 
 
@@ -58,12 +60,12 @@ class FewShot:
     Blanks before `{answer}` are not in the prompt: one that ends in a blank would split the token " 12".
     """
 
-    examples: Callable[[Problem], Sequence[Problem]]
+    examples: Sequence[Problem]
     text: str = FEW_SHOT
 
     def __post_init__(self) -> None:
-        require_installed(self.text, "question")
-        require_installed(self.text, "answer")
+        _require_once(self.text, "question")
+        _require_once(self.text, "answer")
         if self.text.index("{answer}") < self.text.index("{question}"):
             raise TrimtabError(f"template {self.text!r}: put {{question}} before {{answer}}")
 
@@ -76,14 +78,15 @@ class FewShot:
         return after[0]
 
     def prompt(self, problem: Problem, tokenizer: Any) -> str:
-        shots = "".join(fill(self.text, question=shot.question, answer=shot.answer) for shot in self.examples(problem))
+        shots = "".join(fill(self.text, question=shot.question, answer=shot.answer) for shot in self.examples)
         return beginning(tokenizer) + shots + fill(self._head.rstrip(" "), question=problem.question)
 
     def target(self, answer: str) -> str:
         return self._head[len(self._head.rstrip(" ")) :] + answer
 
-    def style(self, problem: Problem) -> str:
-        return f"few-shot, {len(self.examples(problem))} examples"
+    @property
+    def style(self) -> str:
+        return f"few-shot, {len(self.examples)} examples"
 
     @property
     def _head(self) -> str:
@@ -99,8 +102,8 @@ class Chat:
     answer: str = "{answer}"  # the form in which the text asks for the answer
 
     def __post_init__(self) -> None:
-        require_installed(self.text, "question")
-        require_installed(self.answer, "answer")
+        _require_once(self.text, "question")
+        _require_once(self.answer, "answer")
 
     def prompt(self, problem: Problem, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the whole prompt; `schemas` are JSON schemas of tools."""
@@ -117,7 +120,8 @@ class Chat:
     def target(self, answer: str) -> str:
         return fill(self.answer, answer=answer)
 
-    def style(self, problem: Problem) -> str:  # noqa: ARG002
+    @property
+    def style(self) -> str:
         return "chat"
 
 
@@ -127,7 +131,7 @@ def fill(template: str, **values: str) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
 
-def require_installed(template: str, name: str) -> None:
+def _require_once(template: str, name: str) -> None:
     if template.count(f"{{{name}}}") != 1:
         raise TrimtabError(f"template {template!r}: write {{{name}}} exactly once")
 

@@ -57,6 +57,7 @@ def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
     """Counts of sampled tokens and groups, and of trajectories that could not be used."""
+    episodes = stats.episodes
     return {
         "tokens/decoded": stats.decoded,
         "tokens/prefilled": stats.prefilled,
@@ -66,19 +67,7 @@ def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
         "groups/refilled": stats.refilled,
         "trajectories/stale": stats.stale,
         "trajectories/dropped": stats.dropped + stats.failed_rewards + dropped,
-        **_episode_metrics(stats),
-    }
-
-
-def _episode_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Calls of a multi-turn episode, and shares of episodes and calls that went wrong."""
-    if not stats.episodes:
-        return {}
-    return {
-        "episode/calls": stats.calls / stats.episodes,
-        "episode/tool_errors": stats.tool_errors / max(stats.calls, 1),
-        "episode/void": stats.void / stats.episodes,
-        "episode/failed": stats.failed_episodes,
+        **({f"episode/{name}": value for name, value in episodes.as_dict().items()} if episodes.episodes else {}),
     }
 
 

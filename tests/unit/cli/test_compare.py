@@ -128,7 +128,7 @@ def test_a_run_and_its_match_are_described() -> None:
     size, fault = advise.describe_run(Path("run"), result)
     assert "k3 0.02 nats per token, ratios out to a factor of 2 " in size
     assert fault.startswith("Fix first, no method corrects it: misaligned")
-    far = Candidate("rounding", "rounded", regime("int8"), MismatchLevel(0.0002, 0.01))
+    far = Candidate("rounding", regime("int8"), MismatchLevel(0.0002, 0.01))
     lines = advise.describe_match(MismatchMatch(result.level, (far,), (far,)), result.length)
     assert "k3 0.01 and tail 0.01 times the run's: no match" in lines[0]
     assert "the run's 300 on average" in lines[1]
@@ -145,7 +145,7 @@ def test_a_run_and_its_match_are_described() -> None:
 )
 def test_cautions_depend_on_the_distance_and_the_causes(k3: float, causes: tuple[str, ...], words: str) -> None:
     result = advise.Measure(MismatchLevel(0.02, 0.1), 11.0, causes)
-    near = Candidate("noise", "noise", regime("int8"), MismatchLevel(k3, 0.1))
+    near = Candidate("noise", regime("int8"), MismatchLevel(k3, 0.1))
     caution = advise.caution(MismatchMatch(result.level, (near,), (near,)), result)
     assert words in caution
     assert bool(caution) == bool(words)

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from tests.unit.evaluation.test_eval_result import result
 
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import Results, Settings
-from trimtab.evaluation.eval_result import EpisodeCounts
 
 SETTINGS = {"samples": 4, "seed": 0, "relay_ratio": 0.5}
 FOUND = {

@@ -12,7 +12,7 @@ from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
-from trimtab.evaluation.result_store import Store
+from trimtab.evaluation.result_store import PartFile, results_folder
 from trimtab.types import SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=200)  # four batches
@@ -46,8 +46,8 @@ def measured(engine, folder=None, header=HEADER):
 
     if folder is None:
         return replace(go(None), seconds=0)
-    with Store(folder, SETTINGS) as store:
-        return replace(go(store.parts("model task", header)), seconds=0)
+    with results_folder(folder, SETTINGS):
+        return replace(go(PartFile(folder, "model task", header)), seconds=0)
 
 
 def part_file(folder):
@@ -93,10 +93,11 @@ def test_a_file_cut_at_any_byte_costs_one_batch(tmp_path):
 def test_other_settings_are_refused_by_name(tmp_path, changed, line):
     measured(Fragile(), tmp_path)
     before = part_file(tmp_path).read_bytes()
-    with pytest.raises(TrimtabError, match=line):
-        Store(tmp_path, SETTINGS | changed)
+    with pytest.raises(TrimtabError, match=line), results_folder(tmp_path, SETTINGS | changed):
+        pass
     assert part_file(tmp_path).read_bytes() == before
-    Store(tmp_path, SETTINGS).__exit__(None, None, None)
+    with results_folder(tmp_path, SETTINGS):
+        pass
 
 
 def test_other_weights_are_refused(tmp_path):
@@ -108,13 +109,12 @@ def test_other_weights_are_refused(tmp_path):
 def test_a_command_that_measured_nothing_does_not_fix_the_settings(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         measured(Fragile(dies=1), tmp_path)
-    with Store(tmp_path, SETTINGS | {"seed": 9}) as store:
-        assert store.parts("model task", {"model": {"weights": "xyz"}}).get(0) is None
+    with results_folder(tmp_path, SETTINGS | {"seed": 9}):
+        assert PartFile(tmp_path, "model task", {"model": {"weights": "xyz"}}).get(0) is None
 
 
 def test_models_with_equal_slugs_have_separate_results(tmp_path):
-    with Store(tmp_path, SETTINGS) as store:
-        first, second = store.parts("a/b sort", HEADER), store.parts("a-b sort", HEADER)
+    first, second = PartFile(tmp_path, "a/b sort", HEADER), PartFile(tmp_path, "a-b sort", HEADER)
     assert first.path != second.path
 
 
@@ -131,16 +131,18 @@ def test_damage_is_named(tmp_path):
 @pytest.mark.e2e
 def test_one_process_at_a_time(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from trimtab.evaluation.result_store import Store\n"
-        "try: Store(Path(sys.argv[1]), {})\n"
+        "import sys; from pathlib import Path; from trimtab.evaluation.result_store import results_folder\n"
+        "try:\n"
+        "    with results_folder(Path(sys.argv[1]), {}): pass\n"
         "except ValueError as error: print(error)"
     )
-    with Store(tmp_path, SETTINGS):
+    with results_folder(tmp_path, SETTINGS):
         done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
     assert "is in use by another evaluation" in done.stdout
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrimtabError, match=r"cannot write .*file.*choose another folder"):
-        Store(tmp_path / "file", SETTINGS)
+    with pytest.raises(TrimtabError, match=r"cannot write .*file.*choose another folder"):  # noqa: SIM117
+        with results_folder(tmp_path / "file", SETTINGS):
+            pass

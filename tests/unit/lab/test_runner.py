@@ -11,11 +11,11 @@ import pytest
 
 from trimtab.config import load_config
 from trimtab.lab import runner
-from trimtab.lab.results import RunSummary
 from trimtab.processes import Message, Parent, WorkerProcess
+from trimtab.runs.summary import RunSummary
 
 
-class Steps(runner.NullExperimentObserver):
+class Steps(runner.ExperimentObserver):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 

@@ -125,7 +125,7 @@ def test_many_methods_get_a_figure_each(tmp_path: Path) -> None:
 
 
 def test_bad_files_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"no .*results\.parquet: `trimtab compare"):
+    with pytest.raises(TrimtabError, match=r"results\.parquet is damaged or missing .*: `trimtab compare"):
         read_table(tmp_path)
     (tmp_path / "results.parquet").write_bytes(b"PAR1 and not more")
     with pytest.raises(TrimtabError, match="is damaged"):

@@ -11,6 +11,7 @@ import pytest
 from trimtab import rewards, tasks
 from trimtab.config import load_config
 from trimtab.engines.fake import FakeEngine
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
@@ -231,17 +232,17 @@ def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
     assert [one.reward for one in group] == [1.0, 0.0, 0.5]
     sampled = [True, True, False, True]
     assert [one.loss_mask.tolist() for one in group] == [sampled] * trained + [[False] * 4] * (3 - trained)
-    assert (stats.episodes, stats.calls, stats.tool_errors, stats.void, stats.failed_episodes) == (3, 3, 1, 1, 0)
+    assert stats.episodes == EpisodeCounts(episodes=3, calls=3, tool_errors=1, void=1, failed=0)
 
 
 def test_a_batch_whose_calls_all_failed_says_why() -> None:
     (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
     failing = EpisodeOutcome(prompt, calls=2, tool_errors=2, reward=0.0, tool_error="AttributeError: no attribute x")
     stats = RolloutStats()
-    stats.add_outcome(failing)
-    stats.add_outcome(EpisodeOutcome(prompt, reward=0.0))
+    stats.episodes += EpisodeCounts.of([failing])
+    stats.episodes += EpisodeCounts.of([EpisodeOutcome(prompt, reward=0.0)])
     assert stats.messages() == ["all 2 calls of tools failed, the first: AttributeError: no attribute x"]
-    stats.add_outcome(EpisodeOutcome(prompt, calls=1, reward=0.0))
+    stats.episodes += EpisodeCounts.of([EpisodeOutcome(prompt, calls=1, reward=0.0)])
     assert stats.messages() == []
 
 
@@ -252,5 +253,5 @@ def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None
     completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
     (group,), stats = scored(scorer, completions, "mask")
     assert [one.reward for one in group] == [1.0]
-    assert (stats.episodes, stats.failed_episodes, stats.failed_rewards) == (2, 1, 1)
+    assert (stats.episodes.episodes, stats.episodes.failed, stats.failed_rewards) == (2, 1, 1)
     assert "reset raised" in stats.errors[0]

@@ -190,7 +190,7 @@ GOOD = {"prompt": "x", "response": "a"}
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([GOOD, "{broken\n"], r"t\.jsonl, row 2: broken JSON"),
+        ([GOOD, "{broken\n"], r"t\.jsonl cannot be read from row 2 on"),
         ([GOOD, "\n", "[1]\n"], r"t\.jsonl, row 3: a JSON list, not an object"),
         ([GOOD, {"prompt": "x", "respons": "a"}], r"row 2: no column 'response' \(did you mean 'respons'"),
         ([{"response": "a"}], r"row 1: no column 'prompt'"),

@@ -128,7 +128,7 @@ def test_the_reward_follows_what_the_prompt_asks_for(tmp_path, style, template, 
 GOOD = '{"question": "a?", "answer": "1"}\n'
 FEW = {"style": "few-shot"}
 DAMAGE = {
-    "broken JSON": (GOOD + '{"question": "b?", "ans', {}, "row 2: broken JSON"),
+    "broken JSON": (GOOD + '{"question": "b?", "ans', {}, "from row 2 on (Unterminated string"),
     "not an object": (GOOD + "[1, 2]\n", {}, "row 2: a JSON list, not an object"),
     "no answer": (GOOD + '{"question": "b", "answer": null}\n', {}, "row 2, column 'answer': there is no answer"),
     "empty answer": (GOOD + '{"question": "b", "answer": " "}\n', {}, "row 2, column 'answer': there is no answer"),
@@ -168,13 +168,13 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, words in {
         "absent.jsonl": "cannot read",
         "absent.parquet": "cannot read",
-        "bad.parquet": "not a readable parquet file",
+        "bad.parquet": "cannot be read from row 1 on",
         "latin.jsonl": "not UTF-8",
         "table.tsv": "unknown kind of file; give a .jsonl, .json, .csv or .parquet file",
         "absent.csv": "cannot read",
         "latin.csv": "not UTF-8 text",
-        "comma.csv": "row 2: 3 cells below a header of 2; quote commas in text",
-        "quote.csv": "row 1 is not CSV .*: mend its quotes",
+        "comma.csv": r"from row 2 on .3 cells below a header of 2; quote commas in text",
+        "quote.csv": "from row 1 on .*: mend",
         "twice.csv": "two columns of one name",
     }.items():
         with pytest.raises(TrimtabError, match=words) as error:
@@ -282,5 +282,5 @@ def test_one_file_of_a_data_set(tmp_path, monkeypatch):
     assert len(task.train) + len(task.test) + 4 == len(ROWS)
     with pytest.raises(TrimtabError, match="cannot load it"):
         tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/other.parquet")
-    with pytest.raises(TrimtabError, match="files and test_split"):
+    with pytest.raises(TrimtabError, match="split 'test': cannot load it"):
         tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/*.parquet", test_split="test")

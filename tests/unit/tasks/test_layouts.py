@@ -132,7 +132,10 @@ def test_an_array_is_read_as_its_rows_are(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('[{"question": "a", "answer": "1"}, 7]', "bad.json, row 2: a JSON int, not an object"),
-        ('[{"question": "a"},\n{"question": ]', "bad.json: broken JSON (Expecting value: line 2 column 14"),
+        (
+            '[{"question": "a"},\n{"question": ]',
+            "bad.json cannot be read from row 1 on (Expecting value: line 2 column 14",
+        ),
         ('[{"question": "a", "answer": "1"}, {"question": "b"}]', "bad.json, row 2: no column 'answer'"),
         ("[]", "bad.json: no rows"),
     ],

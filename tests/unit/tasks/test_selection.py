@@ -88,6 +88,12 @@ def test_what_is_no_score_is_refused(rows: Path, value: object) -> None:
         train_of(path, score_column="rates.small", score_max=0.8)
 
 
+def test_scores_without_a_band_keep_every_row(rows: Path) -> None:
+    ids, notes = train_of(rows, scores=rows.parent / "scores.jsonl")
+    assert len(ids) == 5
+    assert "5 of 5 training rows have a mean score from 0 to 1" in notes[0]
+
+
 def test_test_rows_are_not_selected(rows: Path) -> None:
     task = tasks.build("file", path=rows, holdout=1.0, style="chat", drop_duplicates=True)
     assert len(task.test) == 5
@@ -97,15 +103,16 @@ def test_test_rows_are_not_selected(rows: Path) -> None:
     ("options", "line"),
     [
         ({"score_min": 0.2}, "score_min and score_max need score_column, or scores: write them with `trimtab eval"),
-        ({"scores": "scores.jsonl"}, "scores has no effect without score_min or score_max"),
-        ({"score_column": "answer"}, "score_column has no effect without score_min or score_max"),
         (
             {"score_column": "answer", "scores": "scores.jsonl", "score_min": 0.2},
             "name score_column or scores, not both",
         ),
         ({"score_column": "rate", "score_min": 0.2}, "no column 'rate' .*; set score_column = "),
         ({"scores": "wide.jsonl", "score_min": 0.2}, "wide.jsonl, row 1: 50 is not a score from 0 to 1"),
-        ({"scores": "scores.jsonl", "score_min": 0.6, "score_max": 0.4}, "score_min = 0.6 is above score_max = 0.4"),
+        (
+            {"scores": "scores.jsonl", "score_min": 0.6, "score_max": 0.4},
+            "0 of 5 training rows have a mean score from 0.6 to 0.4",
+        ),
         ({"scores": "scores.jsonl", "score_min": 0.6, "score_max": 0.7}, "no training row is left"),
         ({"scores": "absent.jsonl", "score_min": 0.6}, "cannot read .*absent.jsonl"),
         ({"scores": "rows.jsonl", "score_min": 0.6}, "rows.jsonl, row 1: not ."),

@@ -31,7 +31,7 @@ class Chatty:
 
 
 def test_few_shot_never_searches_a_question_for_words_of_the_template():
-    template = FewShot(lambda _: SHOTS)
+    template = FewShot(SHOTS)
     assert template.prompt(ASKED, None) == (
         "Question: one {answer}?\nAnswer: 1\n\n"
         "Question: two?\nAnswer: 2\n\n"
@@ -42,7 +42,7 @@ def test_few_shot_never_searches_a_question_for_words_of_the_template():
 
 
 def test_prompt_plus_target_is_a_whole_example():
-    template = FewShot(lambda _: [], "Q[{question}] => <{answer}>;")
+    template = FewShot([], "Q[{question}] => <{answer}>;")
     assert template.prompt(SHOTS[1], None) + template.target("2") == "Q[two?] => <2"
     assert template.ending == ">"
 
@@ -69,9 +69,9 @@ def test_chat_needs_a_chat_template():
     [
         (lambda: Plain("no word"), "write {question} exactly once"),
         (lambda: Plain("{question}{question}"), "exactly once"),
-        (lambda: FewShot(lambda _: [], "{question}"), "write {answer} exactly once"),
-        (lambda: FewShot(lambda _: [], "{answer} {question}"), "put {question} before {answer}"),
-        (lambda: FewShot(lambda _: [], "{question} {answer}").ending, "let a line break or another mark follow"),
+        (lambda: FewShot([], "{question}"), "write {answer} exactly once"),
+        (lambda: FewShot([], "{answer} {question}"), "put {question} before {answer}"),
+        (lambda: FewShot([], "{question} {answer}").ending, "let a line break or another mark follow"),
     ],
 )
 def test_unusable_templates(make, words):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.trajectories import multi_turn, trajectory
 
+from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.rollout.collector import RolloutStats
 from trimtab.training.batching import to_tensors
 from trimtab.training.step_metrics import batch_metrics, rollout_metrics, update_metrics
@@ -58,7 +59,7 @@ def test_both_parts_of_the_drift_of_a_response_by_hand() -> None:
 
 
 def test_shares_of_episodes_and_of_calls() -> None:
-    stats = RolloutStats(episodes=8, calls=10, tool_errors=4, void=2, failed_episodes=1)
+    stats = RolloutStats(episodes=EpisodeCounts(episodes=8, calls=10, tool_errors=4, void=2, failed=1))
     result = rollout_metrics(stats, dropped=0)
     assert (result["episode/calls"], result["episode/tool_errors"], result["episode/void"]) == (1.25, 0.4, 0.25)
     assert result["episode/failed"] == 1
