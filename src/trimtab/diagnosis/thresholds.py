@@ -67,8 +67,6 @@ TABLE: dict[str, Threshold] = {
     "wrong-token-least-missed": Threshold(0.3, "far tokens over those that were not the most likely", "other ids: .18"),
     "wrong-token-most-missed": Threshold(2.0, "the same at most", "responses of 11 tokens: 1.5"),
     "temperature-explains": Threshold(0.08, "least share of the variance of shifts on the line of two temperatures"),
-    "greedy-least": Threshold(-3.0, "nats, which hardly any most likely token is below"),
-    "greedy-unlikely": Threshold(0.02, "most tokens below that in greedy decoding"),
     "truncated-far": Threshold(0.002, "share of ratios below 1/e that truncation may have"),
     "truncated-moved": Threshold(0.05, "plus this part of the tokens that moved down"),
     "temperature-likelihood": Threshold(6.0, "nats by which one of two distributions must explain the tokens better"),

@@ -52,7 +52,10 @@ def _sentence(one: Placeholder) -> str:
 
 def _fix(one: Placeholder, *, everywhere: bool) -> str:
     if everywhere:
-        return "Ask the engine for the log-probs of sampled tokens (vLLM: logprobs=0, SGLang: return_logprob)."
+        return (
+            "Sample with a temperature above 0, and ask the engine for the log-probs of sampled tokens (vLLM: "
+            "logprobs=0, SGLang: return_logprob)."
+        )
     if one.column == "both":
         return "Write a mask beside padded lists (loss_mask, response_mask), or lists without padding."
     if one.value == 0 and one.place == "stretch":

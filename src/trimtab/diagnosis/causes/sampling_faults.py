@@ -136,10 +136,6 @@ FIX_RAW = (
 
 def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
     """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
-    if (greedy := _greedy(tokens)) is not None:
-        return [
-            Finding(greedy.name, greedy.evidence, greedy.fix, tokens, len(tokens), greedy.confidence, is_final=True)
-        ]
     declared, fit = _declared_raw(tokens), fit_temperature(tokens)
     # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
     # trainer's is that with noise, which makes the mean of the inverse a little larger.
@@ -173,21 +169,6 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding
 
 def _finding(cause: Cause, rest: LogprobPairs, against: Against | None = None) -> Finding:
     return Finding(cause.name, cause.evidence, cause.fix, rest, len(rest), cause.confidence, against)
-
-
-def _greedy(tokens: LogprobPairs) -> Cause | None:
-    """Returns a cause if the sampler reports log-prob 0 at nearly every token."""
-    if share(tokens.behavior > -1e-6) < 0.99 or tokens.trainer.mean() > -0.01:
-        return None
-    if (
-        share(tokens.trainer < LIMITS["greedy-least"]) > LIMITS["greedy-unlikely"]
-    ):  # no token of the highest probability
-        return None
-    evidence = (
-        f"the sampler reports log-prob 0 for {share(tokens.behavior > -1e-6):.1%} of tokens (greedy decoding), the "
-        f"trainer {tokens.trainer.mean():.2f} on average"
-    )
-    return Cause("temperature", 0.9, evidence, "Sample with a temperature above 0: greedy tokens carry no ratio.")
 
 
 def _declared_raw(tokens: LogprobPairs) -> Cause | None:
