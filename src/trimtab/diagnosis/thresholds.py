@@ -50,6 +50,7 @@ TABLE: dict[str, Threshold] = {
     "growth-z": Threshold(5.0, "standard errors of a growth of the mean log size"),
     "age-growth": Threshold(1.15, "of sizes, from the youngest weights to older ones"),
     "step-growth": Threshold(1.8, "of sizes, from the step with the smallest to the one with the largest"),
+    "step-growth-noise": Threshold(3.0, "the same, above which it is not noise", "4 bits, in training: 2.3"),
     "step-growth-z": Threshold(6.0, "standard errors of that growth, of which the largest is chosen"),
     "cache-growth": Threshold(1.3, "of sizes, from prompts that are new to those that were asked before"),
     # Values of another meaning.
@@ -155,7 +156,8 @@ TABLE: dict[str, Threshold] = {
     "noise-k3": Threshold(0.6, "largest k3 that is called noise", "4 bits in exact streams: .1"),
     "direction": Threshold(0.35, "of the variance of shifts, that probability decides", "8 bits, trained: .3; T: .5"),
     "uneven": Threshold(0.2, "of the variance of log sizes, that a group decides", "8 bits, trained: .08, bases: .02"),
-    "prompt-repeats": Threshold(0.1, "the same by prompt, where it is the cause"),
+    "prompt-repeats": Threshold(0.2, "the same by prompt, where it is the cause", "4 bits, laboratory: .18"),
+    "prompt-worst": Threshold(0.33, "most prompts that hold 80% of k3 then", "4 bits, laboratory: .37"),
     "noise-tokens": Threshold(200, "undecided tokens below which the kind of noise is a guess"),
     "confidence-few": Threshold(0.65, "confidence of noise in fewer"),
     "one-noise-share": Threshold(0.008, "of tokens beyond five usual shifts in one noise", "tails of 12 bases"),

@@ -138,6 +138,13 @@ class LogprobPairs:
         mean = 0.5 * (self.behavior + self.trainer)
         return (mean > MIDDLE[0]) & (mean < MIDDLE[1])
 
+    @property
+    def distinct(self) -> LogprobPairs:
+        """The first token of each distinct pair: samples of one prompt begin with the same tokens and errors."""
+        first = np.zeros(len(self), dtype=bool)
+        first[np.unique(np.stack([self.behavior, self.trainer], axis=1), axis=0, return_index=True)[1]] = True
+        return self.select(first)
+
     def select(self, keep: np.ndarray) -> LogprobPairs:
         """Returns the tokens where `keep` is True."""
         return self.repaired(self.trainer, keep)

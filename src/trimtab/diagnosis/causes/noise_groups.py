@@ -54,6 +54,7 @@ def direction(tokens: LogprobPairs) -> float:
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     """Returns the share of the variance of log sizes that steps, ages, prompts and depths explain, by their name."""
+    tokens = tokens.distinct
     table, middle = tokens.table, tokens.middle
     if middle.sum() < 2 * LIMITS["group-tokens"]:
         return {}

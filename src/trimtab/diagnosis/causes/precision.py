@@ -158,7 +158,8 @@ def objection(tokens: LogprobPairs, left: Left) -> str:
         return (
             f"the probability of a token decides where its logit moves ({share_of:.0%} of the variance), unlike noise"
         )
-    if (steps := drift_between_steps(tokens)) is not None:
+    steps = drift_between_steps(tokens)
+    if steps is not None and np.ptp(steps.sizes) > math.log(LIMITS["step-growth-noise"]):
         return f"{steps.text}, and noise has one size"
     name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
     if part > LIMITS["uneven"]:
@@ -176,7 +177,8 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
     noise = noise_of(tokens, context)
     if not noise.is_lower_bound and noise.k3 < max(LIMITS["least-k3"], 3 * context.floor):
         return []
-    if not noise.is_lower_bound and (found := _by_prompt(tokens)):
+    known = context.settings if context.settings is not None and context.settings.coarse is not None else None
+    if not noise.is_lower_bound and known is None and (found := _by_prompt(tokens)):
         return found
     if noise.rms < LIMITS["least-rms"]:
         return []
@@ -184,7 +186,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
     size += ", seen against a larger systematic shift" if noise.is_lower_bound else f", k3 = {noise.k3:.1e}"
     if not noise.is_lower_bound:
         left = Left.of(tokens)
-        if objection(tokens, left):
+        if objection(tokens, left) if known is None else left.contract != "inside":
             return []
         size += f", {left.text}"
         # After lists were shifted back some pairs at the edges of stretches stay wrong.
@@ -192,8 +194,8 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
         usual = max(usual, LIMITS["one-noise-tokens"] / noise.tokens)
         if noise.far > usual and noise.far_k3 > LIMITS["coarse-noise-k3" if noise.coarseness > 0 else "one-noise-k3"]:
             return _routing(tokens, noise, size)
-    if context.settings is not None and context.settings.coarse is not None:
-        return _by_recipe(tokens, noise, size, context.settings)
+    if known is not None:
+        return _by_recipe(tokens, noise, size, known)
     found = _by_size(tokens, noise, size)
     few = noise.tokens < LIMITS["noise-tokens"]  # in which the tail of another noise does not show
     return [replace(found, at_most=min(found.at_most, LIMITS["confidence-few"])) if few else found]
@@ -233,6 +235,8 @@ def _by_prompt(tokens: LogprobPairs) -> list[Finding]:
     k3 = np.bincount(index, np.expm1(log_ratio) - log_ratio)
     order = np.argsort(-k3 / count)
     worst = order[: 1 + int(np.searchsorted(np.cumsum(k3[order]), 0.8 * k3.sum()))]
+    if len(worst) > LIMITS["prompt-worst"] * len(count):  # quantized weights err alike in like contexts, in all prompts
+        return []
     evidence = (
         f"the error repeats for a prompt: {len(worst)} of {len(count)} prompts hold 80% of k3 in all their responses, "
         f"and the prompt decides {by_prompt:.0%} of the variance of its size. That is arithmetic, such as other "

@@ -44,7 +44,7 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
 
     Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
     """
-    tokens = tokens.select(_first_occurrences(tokens))
+    tokens = tokens.distinct
     mean = 0.5 * (tokens.behavior + tokens.trainer)
     # Below -1e-4 on both sides: the only token of a sampling mask has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
@@ -75,14 +75,6 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     ):
         return None
     return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()), part)
-
-
-def _first_occurrences(tokens: LogprobPairs) -> np.ndarray:
-    """Returns True at the first token of each distinct pair of log-probs (tokens,)."""
-    pairs = np.stack([tokens.behavior, tokens.trainer], axis=1)
-    first = np.zeros(len(tokens), dtype=bool)
-    first[np.unique(pairs, axis=0, return_index=True)[1]] = True
-    return first
 
 
 def find_truncation(tokens: LogprobPairs) -> Truncation | None:
