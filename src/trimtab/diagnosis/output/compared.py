@@ -25,16 +25,16 @@ from trimtab.intervals import Interval
 _AGREE = ("exact", "rounding")
 """Verdicts of a size without a mismatch."""
 HEADS = ("", "A", "B", "A against B")
-_PAIRED = {
-    "response": "the same {n:,} responses occur in both, and the intervals compare each with itself",
-    "prompt": "the same {n:,} prompts occur in both, and the intervals compare each with itself",
-    "": "neither prompts nor responses are known to occur in both: the intervals compare independent samples",
-}
 
 
 def verdict(first: Diagnosis, comparison: Comparison) -> list[str]:
     """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
-    lines = [_size_sentence(first, comparison)]
+    sizes = {"A": first.measured.size, "B": comparison.baseline.measured.size}
+    if agree := [name for name, size in sizes.items() if size.verdict in _AGREE]:
+        k3 = ", ".join(f"{figure(size, 'k3')} in {name}" for name, size in sizes.items())
+        lines = [f"Trainer and sampler agree up to rounding in {' and in '.join(agree)} (k3 {k3})."]
+    else:
+        lines = [f"k3 in A relative to B: {_change_text(comparison.k3, 1.0, _factor)}."]
     for name, side in (("A", first), ("B", comparison.baseline)):
         lines.append(f"{name}: {cause_text(next(iter(side.causes), None))}.")
         lines += [f"First, in {name}: {cause.fix}" for cause in side.causes if cause.name in faults(side)][:1]
@@ -68,7 +68,7 @@ def figures(first: Diagnosis, comparison: Comparison) -> list[tuple[str, ...]]:
         (
             "tail",
             *(f"{format_percent(share)} of k3 in {TAIL:.0%} of the tokens" for share in comparison.tails),
-            _change_text(comparison.tail, 0.0, _points, "points"),
+            _change_text(comparison.tail, 0.0, lambda share: f"{100 * share:+.1f}".replace("-", "−"), "points"),
         ),
         ("ESS of tokens", *(figure(size, "ess_token") for size in sizes), ""),
         ("Pearson", *(figure(size, "pearson") for size in sizes), ""),
@@ -86,7 +86,10 @@ def place_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def paired_text(comparison: Comparison) -> str:
-    return _PAIRED[comparison.paired].format(n=comparison.pairs)
+    if not comparison.paired:
+        return "neither prompts nor responses are known to occur in both: the intervals compare independent samples"
+    what = f"the same {comparison.pairs:,} {comparison.paired}s"
+    return f"{what} occur in both, and the intervals compare each with itself"
 
 
 def as_dict(first: Diagnosis, comparison: Comparison) -> dict[str, Any]:
@@ -126,25 +129,6 @@ def _change_text(change: Interval, equal: float, form: Callable[[float], str], u
 def _factor(value: float) -> str:
     """Formats a factor: 0.46, 2.2, 74, 270; very small and very large ones as powers of ten."""
     return f"{value:,.0f}" if 10 <= value < 1e5 else format_number(value)
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:+.1f}".replace("-", "−")
-
-
-def _size_sentence(first: Diagnosis, comparison: Comparison) -> str:
-    sizes = [side.measured.size for side in (first, comparison.baseline)]
-    agree = [size.verdict in _AGREE for size in sizes]
-    if all(agree):
-        return "Trainer and sampler agree up to rounding in A and in B."
-    if any(agree):
-        one, other = "AB" if agree[0] else "BA"
-        k3 = f"{figure(sizes[0], 'k3')} in A, {figure(sizes[1], 'k3')} in B"
-        return f"Trainer and sampler agree up to rounding in {one} but not in {other} (k3 {k3})."
-    change = _change_text(comparison.k3, 1.0, _factor)
-    return (
-        f"{'No difference beyond chance: k3' if comparison.differs is False else 'k3'} of A over that of B: {change}."
-    )
 
 
 def _times(place: Place) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -137,13 +138,15 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns what is wrong, how sure that is, what to do first, how large and where it is, and why, with labels."""
-    return [
+    lines = [
         *((ANSWERS[label], text) for label, text in words.verdict(diagnosis)),
         ("How large it is", words.size_text(diagnosis.measured)),
         *([("", masked)] if (masked := words.masked_text(diagnosis.measured.origin)) else []),
         ("Where it is", words.where_text(diagnosis)),
         *(("Why this answer", cause.evidence) for cause in diagnosis.causes[:1]),
     ]
+    # A hyphen at which lines do not break, in 1e-3.
+    return [(label, re.sub(r"(\de)-(\d)", "\\1\u2011\\2", text)) for label, text in lines]
 
 
 def _size(diagnosis: Diagnosis) -> Section:
@@ -156,7 +159,7 @@ def _size(diagnosis: Diagnosis) -> Section:
             interval = words.interval_of(size, key) or "no interval"
             rows.append([name, words.figure(size, key), interval, healthy, meaning])
     tone, text = words.contract(size)
-    notes = [Note(f"{text}.", "contract", tone), Note(f"{words.outside_text(size)}.")]
+    notes = [Note(f"{text}.", "contract", tone), Note(f"{words.outside_text(size)}.", "Figures")]
     notes += [Note(f"{size.floor_note}.", "Storage")] if size.floor_note else []
     table = Table("All figures", ("figure", "value", "95% interval", "healthy", "meaning"), rows)
     return Section("How large it is", notes, rows[:TILES], size_panels(diagnosis.measured), tables=[table])
@@ -165,7 +168,7 @@ def _size(diagnosis: Diagnosis) -> Section:
 def _where(diagnosis: Diagnosis) -> Section:
     measured = diagnosis.measured
     views = [view for name, view in measured.views.items() if view.note and name != "token"]
-    notes = [Note(f"{words.where_text(diagnosis)}."), Note(f"{words.split_text(measured)}.", "Drift")]
+    notes = [Note(f"{words.where_text(diagnosis)}.", "Mismatch"), Note(f"{words.split_text(measured)}.", "Drift")]
     notes += [Note(view.note, view.name) for view in views]
     charts, rows = view_panels(measured), top_tokens(diagnosis)
     if not rows:
@@ -240,7 +243,9 @@ def _advice(diagnosis: Diagnosis) -> Section:
 
 def _read(diagnosis: Diagnosis) -> Section:
     origin = diagnosis.measured.origin
-    notes = [Note(f"{words.read_text(origin)}. The trainer's log-probs are those of the {origin.anchor} policy.")]
+    notes = [
+        Note(f"{words.read_text(origin)}; the trainer's log-probs are those of the {origin.anchor} policy.", "Data")
+    ]
     notes += [Note(finding.text, finding.name, "plain") for finding in origin.findings]
     tables = [
         Table(title, heads, [[name, f"{value:,}" if isinstance(value, int) else value] for name, value in of.items()])
@@ -259,5 +264,5 @@ def _against(diagnosis: Diagnosis, comparison: Comparison) -> list[Table]:
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     figures = compared.figures(diagnosis, comparison)[:-1]  # the first cause of each is said above the table
     places = compared.place_rows(comparison)
-    tables = [Table("", compared.HEADS, figures, f"{names}{compared.paired_text(comparison)}.")]
+    tables = [Table("", compared.HEADS, figures, f"{names}Intervals: {compared.paired_text(comparison)}.")]
     return [*tables, Table("k3 by position, length and step", compared.HEADS, places)] if places else tables

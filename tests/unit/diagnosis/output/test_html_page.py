@@ -261,5 +261,5 @@ def test_a_comparison_stands_first_with_its_table_and_places() -> None:
     texts = [part.strip() for part in Reader(text).texts]
     order = ["A against B", "2 times (1.5 to 2.5), more than chance", "k3 at step 2", "10 times", "What was found"]
     assert [part for part in texts if part in order] == [order[0], order[1], order[0], *order[2:]]
-    [first] = [part for part in texts if part.startswith("k3 of A over that of B: 2 times")]
+    [first] = [part for part in texts if part.startswith("k3 in A relative to B: 2 times")]
     assert texts.index(first) < texts.index("A against B")

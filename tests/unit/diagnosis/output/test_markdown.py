@@ -76,7 +76,7 @@ def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
         names=("new|a.jsonl", "old.jsonl"),
     )
     lines = markdown(example(), of).splitlines()
-    assert lines[0] == ("**k3 of A over that of B: 2 times (1.5 to 2.5), more than chance.**")
+    assert lines[0] == ("**k3 in A relative to B: 2 times (1.5 to 2.5), more than chance.**")
     both = "4.8e-3 (4.3e-3 to 5.4e-3)"
     assert f"| k3 | {both} | {both} | 2 times (1.5 to 2.5), more than chance |" in lines
     assert (
