@@ -109,7 +109,8 @@ RULES = (
         "icepop",
         "The mismatch grows with depth in the context (k3 {k3}), so that the last tokens dominate a product over a "
         "long response. Weights per token, and a mask of the few tokens beyond bounds from this data, work at any "
-        "length. This is an argument, not a measured comparison. Computing attention alike on both sides removes the cause.",
+        "length. This is an argument, not a measured comparison. Computing attention alike on both sides removes the "
+        "cause.",
     ),
     Rule(
         "quantized",

@@ -166,7 +166,8 @@ def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) 
         now = f"widest {format_number(width[widest])} nats"
         result = (
             f"Widest at {short_exponent(view.labels[widest])} ({format_number(width[widest])} nats, "
-            f"{format_percent(tokens[widest])} of the tokens, {format_percent(k3[widest])} of the mismatch)."
+            f"{format_percent(tokens[widest])} of the tokens, {format_percent(k3[widest])} of the mismatch); "
+            f"{_ends(view, width, bins)}."
         )
     else:
         svg = figures.bins_svg(title, view.labels, view.k3, measured.size.mismatch["k3"], axis)
@@ -187,7 +188,7 @@ def _rejected(view: View) -> list[Panel]:
     rules = {
         name.removeprefix("rejected/"): share
         for name, share in view.columns.items()
-        if name.startswith("rejected/") and np.isfinite(share).any()
+        if name.startswith("rejected/") and (np.isfinite(share) & (view.count > 0)).any()
     }
     if not rules:
         return []

@@ -131,7 +131,7 @@ def test_captions_of_the_views_state_planted_numbers() -> None:
     assert result["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
     assert result["Log-ratio by probability"].startswith(
-        "Widest at <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch)."
+        "Widest at <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch); 2 at <1e-3, 0.13 at 0.5 to 1."
     )
     assert result["k3 by position"].startswith("k3 4.0e-3 at 0-10%, 6.0e-3 at 90-100%; highest 6.0e-3 at 90-100%.")
     assert result["Log-ratio by entropy"].endswith("Mean log-ratio −5.0e-4 at 0 to 0.5, −0.03 at 2 to 4.")
