@@ -22,22 +22,6 @@ from trimtab.pages.render import render
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_ranges import band_text, judge
 
-# Name and meaning, in reading order.
-FIGURES = {
-    "k3": ("k3, per token", "KL divergence of sampler and trainer, nats; 0 where they agree; look here first"),
-    "ratio_mean": ("mean ratio", "trainer over sampler; 1 where log-probs are correct, however large k3 is"),
-    "ess_token": ("ESS, token", "share of the tokens that count under importance weights"),
-    "pearson": ("Pearson r", "correlation of the two probabilities of a token, 1 at best"),
-    "ess_seq": ("ESS, sequence", "share of the responses that count under importance weights"),
-    "k1": ("k1", "the KL divergence from log-ratios alone; may be negative"),
-    "k2": ("k2", "half the mean squared log-ratio"),
-    "chi2_token": ("χ², token", "variance of token importance weights"),
-    "chi2_seq": ("χ², sequence", "variance of sequence importance weights"),
-    "ppl_ratio": ("perplexity ratio", "trainer over sampler, mean over responses"),
-    "ppl_train": ("perplexity", "of the trainer, mean over responses"),
-    "abs_diff_mean": ("mean |log-ratio|", "nats per token"),
-    "abs_diff_max": ("largest |log-ratio|", "nats"),
-}
 ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
 TILES = 4
 MOST_TOKENS = 15
@@ -152,7 +136,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _size(diagnosis: Diagnosis) -> Section:
     size = diagnosis.measured.size
     rows: list[Sequence[str | Cell]] = []
-    for key, (name, meaning) in FIGURES.items():
+    for key, (name, meaning) in words.FIGURES.items():
         if key in size.mismatch:
             tone = TONES[judge(f"mismatch/{key}", size.mismatch[key])]
             healthy = Cell(band_text(f"mismatch/{key}"), tone=tone)

@@ -14,13 +14,8 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.runs.metric_ranges import band_text
 
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
-FIGURES = {
-    "k3": "k3, KL divergence per token in nats",
-    "ratio_mean": "mean ratio trainer / sampler",
-    "ess_token": "effective sample size, tokens",
-    "ess_seq": "effective sample size, responses",
-    "pearson": "Pearson r of the probabilities",
-}
+MAIN = 5
+"""Number of figures in the table, the first of `words.FIGURES`."""
 _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_|[]#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
@@ -31,7 +26,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         lines = [f"{label}: {text}" if label else text for label, text in words.verdict(diagnosis)]
         figures = [
             (name, words.figure(size, key), words.interval_of(size, key) or "–", band_text(f"mismatch/{key}"))
-            for key, name in FIGURES.items()
+            for key, (name, _) in [*words.FIGURES.items()][:MAIN]
         ]
         table = [("figure", "value", "95% interval", "healthy"), *figures]
         items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]

@@ -15,6 +15,22 @@ from trimtab.intervals import Interval
 from trimtab.pages.render import beside, number, short, short_exponent
 from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
+FIGURES = {
+    "k3": ("k3, nats per token", "KL divergence of sampler and trainer; 0 where they agree; look here first"),
+    "ratio_mean": ("mean ratio trainer / sampler", "1 where log-probs are correct, however large k3 is"),
+    "ess_token": ("effective sample size, tokens", "share of the tokens that count under importance weights"),
+    "pearson": ("Pearson r of the probabilities", "1 at best"),
+    "ess_seq": ("effective sample size, responses", "share of the responses that count under importance weights"),
+    "k1": ("k1", "the KL divergence from log-ratios alone; may be negative"),
+    "k2": ("k2", "half the mean squared log-ratio"),
+    "chi2_token": ("χ², token", "variance of token importance weights"),
+    "chi2_seq": ("χ², sequence", "variance of sequence importance weights"),
+    "ppl_ratio": ("perplexity ratio", "trainer over sampler, mean over responses"),
+    "ppl_train": ("perplexity", "of the trainer, mean over responses"),
+    "abs_diff_mean": ("mean |log-ratio|", "nats per token"),
+    "abs_diff_max": ("largest |log-ratio|", "nats"),
+}
+"""Name and meaning of each figure, in reading order."""
 WIDE = 3.0
 """Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""
 MOST_KNOWN = 3

@@ -20,11 +20,11 @@ First: Nothing has to be repaired; use the correction token-tis with weight\\_ma
 
 | figure | value | 95% interval | healthy |
 |---|---|---|---|
-| k3, KL divergence per token in nats | 4.8e-3 | 4.3e-3 to 5.4e-3 | at most 0.01 |
+| k3, nats per token | 4.8e-3 | 4.3e-3 to 5.4e-3 | at most 0.01 |
 | mean ratio trainer / sampler | 1.0007 | 0.9991 to 1.0024 | 0.99 to 1.01 |
 | effective sample size, tokens | 0.9878 | 0.985 to 0.99 | 0.95 to 1 |
-| effective sample size, responses | 0.3636 | – | 0.5 to 1 |
 | Pearson r of the probabilities | 0.99641 | 0.9959 to 0.9969 | 0.95 to 1 |
+| effective sample size, responses | 0.3636 | – | 0.5 to 1 |
 
 - why quantized: k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.
 - where: sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
