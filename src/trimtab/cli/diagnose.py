@@ -138,7 +138,7 @@ def diagnose(
     if not files:
         raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")
     if bound:
-        raise TrimtabError("--bound is of --watch: add --watch DIR, or leave it out")
+        raise TrimtabError("--bound is only valid with --watch: add --watch DIR, or leave --bound out")
     if redact and tokenizer is not None:
         raise TrimtabError("--redact shows no texts of tokens: leave out --tokenizer")
     if markdown and as_json:
@@ -189,7 +189,6 @@ def _watch(
     """Prints a line for each new step until Ctrl-C or SIGTERM; returns 1 after an alarm, else 0."""
     from trimtab.diagnosis.output.watch_lines import event_lines, last_line, opening_line
     from trimtab.diagnosis.watch import StepReport, Watch, parse_bounds
-    from trimtab.diagnosis.watch import watch as run
 
     watched = Watch(folder, parse_bounds(bounds), framework, columns)
     stop = threading.Event()
@@ -207,7 +206,11 @@ def _watch(
     try:
         echo(opening_line(watched, every), err=as_json)
         sys.stdout.flush()
-        run(watched, show, stop.wait, every)
+        while True:
+            for event in watched.poll():
+                show(event)
+            if stop.wait(every):
+                break
         echo(last_line(watched), err=as_json)
     finally:
         for number, handler in saved.items():

@@ -80,12 +80,10 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed)
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
     one, two = np.hsplit(sums.sum(axis=0), 2)
-    tails = _share(one[3], one[2]), _share(two[3], two[2])
-    return Comparison(second, **changes, tails=tails, paired=paired, pairs=pairs, places=_places(*sides), names=names)
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole > 0 else math.nan
+    tails = [float(side[3] / side[2]) if side[2] > 0 else math.nan for side in (one, two)]
+    return Comparison(
+        second, **changes, tails=(tails[0], tails[1]), paired=paired, pairs=pairs, places=_places(*sides), names=names
+    )
 
 
 def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.ndarray, np.ndarray], str, int]:
@@ -149,44 +147,37 @@ def _statistics(sums: Tensor) -> dict[str, Tensor]:
 
 
 def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interval:
-    if change is None:
-        return Interval(math.nan, math.nan, math.nan)
-    value, low, high = (math.exp(end) if exponential else float(end) for end in change)
+    value, low, high = change or (math.nan,) * 3
+    if exponential:
+        value, low, high = math.exp(value), math.exp(low), math.exp(high)
     return Interval(value, math.nan, math.nan) if few else Interval(value, low, high)
 
 
 def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Place, ...]]:
     """Returns k3 by position, length and step, at the bins that both sides have with enough tokens."""
+    tenth, names = 100 // DECILES, {}
+    names["position"] = lambda bin_: f"{tenth * bin_}-{tenth * (bin_ + 1)}%"
+    names["length"] = lambda bin_: f"{1 << bin_}-{(2 << bin_) - 1} tokens" if bin_ else "1 token"
+    names["step"] = str
     result = {}
-    for name, label in (("position", _tenth), ("length", _octave), ("step", str)):
-        one, two = (_means(side.k3, _bins(name, side)) for side in (first, second))
+    for name, label in names.items():
+        one, two = (_means(side, name) for side in (first, second))
         common = sorted(one.keys() & two.keys())
         if len(common) > 1:
             result[name] = tuple(Place(label(bin_), one[bin_], two[bin_]) for bin_ in common)
     return result
 
 
-def _bins(name: str, tokens: TrainedTokens) -> np.ndarray | None:
-    """Returns the bin of each trained token (tokens,); None for steps that are not known."""
+def _means(tokens: TrainedTokens, name: str) -> dict[int, float]:
+    """Returns the mean k3 of each bin with enough tokens, by bin; empty for steps that are not known."""
     if name == "position":
-        return tokens.at_tokens(tokens.table.decile)
-    if name == "length":
-        return np.repeat(np.floor(np.log2(tokens.lengths)).astype(np.int64), tokens.lengths)
-    return None if tokens.table.step is None else np.repeat(tokens.per_response(tokens.table.step), tokens.lengths)
-
-
-def _means(values: np.ndarray, bins: np.ndarray | None) -> dict[int, float]:
-    """Returns the mean of each bin with enough tokens, by bin."""
-    if bins is None:
+        bins = tokens.at_tokens(tokens.table.decile)
+    elif name == "length":
+        bins = np.repeat(np.floor(np.log2(tokens.lengths)).astype(np.int64), tokens.lengths)
+    elif tokens.table.step is None:
         return {}
+    else:
+        bins = np.repeat(tokens.per_response(tokens.table.step), tokens.lengths)
     keys, place, count = np.unique(bins, return_inverse=True, return_counts=True)
-    means = np.bincount(place, weights=values) / count
+    means = np.bincount(place, weights=tokens.k3) / count
     return {int(key): float(mean) for key, mean, size in zip(keys, means, count, strict=True) if size >= FEWEST}
-
-
-def _tenth(decile: int) -> str:
-    return f"{100 // DECILES * decile}-{100 // DECILES * (decile + 1)}%"
-
-
-def _octave(power: int) -> str:
-    return f"{1 << power}-{(2 << power) - 1} tokens" if power else "1 token"

@@ -48,10 +48,12 @@ def diagnose(
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
-    on_progress = on_progress or _ignore_progress
+    on_progress = on_progress or (lambda _activity, _tokens: None)
     with errors_kept_back(redaction):
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
+        files = [Path(path) for path in paths]
         measured, files = examine(
+<<<<<<< HEAD
             [Path(path) for path in paths],
             framework,
             columns or {},
@@ -59,8 +61,14 @@ def diagnose(
             without,
             redaction=redaction,
             prompts=prompts,
+=======
+            files, framework, columns or {}, on_progress, without, redaction=redaction, groups=groups
+>>>>>>> w-output
         )
-        texts, problem = ({}, "") if redaction else _texts(measured, vocabulary or tokenizer_of(files))
+        tokenizer_file, view = vocabulary or tokenizer_of(files), measured.views.get("token")
+        texts, problem = {}, ""
+        if tokenizer_file is not None and view is not None and not redaction:
+            texts, problem = texts_of(tokenizer_file, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
         if vocabulary is not None and problem:
             raise TrimtabError(problem)
     tokens = measured.origin.tokens
@@ -82,6 +90,7 @@ def compare(
     redaction: Redaction | None = None,
 ) -> tuple[Diagnosis, Comparison]:
     """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
+<<<<<<< HEAD
     prompts: dict[Hashable, int] = {}
     one, two = (
         diagnose(
@@ -96,6 +105,13 @@ def compare(
         for paths in (first, second)
     )
     return one, against(one, two, ("", "") if redaction else (_name(first), _name(second)))
+=======
+    shared = {"framework": framework, "columns": columns, "tokenizer": tokenizer, "on_progress": on_progress}
+    groups: dict[Hashable, int] = {}
+    one, two = (diagnose(paths, redaction=redaction, groups=groups, **shared) for paths in (first, second))
+    names = [str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") for paths in (first, second)]
+    return one, against(one, two, ("", "") if redaction else (names[0], names[1]))
+>>>>>>> w-output
 
 
 def examine(
@@ -127,25 +143,9 @@ def examine(
         left_out, before = found, measured
 
 
-def _name(paths: Sequence[str | Path]) -> str:
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-
-
-def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], str]:
-    """Returns the texts of the token ids in the views, by id, and the reason if they cannot be read."""
-    view = measured.views.get("token")
-    if tokenizer is None or view is None:
-        return {}, ""
-    return texts_of(tokenizer, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
-
-
 def _with_progress(tables: Iterable[TokenTable], on_progress: OnProgress) -> Iterator[TokenTable]:
     tokens = 0
     for table in tables:
         tokens += table.tokens
         on_progress("reading", tokens)
         yield table
-
-
-def _ignore_progress(_activity: str, _tokens: int) -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Leaves out of a diagnosis what would tell whose data it is: ids, texts, names of files and cells (`--redact`)."""
+"""Removes what identifies the data from a diagnosis: ids, texts, names of files, quoted cells (`--redact`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.records import DataSummary, Measured, Settings, View
+from trimtab.diagnosis.records import Measured, Settings
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -28,7 +28,7 @@ def errors_kept_back(redaction: Redaction | None) -> Iterator[None]:
         if redaction is None:
             raise
         raise TrimtabError(
-            "this cannot be done. The reason names files or quotes them, so --redact keeps it back: run again without "
+            "the files cannot be diagnosed. The reason names or quotes files, which --redact hides: run again without "
             "--redact to see it"
         ) from None
 
@@ -37,8 +37,8 @@ class Redaction:
     """The replacements of one invocation.
 
     Token ids are replaced as they are read, before anything is measured, so that no later stage knows one. The table of
-    replacements is a permutation drawn from the operating system's entropy and is never written: to try all ids against
-    a hash, as would be possible with a fixed or a known salt, says nothing.
+    replacements is a permutation drawn from the operating system's entropy and is never written, so that trying all ids
+    against a hash, which would work with a fixed or a known salt, reveals nothing.
     """
 
     def __init__(self) -> None:
@@ -53,29 +53,18 @@ class Redaction:
 
     def measured(self, measured: Measured) -> Measured:
         """Returns the measurements with ids marked as hashes, and with known words only in the run's settings."""
-        views = {name: _hashed(view) if name == "token" else view for name, view in measured.views.items()}
-        return replace(measured, origin=_origin(measured.origin), views=views)
-
-
-def _hashed(view: View) -> View:
-    labels = tuple(f"hash {int(label):05x}" if label.isdigit() else label for label in view.labels)
-    return replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})
-
-
-def _origin(origin: DataSummary) -> DataSummary:
-    settings = origin.settings
-    if settings is None:
-        return origin
-    coarse = None if settings.coarse is None else tuple(_known_value(pair) for pair in settings.coarse)
-    sampler, trainer, autocast = map(_known, (settings.sampler, settings.trainer, settings.autocast))
-    return replace(origin, settings=Settings(sampler, trainer, autocast, coarse))
+        views, origin = dict(measured.views), measured.origin
+        if (view := views.get("token")) is not None:
+            labels = tuple(f"hash {int(label):05x}" if label.isdigit() else label for label in view.labels)
+            views["token"] = replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})
+        if (settings := origin.settings) is not None:
+            pairs = None if settings.coarse is None else [pair.partition(" = ") for pair in settings.coarse]
+            coarse = None if pairs is None else tuple(f"{key} = {_known(value)}" for key, _, value in pairs)
+            sampler, trainer, autocast = map(_known, (settings.sampler, settings.trainer, settings.autocast))
+            origin = replace(origin, settings=Settings(sampler, trainer, autocast, coarse))
+        return replace(measured, origin=origin, views=views)
 
 
 def _known(word: str) -> str:
     """Returns the name of a dtype or of a quantization; other words, which a user may have chosen, are left out."""
     return word if _NUMERICS.fullmatch(word) else "(left out)"
-
-
-def _known_value(pair: str) -> str:
-    key, _, value = pair.partition(" = ")
-    return f"{key} = {_known(value)}"

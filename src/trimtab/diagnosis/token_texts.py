@@ -19,7 +19,7 @@ def token_texts(run: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
     """
     file = run / "model" / _FILE
     if not file.is_file():
-        return {}, f"only ids are shown: the run holds no model/{_FILE}"
+        return {}, f"only ids are shown: the run has no model/{_FILE}"
     return texts_of(file, ids)
 
 
@@ -29,7 +29,7 @@ def texts_of(file: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         return {}, f"only ids are shown: {file.parent.name}/{file.name} cannot be read ({error})"
     return {
         id_: _text(tokenizer.decode([id_], skip_special_tokens=False), tokenizer.id_to_token(id_)) for id_ in ids
@@ -38,12 +38,16 @@ def texts_of(file: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
 def tokenizer_of(files: Iterable[Path]) -> Path | None:
     """Returns the tokenizer.json of the runs that the files belong to; None if one lacks it or they differ."""
-    runs = dict.fromkeys(run_of(file) for file in files)
-    tokenizers = [None if run is None else _of_run(run) for run in runs]
-    if not tokenizers or None in tokenizers:
-        return None
-    contents = {file.read_bytes() for file in tokenizers if file is not None}
-    return tokenizers[0] if len(contents) == 1 else None
+    found: list[Path] = []
+    for run in dict.fromkeys(run_of(file) for file in files):
+        if run is None:
+            return None
+        model = model_of(run)
+        file = _in_folder(run) or (None if model is None else _in_folder(Path(model)) or _cached(model))
+        if file is None:
+            return None
+        found.append(file)
+    return found[0] if len({file.read_bytes() for file in found}) == 1 else None
 
 
 def named_tokenizer(name: str) -> Path:
@@ -52,23 +56,13 @@ def named_tokenizer(name: str) -> Path:
     The name is that of the file, of the folder of a model or run, or of a model in the local Hugging Face cache.
     """
     path = Path(name)
-    if path.is_file():
-        return path
-    if (file := _in_folder(path)) is not None:
-        return file
-    if (file := _cached(name)) is not None:
-        return file
-    raise TrimtabError(
-        f"no {_FILE} at {name!r}: name such a file, the folder of a model or run that holds one, or a model in the "
-        f"local Hugging Face cache (nothing is downloaded)"
-    )
-
-
-def _of_run(run: Path) -> Path | None:
-    if (file := _in_folder(run)) is not None:
-        return file
-    model = model_of(run)
-    return None if model is None else _in_folder(Path(model)) or _cached(model)
+    file = path if path.is_file() else _in_folder(path) or _cached(name)
+    if file is None:
+        raise TrimtabError(
+            f"no {_FILE} at {name!r}: name such a file, the folder of a model or run with one, or a model in the local "
+            f"Hugging Face cache (nothing is downloaded)"
+        )
+    return file
 
 
 def _in_folder(folder: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.output.as_json import plain
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.tables import ALARM_FILE, find_files
-from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
@@ -35,6 +35,11 @@ class Bound:
     value: float
     is_upper: bool
     action: str
+
+    @property
+    def side(self) -> str:
+        """The side of the bound on which values are unhealthy."""
+        return "above" if self.is_upper else "below"
 
     def crossed_by(self, value: float) -> bool:
         """Returns whether a value lies beyond the bound; one that is not a number does."""
@@ -62,14 +67,8 @@ class StepReport:
     def as_dict(self) -> dict[str, object]:
         """Returns plain values, for JSON."""
         alarms = [
-            {
-                "figure": bound.name,
-                "value": self.figures[bound.name],
-                "bound": bound.value,
-                "side": "above" if bound.is_upper else "below",
-                "action": bound.action,
-            }
-            for bound in self.crossed
+            {"figure": of.name, "value": self.figures[of.name], "bound": of.value, "side": of.side, "action": of.action}
+            for of in self.crossed
         ]
         return {**self.figures, "unit": self.unit, "left_out": self.left_out, "alarms": alarms}
 
@@ -83,22 +82,23 @@ def parse_bounds(given: Sequence[str]) -> tuple[Bound, ...]:
     for text in (part.strip() for word in given for part in word.split(",")):
         name, equals, number = (part.strip() for part in text.partition("="))
         if name not in UPPER + LOWER:
-            raise TrimtabError(f"--bound: no figure {name!r}{did_you_mean(name, UPPER + LOWER)}")
+            raise TrimtabError(f"--bound: unknown figure {name!r}{did_you_mean(name, UPPER + LOWER)}")
         if equals and not number:
             values.pop(name, None)
             continue
         try:
             values[name] = float(number) if number else None
         except ValueError:
-            raise TrimtabError(f"--bound {text!r}: {number!r} is no number; write NAME=VALUE, as k3=0.02") from None
+            raise TrimtabError(
+                f"--bound {text!r}: {number!r} is not a number; write NAME=VALUE, for example k3=0.02"
+            ) from None
     return tuple(_bound(name, value) for name, value in values.items())
 
 
 def _bound(name: str, value: float | None) -> Bound:
     row, is_upper = metric(f"mismatch/{name}"), name in UPPER
-    assert row is not None
-    healthy = row.high if is_upper else row.low
-    assert healthy is not None
+    healthy = None if row is None else row.high if is_upper else row.low
+    assert row is not None and healthy is not None  # noqa: PT018
     return Bound(name, healthy if value is None else value, is_upper, row.action)
 
 
@@ -152,9 +152,16 @@ class Watch:
             known.reported = state
             for report in reports:
                 key = (name, report.figures["step"])
-                if self._printed.get(key) != report.figures["tokens"]:
-                    self._printed[key] = report.figures["tokens"]
-                    yield self._counted(report)
+                if self._printed.get(key) == report.figures["tokens"]:
+                    continue
+                self._printed[key] = report.figures["tokens"]
+                self.steps += report.unit == "step"
+                self.calls += report.unit == "call"
+                if report.crossed:
+                    self.alarms += 1
+                    content = plain({"alarms_so_far": self.alarms, "latest": report.as_dict()})
+                    write_text(self.folder / ALARM_FILE, json.dumps(content, indent=2) + "\n")
+                yield report
 
     def _by_step(self) -> dict[str, list[Path]]:
         """Returns the files of the folder by step, in the order of their names; empty while there are none."""
@@ -173,10 +180,14 @@ class Watch:
         """Returns a report for each step in the files; None where they are still being written."""
         log = open_log(files, framework=self.framework, columns=self.columns)
         sums, responses, has_no_step = SizeSums(), 0, True
-        number = int(_number(files[0]) or len(self._files))
+        digits = re.search(r"\d+", Path(_step_name(files[0])).name)
+        number = int(digits[0]) if digits else len(self._files)
         for table in log.tables():
-            has_no_step = has_no_step and table.step is None
-            sums.add(TrainedTokens.of(_with_step(table, number), responses))
+            if table.step is None:
+                table = replace(table, step=np.full(table.responses, number))  # noqa: PLW2901
+            else:
+                has_no_step = False
+            sums.add(TrainedTokens.of(table, responses))
             responses += table.responses
         if log.counts.dropped["unfinished last line"] and not is_last_try:
             return None
@@ -184,34 +195,8 @@ class Watch:
         left_out = [f"{count} x {why}" for why, count in (*origin.dropped.items(), *origin.nonfinite.items())]
         rows = sorted(sums.by_step(), key=lambda row: row["step"])
         unit = "call" if has_no_step and files[0].name.startswith("call_") else "step"
-        return [StepReport(row, self._crossed(row), "; ".join(left_out), unit) for row in rows]
-
-    def _crossed(self, figures: Mapping[str, float]) -> tuple[Bound, ...]:
-        return tuple(bound for bound in self.bounds if bound.crossed_by(figures[bound.name]))
-
-    def _counted(self, report: StepReport) -> StepReport:
-        self.steps += report.unit == "step"
-        self.calls += report.unit == "call"
-        if report.crossed:
-            self.alarms += 1
-            content = {"alarms_so_far": self.alarms, "latest": report.as_dict()}
-            write_text(self.folder / ALARM_FILE, json.dumps(_plain(content), indent=2) + "\n")
-        return report
-
-
-def watch(
-    watched: Watch, on_event: Callable[[StepReport | str], None], wait: Callable[[float], bool], every: float
-) -> None:
-    """Polls every `every` seconds and passes on what is new, until `wait(seconds)` returns True."""
-    while True:
-        for event in watched.poll():
-            on_event(event)
-        if wait(every):
-            return
-
-
-def _with_step(table: TokenTable, number: int) -> TokenTable:
-    return table if table.step is not None else replace(table, step=np.full(table.responses, number))
+        crossed = [tuple(bound for bound in self.bounds if bound.crossed_by(row[bound.name])) for row in rows]
+        return [StepReport(row, of, "; ".join(left_out), unit) for row, of in zip(rows, crossed, strict=True)]
 
 
 def _state(file: Path) -> tuple[str, int, int]:
@@ -233,17 +218,3 @@ def _step_name(file: Path) -> str:
         return str(file.parent / ranked["step"])
     ranked = re.fullmatch(r"(\d+)_\d+\.pt", file.name)
     return str(file.parent / ranked[1]) if ranked else str(file)
-
-
-def _number(file: Path) -> str | None:
-    digits = re.search(r"\d+", Path(_step_name(file)).name)
-    return digits[0] if digits else None
-
-
-def _plain(value: object) -> object:
-    """Returns the value with None for numbers that JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

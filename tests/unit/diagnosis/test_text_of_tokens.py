@@ -65,7 +65,7 @@ def test_the_runs_own_tokenizer_is_found_from_the_run_and_from_its_files(tmp_pat
         assert diagnosis.texts[ODD] == "␣<seven>"
     text = page(diagnosis)
     assert "token 7 (␣&lt;seven&gt;)" in text
-    assert '<bdi class="mono">␣&lt;seven&gt;</bdi>' in text
+    assert "<bdi>␣&lt;seven&gt;</bdi>" in text
     assert "<seven>" not in text
 
 

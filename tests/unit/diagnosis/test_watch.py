@@ -146,7 +146,7 @@ def test_bounds_come_from_the_table_of_metrics_unless_given(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("bound", "message"), [("k4=1", "no figure 'k4'.*did you mean 'k3'"), ("k3=much", "'much' is no number")]
+    ("bound", "message"), [("k4=1", "unknown figure 'k4'.*did you mean 'k3'"), ("k3=much", "'much' is not a number")]
 )
 def test_a_wrong_bound_is_refused(bound: str, message: str) -> None:
     with pytest.raises(TrimtabError, match=message):

@@ -71,8 +71,7 @@ class AdviceData:
 
     @property
     def observed(self) -> Observed:
-        blocks = self.blocks
-        return reduce(add, (Observed.of(part.trainer, part.behavior, part.mask, turn=part.turn) for part in blocks))
+        return reduce(add, (Observed.of(of.trainer, of.behavior, of.mask, turn=of.turn) for of in self.blocks))
 
     def ratio(self, level: str) -> Tensor:
         """Returns trainer/sampler at the trained tokens (trained,), float64; above token level that of its unit."""
@@ -178,19 +177,16 @@ NOTES = {
 
 
 def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
-    """Returns one row per preset (default: `rated_presets`), followed by one with calibrated bounds if it has any.
+    """Returns one row per preset, followed by one with calibrated bounds if it has any.
 
-    Empty without a trained token.
+    Empty without a trained token. presets: by default all whose weights follow from the log-probs of sampled tokens,
+    which is what files contain.
     """
     if data.trained == 0:
         return ()
     table = _OutcomeTable(data)
-    return tuple(row for name in presets or rated_presets() for row in table.rows(name))
-
-
-def rated_presets() -> list[str]:
-    """Returns the presets whose weights follow from the log-probs of sampled tokens, which files hold."""
-    return [name for name in objectives() if not objective(name).centering]
+    rated = presets or [name for name in objectives() if not objective(name).centering]
+    return tuple(row for name in rated for row in table.rows(name))
 
 
 class _OutcomeTable:
@@ -198,7 +194,7 @@ class _OutcomeTable:
 
     def __init__(self, data: AdviceData) -> None:
         self.data = data
-        self.observed = data.observed
+        self.observed = data.observed  # computed once for all presets
         self.ratio = {level: data.ratio(level) for level in ("token", *PRODUCTS)}
         self._unbounded: dict[tuple[Objective, float], Tensor] = {}
 
@@ -213,22 +209,28 @@ class _OutcomeTable:
         yield self._row(objective(name, **bounds), bounds)
 
     def _row(self, built: Objective, bounds: Mapping[str, float]) -> PresetOutcome:
-        unknown = (1.0, -1.0) if _depends_on_sign(built) and not self.data.known else (1.0,)
-        kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in unknown], axis=0).tolist()
-        note = _note(built, both=len(unknown) == 2)
+        # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
+        depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
+        signs = (1.0, -1.0) if depends_on_sign and not self.data.known else (1.0,)
+        kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in signs], axis=0).tolist()
+        averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""
+        note = "; ".join(filter(None, (NOTES.get(built.name, ""), averaged)))
         return PresetOutcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
     def _shares(self, built: Objective, unknown: float) -> tuple[float, float, float, float]:
-        weight = weights(built, self.data, unknown)
-        free = self._unbounded_weights(built, unknown)
+        """Returns kept, changed, ess and bias."""
+        weight, free = weights(built, self.data, unknown), self._unbounded_weights(built, unknown)
         kept = weight != 0
         changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
         square = float(weight.square().mean())
+        level = built.weight.level if built.weight is not None else built.ratio.level
+        if isinstance(built.surrogate, Regression) or level not in PRODUCTS:
+            level = "token"
         return (
             float(kept.double().mean()),
             float(changed.double().mean()),
             float(weight.mean().square()) / square if square > 0 else 0.0,
-            float((weight - self.ratio[_level(built)]).abs().mean()),
+            float((weight - self.ratio[level]).abs().mean()),
         )
 
     def _unbounded_weights(self, built: Objective, unknown: float) -> Tensor:
@@ -236,23 +238,3 @@ class _OutcomeTable:
         if key not in self._unbounded:
             self._unbounded[key] = weights(key[0], self.data, unknown)
         return self._unbounded[key]
-
-
-def _depends_on_sign(built: Objective) -> bool:
-    """Whether the result depends on the sign of the advantage: clipping of current/behavior, OPSM, a regression."""
-    return built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
-
-
-def _level(built: Objective) -> str:
-    """Returns the level of the preset's weight."""
-    if isinstance(built.surrogate, Regression):
-        return "token"
-    level = built.weight.level if built.weight is not None else built.ratio.level
-    return level if level in PRODUCTS else "token"
-
-
-def _note(built: Objective, *, both: bool) -> str:
-    notes = [NOTES[built.name]] if built.name in NOTES else []
-    if both:
-        notes.append("the sign of the advantage decides: mean of both where it is unknown or 0")
-    return "; ".join(notes)

@@ -38,10 +38,6 @@ class Findings:
     def names(self) -> frozenset[str]:
         return frozenset(cause.name for cause in self.causes)
 
-    @property
-    def faults(self) -> list[str]:
-        return [name for name in MUST_FIX if name in self.names]
-
     def kept(self, preset: str) -> float:
         """Returns the share of tokens that a preset keeps at its published bounds."""
         return next((row.kept for row in self.outcomes if row.preset == preset and not row.calibrated), 0.0)
@@ -68,86 +64,85 @@ class Rule:
 RULES = (
     Rule(
         "fault",
-        lambda findings: bool(findings.faults),
+        lambda findings: not findings.names.isdisjoint(MUST_FIX),
         "",
-        "Fix {faults} first: no correction makes up for that. What is measured here is the fault, so neither a preset "
-        "nor a bound is recommended from it. Once it is fixed, run diagnose again.",
+        "Fix {faults} first: no correction makes up for that, and the figures measure the fault. Then run diagnose "
+        "again.",
         own_bounds=False,
     ),
     Rule(
         "floor",
         lambda findings: findings.verdict in ("exact", "rounding"),
         "grpo",
-        "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Any method without "
-        "one will do; when a batch serves several updates, token-bypass gives the same and saves the proximal forward.",
+        "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Use any method "
+        "without one; with several updates per batch, token-bypass gives the same and saves the proximal forward pass.",
     ),
     Rule(
         "tiny",
         lambda findings: findings.tokens < FEWEST and not findings.names,
         "token-tis",
-        "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, "
-        "token-tis at its published bound is a safe start, as it changes next to nothing while trainer and sampler "
-        "agree.",
+        "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, use "
+        "token-tis at its published bound, which changes almost nothing while trainer and sampler agree.",
         own_bounds=False,
     ),
     Rule(
         "stale, short",
         lambda findings: "stale" in findings.names and findings.kept("seq-bypass") >= ACCEPTED,
         "seq-bypass",
-        "The sampler's weights are old. Ignoring that collapses and any ratio against the sampler holds; the ratio of "
-        "the whole response, clipped to [0.5, 4], held best (laboratory, weights refreshed every 32 updates, accuracy "
-        "of five seeds: grpo .13, token-tis .70, m2po .82, seq-bypass .85). Here it keeps {seq_bypass} of the tokens. "
-        "Refreshing the sampler more often removes the cause.",
+        "The sampler's weights are old. Without a correction, training collapses; the ratio of the whole response, "
+        "clipped to [0.5, 4], was best (laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo "
+        ".13, token-tis .70, m2po .82, seq-bypass .85). Here it keeps {seq_bypass} of the tokens. Refreshing the "
+        "sampler more often removes the cause.",
     ),
     Rule(
         "stale, long",
         lambda findings: "stale" in findings.names,
         "m2po",
-        "The sampler's weights are old. The ratio of a whole response has drifted too far to be used (seq-bypass would "
-        "keep {seq_bypass} of the tokens), so the ratio per token is, within a second moment: m2po was made for old "
-        "data (arXiv 2510.01161) and held .82 in the laboratory, where grpo fell to .13 and token-tis to .70. "
+        "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
+        "{seq_bypass} of the tokens). m2po bounds the second moment of the ratio per token; it was designed for old "
+        "data (arXiv 2510.01161) and reached .82 in the laboratory, where grpo fell to .13 and token-tis to .70. "
         "Refreshing the sampler more often removes the cause.",
     ),
     Rule(
         "long-context",
         lambda findings: "long-context" in findings.names,
         "icepop",
-        "The mismatch grows with depth in the context (k3 {k3}), so that a product over a long response is carried by "
-        "its last tokens: weights per token, and a mask that leaves out the few beyond bounds from this data, hold at "
-        "any length. That is reasoning, not a comparison of methods. Computing attention alike on both sides removes "
-        "the cause.",
+        "The mismatch grows with depth in the context (k3 {k3}), so that the last tokens dominate a product over a "
+        "long response. Weights per token, and a mask of the few tokens beyond bounds from this data, work at any "
+        "length. This is an argument, not a measured comparison. Computing attention alike on both sides removes the "
+        "cause.",
     ),
     Rule(
         "quantized",
         lambda findings: "quantized" in findings.names,
         "icepop",
-        "A quantized sampler leaves a heavy tail of tokens (k3 {k3}): weights correct the bulk, and the few tokens "
-        "beyond the bounds, quantiles of this data, are left out at any length. In the laboratory (sampler of three "
+        "A quantized sampler causes a heavy tail of tokens (k3 {k3}): weights correct most of them, and the few tokens "
+        "beyond the bounds, quantiles of this data, are masked at any length. In the laboratory (sampler of three "
         "bits, mean of five seeds) IcePop was level with token-tis (.81 and .82) and with a geometric mask (.79).",
     ),
     Rule(
         "precision",
         lambda findings: "precision" in findings.names or findings.verdict in ("dense", "small-dense"),
         "token-tis",
-        "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a tail to cut. Truncated token "
-        "weights remove its bias at next to no variance, and lose no token.",
+        "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a heavy tail. Truncated "
+        "token weights remove its bias at almost no variance, and mask no token.",
     ),
     Rule(
         "moe",
         lambda findings: findings.verdict == "moe",
         "geo-mask-token-tis",
-        "k3 {k3} is in the range of mixture-of-experts models, where a token routed differently is far off: bounded "
-        "token weights correct the bulk, the geometric mask drops responses that drifted, whatever their length. In "
-        "Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of this data: "
-        "published ones keep {geo_mask}. Replaying the sampler's routing would remove the cause.",
+        "k3 {k3} is in the range of mixture-of-experts models, where tokens routed differently have a large "
+        "mismatch: bounded token weights correct most tokens, and the geometric mask drops responses that drifted, at "
+        "any length. In Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of "
+        "this data: published ones keep {geo_mask}. Replaying the sampler's routing would remove the cause.",
     ),
     Rule(
         "beyond",
         lambda findings: True,  # noqa: ARG005
         "geo-mask-token-tis",
-        "k3 {k3} is beyond what precision, quantization or routing explain and no cause was identified: look for it "
-        "first (weights that were not loaded, another chat template, another adapter). Until then the geometric mask "
-        "with bounds from this data keeps the worst out.",
+        "k3 {k3} is more than precision, quantization or routing explain, and no cause was identified: look for it "
+        "first (weights that were not loaded, another chat template, another adapter). Until then, the geometric mask "
+        "with bounds from this data drops the worst responses.",
     ),
 )
 
@@ -157,7 +152,7 @@ def choose(findings: Findings) -> tuple[Rule, Mapping[str, float], str]:
     rule = next(rule for rule in RULES if rule.applies(findings))
     overrides = findings.bounds(rule.preset) if rule.own_bounds else {}
     why = rule.why.format(
-        faults=" and ".join(findings.faults),
+        faults=" and ".join(name for name in MUST_FIX if name in findings.names),
         k3=f"{findings.k3:.1e}",
         seq_bypass=f"{findings.kept('seq-bypass'):.0%}",
         geo_mask=f"{findings.kept('geo-mask'):.0%}",

@@ -11,13 +11,12 @@ import numpy as np
 
 from trimtab.diagnosis.known import matches
 from trimtab.diagnosis.output.words import findings, outside
-from trimtab.diagnosis.records import Diagnosis, View
+from trimtab.diagnosis.records import Diagnosis
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Converts to plain lists, numbers and strings; NaN and infinities become None."""
-    measured, recommendation = diagnosis.measured, diagnosis.recommendation
-    size, origin = measured.size, measured.origin
+    measured, size, origin = diagnosis.measured, diagnosis.measured.size, diagnosis.measured.origin
     result = {
         "verdict": size.verdict,
         "mismatch": dict(size.mismatch),
@@ -29,44 +28,20 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             for cause in diagnosis.causes
         ],
         "findings": [asdict(finding) for finding in findings(diagnosis)],
-        "recommendation": {
-            "preset": recommendation.preset,
-            "overrides": dict(recommendation.overrides),
-            "why": recommendation.why,
-            "lines": dict(recommendation.lines),
-        },
+        "recommendation": asdict(diagnosis.recommendation),
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
         "split": asdict(measured.split)
         | {"intervals": {name: part._asdict() for name, part in measured.split.intervals.items()}},
-        "views": {name: _view(view) for name, view in measured.views.items()},
+        "views": {name: _without(asdict(view), "name") for name, view in measured.views.items()},
         "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],
-        "origin": {
-            "framework": origin.framework,
-            "files": origin.files,
-            "rows": origin.responses,
-            "tokens": origin.tokens,
-            "trained": origin.trained,
-            "anchor": origin.anchor,
-            "dropped": dict(origin.dropped),
-            "masked": None if origin.masked is None else asdict(origin.masked),
-            "nonfinite": dict(origin.nonfinite),
-            "missing": dict(origin.missing),
-            "engine": origin.engine,
-            "versions": dict(origin.versions),
-        },
+        "origin": {"rows": origin.responses, **_without(asdict(origin), "responses", "findings", "settings")},
     }
-    return {key: plain(value) for key, value in result.items()}
+    return plain(result)
 
 
-def _view(view: View) -> dict[str, Any]:
-    arrays = ("count", "ratio_mean", "log_ratio_mean", "k3", "abs_mean", "low", "median", "high", "edges")
-    return {
-        "labels": list(view.labels),
-        **{name: getattr(view, name) for name in arrays},
-        "columns": dict(view.columns),
-        "note": view.note,
-    }
+def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def plain(value: Any) -> Any:

@@ -10,22 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trimtab.diagnosis.measure.bins import FEWEST
-from trimtab.diagnosis.output.words import known
 from trimtab.diagnosis.records import MismatchSize, View
 from trimtab.pages.charts import draw, log_labels
 from trimtab.pages.render import short
-from trimtab.pages.svg import (
-    BLUE,
-    CYCLE,
-    GREEN,
-    INK,
-    ORANGE,
-    SKY,
-    STYLES,
-    VERMILLION,
-    log_scale,
-    short_power,
-)
+from trimtab.pages.svg import BLUE, CYCLE, GREEN, INK, ORANGE, SKY, STYLES, VERMILLION, log_scale, short_power
 from trimtab.runs.metric_ranges import k3_ranges
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
@@ -49,7 +37,7 @@ def range_svg(size: MismatchSize) -> str:
         if size.floor > 0:
             _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
         if k3 > 0 and math.isfinite(k3):
-            if interval is not None and known(interval):
+            if interval is not None and np.isfinite(interval).all():
                 ends = np.clip([interval.low, interval.high], low, high)
                 axes.plot(ends, [0.36, 0.36], color=VERMILLION, linewidth=3)
             _mark(axes, k3, "this data", color=VERMILLION, marker="D", height=0.8)
@@ -77,8 +65,7 @@ def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, heigh
     place = max(value, _LEAST)
     axes.plot([place, place], [0.36, height], color=color, linewidth=0.8, linestyle=":")
     axes.plot([place], [0.36], color=color, marker=marker, markersize=8, clip_on=False)
-    beyond = value < _LEAST
-    text = f"{name} {short(value)}" + (" (further left)" if beyond else "")
+    text = f"{name} {short(value)}{' (further left)' if value < _LEAST else ''}"
     axes.text(place, height, text, ha="left" if place < 1e-6 else "right" if place > 0.05 else "center", va="bottom")
 
 
@@ -89,7 +76,8 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
     """
     assert view.edges is not None
     drawn = thick(view)
-    centers = _centers(view.edges, log=log)[drawn]
+    left, right = view.edges[:-1].astype(np.float64), view.edges[1:].astype(np.float64)
+    centers = (np.sqrt(left * right) if log else (left + right) / 2)[drawn]
     low, median, high = view.low[drawn], view.median[drawn], view.high[drawn]
 
     def paint(axes: Axes) -> None:
@@ -128,9 +116,8 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
             axes.bar(bins, shown, width=0.75, color=BLUE)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         if overall > 0:
-            axes.axhline(
-                overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=f"all tokens: {short(overall)}"
-            )
+            label = f"all tokens: {short(overall)}"
+            axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=label)
         _name_bins(axes, labels)
         axes.set(xlabel=xlabel, ylabel="k3, nats")
 
@@ -141,24 +128,21 @@ def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
     """Draws the share of responses that each sequence rule rejects, over bins of response length."""
 
     def paint(axes: Axes) -> None:
-        bins = np.arange(len(view.labels))
-        for index, (rule, share) in enumerate(rules.items()):
-            axes.plot(
-                bins,
-                share,
-                color=CYCLE[index % len(CYCLE)],
-                linestyle=STYLES[index % len(STYLES)],
-                marker="osD^vP"[index % 6],
-                markersize=4,
-                label=rule,
-            )
-        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values())
-        axes.set_ylim(-0.03 * (highest or 1), 1.08 * (highest or 1))
+        _curves(axes, np.arange(len(view.labels)), rules, markers=True)
+        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values()) or 1
+        axes.set_ylim(-0.03 * highest, 1.08 * highest)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
         _name_bins(axes, view.labels)
         axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
 
     return draw("Rejected responses by length", paint, legend=True)
+
+
+def _curves(axes: Axes, x: np.ndarray, curves: Mapping[str, np.ndarray], *, markers: bool) -> None:
+    for index, (name, values) in enumerate(curves.items()):
+        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
+        marker = "osD^vP"[index % 6] if markers else None
+        axes.plot(x, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
 
 
 def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
@@ -185,16 +169,7 @@ def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
     """Draws the effective sample size over steps, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
-        for index, (name, values) in enumerate(curves.items()):
-            axes.plot(
-                steps,
-                values,
-                color=CYCLE[index],
-                linestyle=STYLES[index],
-                marker="o" if len(steps) < 40 else None,
-                markersize=3,
-                label=name,
-            )
+        _curves(axes, steps, curves, markers=len(steps) < 40)
         axes.set_ylim(0, 1.05)
 
     return _over_steps("Effective sample size over steps", paint, "share of the samples")
@@ -217,13 +192,12 @@ def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
 
 def _log_k3(axes: Axes) -> None:
     """Sets a logarithmic axis whose lowest position represents everything up to `_LEAST`: no mismatch."""
-    if axes.dataLim.y1 < 4 * axes.dataLim.y0:  # too narrow for labels at powers
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-        return
-    log_scale(axes)
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"≤{short_power(_LEAST)}" if value <= 1.01 * _LEAST else short_power(value))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    if axes.dataLim.y1 >= 4 * axes.dataLim.y0:  # wide enough for labels at powers
+        log_scale(axes)
+        least = f"≤{short_power(_LEAST)}"
+        label = FuncFormatter(lambda value, _: least if value <= 1.01 * _LEAST else short_power(value))
+        axes.yaxis.set_major_formatter(label)
 
 
 def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
@@ -233,11 +207,6 @@ def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
         axes.set(xlabel="step", ylabel=ylabel)
 
     return draw(name, whole, legend=True)
-
-
-def _centers(edges: np.ndarray, *, log: bool) -> np.ndarray:
-    edges = edges.astype(np.float64)
-    return np.sqrt(edges[:-1] * edges[1:]) if log else (edges[:-1] + edges[1:]) / 2
 
 
 def _name_bins(axes: Axes, labels: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +14,14 @@ from trimtab.pages.render import short_exponent
 
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
-SINGLE = ("turn", "turn-number", "observation", "prompt", "token")
+SINGLE = {
+    "turn": "tokens from the border of a turn:",
+    "turn-number": "turn",
+    "observation": "tokens since the last observation:",
+    "prompt": "prompt (numbered from 0 by first occurrence)",
+    "token": "token",
+}
+"""What the label of a bin counts, for views of which a hotspot is a single bin."""
 GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
 """A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
 has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
@@ -25,7 +31,6 @@ has at least a tenth of all k3, twice its share of tokens, and 0.2% of the token
 class Hotspot:
     """A group of tokens with more k3 than its share of tokens; both shares in [0, 1]."""
 
-    view: str
     what: str
     tokens: float
     k3: float
@@ -39,13 +44,15 @@ def hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
     """
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return []
-    result = {
-        name: hotspot
-        for name in (*ORDERED, *SINGLE)
-        if name in measured.views
-        for hotspot in [_stretch(measured, name) if name in ORDERED else _bin(measured, name, texts)]
-        if hotspot is not None
-    }
+    result = {}
+    for name in (*ORDERED, *SINGLE):
+        if (view := measured.views.get(name)) is None:
+            continue
+        tokens, k3 = shares(view, measured.size)
+        found = _stretch(view, tokens, k3) if name in ORDERED else _bin(view, tokens, k3, texts)
+        if found is not None:
+            what, bins = found
+            result[name] = Hotspot(what, float(tokens[bins].sum()), float(k3[bins].sum()))
     if "probability" in result:
         result.pop("entropy", None)
     return sorted(result.values(), key=lambda hotspot: hotspot.tokens - hotspot.k3)
@@ -58,58 +65,31 @@ def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
     return view.count / max(tokens, 1.0), mass / (k3 * tokens) if k3 * tokens > 0 else np.zeros(len(mass))
 
 
-def _stretch(measured: Measured, name: str) -> Hotspot | None:
+def _stretch(view: View, tokens: np.ndarray, k3: np.ndarray) -> tuple[str, slice] | None:
     """Returns the first or last bins of an ordered view with the largest excess of k3, or None."""
-    view = measured.views[name]
-    tokens, k3 = shares(view, measured.size)
     gap = np.cumsum(k3 - tokens)[:-1]
     if not len(gap) or np.abs(gap).max() < GAP:
         return None
     cut = int(np.abs(gap).argmax()) + 1
     first = bool(gap[cut - 1] > 0)
-    chosen = slice(0, cut) if first else slice(cut, None)
-    return Hotspot(name, _stretch_text(view, cut, first), float(tokens[chosen].sum()), float(k3[chosen].sum()))
-
-
-def _stretch_text(view: View, cut: int, first: bool) -> str:
+    bins = slice(0, cut) if first else slice(cut, None)
     if view.name == "version":
-        if first:
-            return f"age {view.labels[cut - 1]}{' or less' if cut > 1 else ''}"
-        return f"age {view.labels[cut].partition('-')[0].removesuffix(' and more')} or more"
-    edge = f"{view.edges[cut]:.2g}" if view.edges is not None else view.labels[cut]
+        label = view.labels[cut - 1] if first else view.labels[cut].partition("-")[0].removesuffix(" and more")
+        return f"age {label}{' or more' if not first else ' or less' if cut > 1 else ''}", bins
     if view.name == "position" and view.edges is not None:
         share = 100 * float(view.edges[cut])
-        return f"the first {share:.0f}% of the response" if first else f"the last {100 - share:.0f}% of the response"
+        return f"the {f'first {share:.0f}' if first else f'last {100 - share:.0f}'}% of the response", bins
     name = {"probability": "sampler probability"}.get(view.name, view.name)
-    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}"
+    edge = f"{view.edges[cut]:.2g}" if view.edges is not None else view.labels[cut]
+    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}", bins
 
 
-def _bin(measured: Measured, name: str, texts: Mapping[int, str]) -> Hotspot | None:
-    view = measured.views[name]
-    tokens, k3 = shares(view, measured.size)
+def _bin(view: View, tokens: np.ndarray, k3: np.ndarray, texts: Mapping[int, str]) -> tuple[str, slice] | None:
     candidates = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
     if not candidates.any():
         return None
     best = int(np.argmax(np.where(candidates, k3 - tokens, -np.inf)))
-    return Hotspot(name, bin_text(view, best, texts), float(tokens[best]), float(k3[best]))
-
-
-def bin_text(view: View, index: int, texts: Mapping[int, str]) -> str:
-    """Describes a bin of a view with unordered bins."""
-    label = view.labels[index]
-    if view.name == "turn-number":
-        return f"turn {label}"
-    if view.name == "prompt":
-        return f"prompt {label} (the number of its first occurrence, from 0)"
-    if view.name == "observation":
-        return label if not label[0].isdigit() else f"tokens {label} after an observation"
-    if view.name == "token":
-        id_ = view.columns.get("id", np.full(len(view.labels), -1))[index]
-        text = texts.get(int(id_))
-        return f"token {label.translate(VISIBLE_WHITESPACE)}" + (f" ({text})" if text else "")
-    if not re.fullmatch(r"[+-]?\d+", label):
-        return "tokens away from the borders of turns"
-    offset = int(label)
-    if offset >= 0:
-        return "the first token of later turns" if offset == 0 else f"token {offset + 1} of later turns"
-    return "the last token before a turn's border" if offset == -1 else f"{-offset} tokens before a turn's border"
+    text = texts.get(int(view.columns["id"][best])) if "id" in view.columns else None
+    label = view.labels[best]
+    what = f"{SINGLE[view.name]} {label.translate(VISIBLE_WHITESPACE) if view.name == 'token' else label}"
+    return f"{what} ({text})" if text else what, slice(best, best + 1)

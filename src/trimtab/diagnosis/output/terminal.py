@@ -1,4 +1,4 @@
-"""Renders a diagnosis for the terminal, as about ten labeled lines."""
+"""Renders a diagnosis for the terminal, as labeled lines."""
 
 from __future__ import annotations
 
@@ -6,117 +6,92 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.diagnosis.output.words import (
-    chosen,
-    contract,
-    effect_text,
-    faults,
-    format_digits,
-    format_number,
-    format_with_interval,
-    known_lines,
-    masked_text,
-    method_text,
-    opening,
-    outside_text,
-    read_text,
-    size_text,
-    split_text,
-    where_text,
-)
-from trimtab.diagnosis.records import Diagnosis
-from trimtab.pages.render import number
+from trimtab.diagnosis.output import words
+from trimtab.diagnosis.output.words import figure, format_number, format_percent
+from trimtab.diagnosis.records import Cause, Diagnosis, Measured
 
 LABEL = 10
+NONE = "none stands out above the noise floor"
 MISSING = 3
-"""Largest number of absent columns for which the verdict explains each."""
+"""Largest number of absent columns for which the terminal explains each."""
 
 
 def verdict(diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None) -> str:
-    """Returns the whole verdict; `width`: columns at which lines are wrapped, None for no wrapping."""
+    """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
     return folded(rows(diagnosis, page), width)
 
 
 def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     """Returns labeled lines as text."""
     label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
-    return "\n".join(line for label, text in lines for line in _folded(f"{label:<{label_width}}", text, width))
+    result = []
+    for label, text in lines:
+        # Text from files (column names, findings) may contain control characters.
+        plain = "".join(sign if sign.isprintable() else " " for sign in text)
+        head = f"{label:<{label_width}}"
+        result += (
+            [head + plain]
+            if width is None
+            else textwrap.wrap(
+                plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+            )
+        )
+    return "\n".join(result)
+
+
+def labeled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns lines of which the first has the label; an empty label continues the line above."""
+    return [("" if index else label, text) for index, text in enumerate(texts)]
 
 
 def rows(diagnosis: Diagnosis, page: Path | str | None = None) -> list[tuple[str, str]]:
-    """Returns label and text of each line; an empty label continues the line above."""
+    """Returns label and text of each line."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
-    lines = [("verdict" if index == 0 else "", line) for index, line in enumerate(opening(diagnosis))]
-    lines.append(("read", read_text(origin)))
-    lines += [("", finding.text) for finding in origin.findings]
-    if origin.missing:
-        lines.append(("missing", _missing(origin.missing)))
-    lines += _size(diagnosis)
-    check = contract(measured.size)
-    lines.append(("contract", check.text))
-    lines.append(("where", where_text(measured, diagnosis.texts)))
-    if split := split_text(measured):
-        lines.append(("split", split))
-    lines += _causes(diagnosis)
-    lines += _advice(diagnosis)
-    if page is not None:
-        lines.append(("page", str(page)))
-    return lines
-
-
-def _missing(columns: Mapping[str, str]) -> str:
-    """Lists the absent columns, up to `MISSING` with the analysis that each would allow."""
-    if len(columns) <= MISSING:
-        return "; ".join(f"{column} ({cost})" for column, cost in columns.items())
-    return f"{', '.join(columns)}; the page says what each costs"
-
-
-def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    size = diagnosis.measured.size
-    values = size.mismatch
-    k1, k2, chi2, floor = map(format_number, (values["k1"], values["k2"], values["chi2_token"], size.floor))
-    figures = (
-        f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; "
-        f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
-        f"Pearson {format_digits(values['pearson'], '.5f')}, "
-        f"perplexity ratio {format_digits(values['ppl_ratio'], '.5g')}"
-    )
-    k3 = format_with_interval(size, "k3")
     return [
-        ("size", f"k3 {k3} nats per token: {size_text(size)}; rounding alone makes {floor}"),
-        ("", figures),
-        ("", outside_text(size)),
-        *([("", masked)] if (masked := masked_text(diagnosis.measured.origin)) else ()),
+        *labeled("verdict", [f"{label}: {text}" if label else text for label, text in words.verdict(diagnosis)]),
+        *labeled("read", [words.read_text(origin), *(finding.text for finding in origin.findings)]),
+        *([("missing", _missing(origin.missing))] if origin.missing else []),
+        *labeled("size", _size(measured)),
+        ("contract", words.contract(measured.size)[1]),
+        ("where", words.where_text(diagnosis)),
+        *([("split", split)] if (split := words.split_text(measured)) else []),
+        *labeled("causes", [text for cause in diagnosis.causes for text in _cause(diagnosis, cause)] or [NONE]),
+        *labeled("do", _advice(diagnosis)),
+        *([] if page is None else [("page", str(page))]),
     ]
 
 
-def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    if not diagnosis.causes:
-        return [("causes", "none stands out above the noise floor")]
-    named = []
-    for cause in diagnosis.causes:
-        named.append(f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence} ({cause.page})")
-        named += [match.text for match in known_lines(diagnosis, cause)]
-    return [("causes" if index == 0 else "", text) for index, text in enumerate(named)]
+def _missing(columns: Mapping[str, str]) -> str:
+    if len(columns) <= MISSING:
+        return "; ".join(f"{column} ({cost})" for column, cost in columns.items())
+    return f"{', '.join(columns)}; the page lists what each one would allow"
 
 
-def _advice(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    recommended, texts = diagnosis.recommendation, []
-    for cause in diagnosis.causes:
-        if cause.name in faults(diagnosis) and cause.fix:
-            texts.append(f"first repair {cause.name}: {cause.fix}")
-    texts.append(f"{method_text(recommended.preset, recommended.overrides)}: {recommended.why}")
-    outcome = chosen(diagnosis)
-    if outcome is not None:
-        texts.append(f"on this data it {effect_text(outcome)}")
-    return [("do" if index == 0 else "", text) for index, text in enumerate(texts)]
-
-
-def _folded(head: str, text: str, width: int | None) -> list[str]:
-    # Text from files (column names, findings) may contain control characters.
-    plain = "".join(sign if sign.isprintable() else " " for sign in text)
-    if width is None:
-        return [head + plain]
-    return textwrap.wrap(
-        plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+def _size(measured: Measured) -> list[str]:
+    size = measured.size
+    k1, k2, chi2, ess_token, ess_seq, pearson, ppl_ratio = (
+        figure(size, key) for key in ("k1", "k2", "chi2_token", "ess_token", "ess_seq", "pearson", "ppl_ratio")
     )
+    figures = (
+        f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; ESS {ess_token} of tokens, {ess_seq} of sequences; "
+        f"Pearson {pearson}, perplexity ratio {ppl_ratio}"
+    )
+    masked = words.masked_text(measured.origin)
+    return [words.size_text(measured), figures, words.outside_text(size), *([masked] if masked else [])]
+
+
+def _cause(diagnosis: Diagnosis, cause: Cause) -> list[str]:
+    text = f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence} ({cause.page})"
+    return [text, *(match.text for match in words.known_lines(diagnosis, cause))]
+
+
+def _advice(diagnosis: Diagnosis) -> list[str]:
+    wrong, outcome = words.faults(diagnosis), words.chosen(diagnosis)
+    texts = [f"repair {cause.name}: {cause.fix}" for cause in diagnosis.causes if cause.name in wrong and cause.fix]
+    texts.append(f"{words.method_text(diagnosis)}: {diagnosis.recommendation.why}")
+    if outcome is not None:
+        texts.append(
+            f"on this data it keeps {format_percent(outcome.kept)} of the tokens, changes "
+            f"{format_percent(outcome.changed)} of the weights, leaves ESS {format_number(outcome.ess)}"
+        )
+    return texts

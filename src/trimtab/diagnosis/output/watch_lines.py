@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from trimtab.diagnosis.output.words import format_count, format_number
-from trimtab.diagnosis.watch import Bound, StepReport, Watch
+from trimtab.diagnosis.watch import StepReport, Watch
 from trimtab.pages.render import number
 
 
 def opening_line(watch: Watch, every: float) -> str:
     """Returns the line before the first step: what is watched, which bounds hold, how to end it."""
-    bounds = ", ".join(_bound_text(bound) for bound in watch.bounds) or "none"
+    bounds = ", ".join(f"{bound.name} {bound.side} {bound.value:g}" for bound in watch.bounds) or "none"
     absent = "" if watch.folder.is_dir() else ", which does not exist yet"
     return f"watching {watch.folder}{absent}, every {every:g} s; alarm at: {bounds}; end with Ctrl-C"
 
@@ -26,20 +26,15 @@ def event_lines(event: StepReport | str) -> list[str]:
         f"of tokens, {number(figures['ess_seq'])} of sequences; {format_count(int(figures['sequences']), 'response')}, "
         f"{format_count(int(figures['tokens']), 'token')}{left_out}"
     )
-    return [line, *(_alarm(event, bound) for bound in event.crossed)]
+    alarms = [
+        f"ALARM {event.unit} {event.step}: {bound.name} {format_number(figures[bound.name])} is {bound.side} "
+        f"{bound.value:g}: {bound.action}"
+        for bound in event.crossed
+    ]
+    return [line, *alarms]
 
 
 def last_line(watch: Watch) -> str:
     """Returns the line after the last step."""
     calls = f", {format_count(watch.calls, 'call')}" if watch.calls else ""
     return f"watched {format_count(watch.steps, 'step')}{calls}, {format_count(watch.alarms, 'alarm')}"
-
-
-def _alarm(event: StepReport, bound: Bound) -> str:
-    side = "above" if bound.is_upper else "below"
-    value = format_number(event.figures[bound.name])
-    return f"ALARM {event.unit} {event.step}: {bound.name} {value} is {side} {bound.value:g}: {bound.action}"
-
-
-def _bound_text(bound: Bound) -> str:
-    return f"{bound.name} {'above' if bound.is_upper else 'below'} {bound.value:g}"

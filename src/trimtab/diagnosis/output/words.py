@@ -1,11 +1,9 @@
-"""Sentences of a diagnosis, shared by terminal and HTML page."""
+"""Numbers and sentences of a diagnosis, shared by the terminal, Markdown and the page."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.diagnosis.advice.rules import MUST_FIX
@@ -14,34 +12,41 @@ from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import Cause, DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
-from trimtab.pages.render import beside, number, short
+from trimtab.pages.render import beside, number, short, short_exponent
 from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
 
+FIGURES = {
+    "k3": ("k3, nats per token", "KL divergence of sampler and trainer; 0 where they agree; look here first"),
+    "ratio_mean": ("mean ratio trainer / sampler", "1 where log-probs are correct, however large k3 is"),
+    "ess_token": ("effective sample size, tokens", "share of the tokens that count under importance weights"),
+    "pearson": ("Pearson r of the probabilities", "1 at best"),
+    "ess_seq": ("effective sample size, responses", "share of the responses that count under importance weights"),
+    "k1": ("k1", "the KL divergence from log-ratios alone; may be negative"),
+    "k2": ("k2", "half the mean squared log-ratio"),
+    "chi2_token": ("χ², token", "variance of token importance weights"),
+    "chi2_seq": ("χ², sequence", "variance of sequence importance weights"),
+    "ppl_ratio": ("perplexity ratio", "trainer over sampler, mean over responses"),
+    "ppl_train": ("perplexity", "of the trainer, mean over responses"),
+    "abs_diff_mean": ("mean |log-ratio|", "nats per token"),
+    "abs_diff_max": ("largest |log-ratio|", "nats"),
+}
+"""Name and meaning of each figure, in reading order."""
 WIDE = 3.0
-"""Ratio of the ends of an interval of the mean ratio beyond which it is no evidence that 1 is inside."""
+"""Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""
 MOST_KNOWN = 3
 """Largest number of known faults that is shown under a cause."""
 CLOSE = 1e-3
 """A mean ratio this close to 1 is accepted, however narrow its interval is."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of comparing the mean ratio with 1. tone: good, warn or plain (undecided)."""
-
-    tone: str
-    text: str
-
-
 def format_number(value: float) -> str:
     """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
-    if value == 0:
-        return "0"
     return short(value) if math.isfinite(value) else "–"
 
 
-def format_digits(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else "–"
+def format_signed(value: float) -> str:
+    """Formats a number with a typographic minus."""
+    return f"−{format_number(-value)}" if value < 0 else format_number(value)
 
 
 def format_percent(share: float) -> str:
@@ -56,14 +61,88 @@ def format_percent(share: float) -> str:
     return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
 
 
-def size_text(size: MismatchSize) -> str:
-    """Returns the description of the published range that k3 lies in."""
+def format_count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def format_interval(interval: Interval | None, form: Callable[[float], str] = format_number) -> str:
+    """Formats the ends as `1.7e-4 to 2.1e-4`; empty if they are not known."""
+    if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+        return ""
+    return f"{form(interval.low)} to {form(interval.high)}"
+
+
+def _form(key: str) -> Callable[[float], str]:
+    if key in ("ratio_mean", "ppl_ratio", "pearson"):  # near 1, where four digits are too few
+        return lambda value: short_exponent(f"{value:.5g}") if math.isfinite(value) else "–"
+    return format_number if key in ("k1", "k2", "k3", "chi2_token") else number
+
+
+def figure(size: MismatchSize, key: str) -> str:
+    """Formats a statistic of the mismatch, with enough digits to tell it from the ends of its healthy range."""
+    return beside(size.mismatch[key], bounds(f"mismatch/{key}"), _form(key))
+
+
+def interval_of(size: MismatchSize, key: str) -> str:
+    """Formats the 95% interval of a statistic; empty if it has none."""
+    return format_interval(size.intervals.get(key), _form(key))
+
+
+def with_interval(size: MismatchSize, key: str) -> str:
+    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
+    ends = interval_of(size, key)
+    return f"{figure(size, key)} ({ends})" if ends else figure(size, key)
+
+
+def overrides_text(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
+
+
+def method_text(diagnosis: Diagnosis) -> str:
+    """Returns the recommended preset with its bounds."""
+    recommended = diagnosis.recommendation
+    if not recommended.preset:
+        return "no correction yet"
+    bounds = overrides_text(recommended.overrides)
+    return f"{recommended.preset} with {bounds}" if bounds else recommended.preset
+
+
+def read_text(origin: DataSummary) -> str:
+    """Returns what was read and what was dropped."""
+    trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
+    reasons = ", ".join(f"{count:,} {why}" for why, count in origin.dropped.items() if count)
+    dropped = f"dropped {sum(origin.dropped.values()):,} ({reasons})" if reasons else "nothing dropped"
+    text = f"{format_count(origin.files, 'file')} ({origin.framework}): {format_count(origin.responses, 'response')}"
+    return f"{text}, {format_count(origin.tokens, 'token')}{trained}; {dropped}"
+
+
+def range_text(size: MismatchSize) -> str:
+    """Returns the description of the published range that contains k3."""
     if size.verdict == "rounding":
-        return "no more than the rounding of the stored log-probs makes"
+        return "no more than the rounding of the stored log-probs causes"
     k3_range = k3_ranges()[size.verdict]
     if k3_range.low is not None and size.mismatch["k3"] < k3_range.low:
         return k3_range.text.replace("within what", "less than")
     return k3_range.text
+
+
+def size_text(measured: Measured) -> str:
+    """Returns k3, what it means, and how far apart the probabilities of a token are."""
+    size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
+    by = f"{100 * math.expm1(difference):.2g}%" if difference < 0.4 else f"a factor of e^{difference:.2g}"
+    apart = f"; the two probabilities of a token differ by {by} on average" if math.isfinite(difference) else ""
+    text = f"k3 (KL divergence) {with_interval(size, 'k3')} nats per token: {range_text(size)}"
+    return f"{text}{apart}; rounding alone causes {format_number(size.floor)}"
+
+
+def masked_text(origin: DataSummary) -> str:
+    """Describes the responses that the trainer masks out of its loss; empty without any."""
+    if (masked := origin.masked) is None:
+        return ""
+    return (
+        f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
+        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
+    )
 
 
 def outside(size: MismatchSize) -> dict[str, str]:
@@ -72,110 +151,53 @@ def outside(size: MismatchSize) -> dict[str, str]:
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
-def _four_digits(value: float) -> str:
-    return f"{value:.4g}" if abs(value) >= 0.1 else format_number(value)
-
-
 def outside_text(size: MismatchSize) -> str:
-    """Lists the statistics outside their healthy range."""
-    bands = outside(size)
-    if not bands:
-        return "every figure is within its healthy range"
-    items = [
-        f"{key} {beside(size.mismatch[key], bounds(f'mismatch/{key}'), _four_digits)} ({band})"
-        for key, band in bands.items()
-    ]
-    return f"outside their healthy ranges: {', '.join(items)}"
+    items = ", ".join(f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items())
+    return f"outside their healthy ranges: {items}" if items else "every figure is within its healthy range"
 
 
-def known(interval: Interval | None) -> bool:
-    return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
+def contract(size: MismatchSize) -> tuple[str, str]:
+    """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution.
 
-
-def format_with_interval(size: MismatchSize, key: str) -> str:
-    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
-    return f"{format_number(size.mismatch.get(key, math.nan))}{format_interval(size.intervals.get(key))}"
-
-
-def format_interval(interval: Interval | None) -> str:
-    if interval is None or not known(interval):
-        return ""
-    return f" ({format_number(interval.low)} to {format_number(interval.high)})"
-
-
-def overrides_text(overrides: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
-
-
-def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
-    if not preset:
-        return "no correction yet"
-    return f"{preset} with {overrides_text(overrides)}" if overrides else preset
-
-
-def read_text(origin: DataSummary) -> str:
-    """Returns one sentence on what was read and what was dropped."""
-    trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
-    text = f"{format_count(origin.files, 'file')} ({origin.framework}): {format_count(origin.responses, 'response')}"
-    return f"{text}, {format_count(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
-
-
-def format_count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
-
-
-def masked_text(origin: DataSummary) -> str:
-    """Describes the responses that the trainer masks out of its loss; empty without any."""
-    if origin.masked is None:
-        return ""
-    masked = origin.masked
-    return (
-        f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
-        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
-    )
-
-
-def dropped_text(origin: DataSummary) -> str:
-    count = sum(origin.dropped.values())
-    if not count:
-        return "nothing dropped"
-    return f"dropped {count:,} ({', '.join(f'{number_:,} {why}' for why, number_ in origin.dropped.items())})"
-
-
-def contract(size: MismatchSize) -> Check:
-    """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution."""
-    mean, interval = size.mismatch.get("ratio_mean", math.nan), size.intervals.get("ratio_mean")
-    if not math.isfinite(mean):
-        return Check("plain", "the mean ratio is not defined")
-    if interval is None or not known(interval):
-        return Check("plain", f"mean ratio {mean:.5g}; too few responses for an interval")
-    text = f"mean ratio {mean:.5g} ({interval.low:.5g} to {interval.high:.5g})"
-    if interval.low <= 1 <= interval.high and interval.high > WIDE * interval.low:
-        return Check("plain", f"{text}: an interval this wide says nothing, a few tokens decide the mean")
+    Returns good, warn or plain (undecided), and the result in words.
+    """
+    mean, interval = size.mismatch["ratio_mean"], size.intervals.get("ratio_mean")
+    text = f"mean ratio {with_interval(size, 'ratio_mean')}"
+    if interval is None or not interval_of(size, "ratio_mean"):
+        return "plain", f"{text}; too few responses for an interval"
     if interval.low <= 1 <= interval.high:
-        return Check("good", f"{text}: 1 is inside, as for correct log-probs of untruncated sampling")
+        if interval.high > WIDE * interval.low:
+            return "plain", f"{text}: the interval is too wide to decide, since a few tokens determine the mean"
+        return "good", f"{text}: the interval contains 1, as expected of correct log-probs without top-p and top-k"
     if abs(mean - 1) <= CLOSE:
-        return Check("good", f"{text}: not quite 1, but within {format_percent(CLOSE)} of it")
-    side = (
-        "below 1: tokens the trainer finds likely were never sampled (top-p, top-k), or log-probs are wrong"
-        if mean < 1
-        else "above 1: the sampler's log-probs are not those of the distribution it sampled from"
-    )
-    return Check("warn", f"{text} is {side}")
+        return "good", f"{text}: within {format_percent(CLOSE)} of 1"
+    if mean < 1:
+        return "warn", f"{text} is below 1: tokens likely under the trainer cannot be sampled, or log-probs are wrong"
+    return "warn", f"{text} is above 1: the sampler's log-probs are not those of the distribution it sampled from"
 
 
-def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> str:
-    """Lists the `most` largest hotspots of the mismatch; `texts`: of token ids, where known."""
-    if not measured.size.mismatch.get("k3", math.nan) > 0:
-        return "nowhere: there is no mismatch"
-    spots = hotspots(measured, texts)
-    if not spots:
-        return "spread evenly: no part of any view holds much more of the mismatch than its share of the tokens"
-    items = [
-        f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of the mismatch)"
-        for spot in spots
-    ]
-    return "; ".join(items[:most])
+def where_text(diagnosis: Diagnosis, most: int = 3) -> str:
+    """Lists the `most` largest hotspots of the mismatch, after the tokens that the first cause concerns."""
+    measured = diagnosis.measured
+    spots = hotspots(measured, diagnosis.texts)
+    if not measured.size.mismatch["k3"] > 0:
+        text = "nowhere: there is no mismatch"
+    elif not spots:
+        text = "spread evenly: no part of the data has much more of the mismatch than its share of the tokens"
+    else:
+        text = "; ".join(
+            f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of the mismatch)"
+            for spot in spots[:most]
+        )
+    first = next(iter(diagnosis.causes), None)
+    if first is None or first.name not in MUST_FIX:
+        return text
+    left_out = measured.removed or (first.tokens if first.name == "non-finite" else 0)
+    tokens = measured.size.mismatch["tokens"] + left_out
+    if not 0 < first.tokens < tokens:
+        return text
+    concerned = f"{format_count(first.tokens, 'token')} ({format_percent(first.tokens / tokens)} of all)"
+    return f"{concerned}; {'without them: ' if left_out else ''}{text}"
 
 
 def split_text(measured: Measured) -> str:
@@ -185,11 +207,11 @@ def split_text(measured: Measured) -> str:
         return f"mismatch and staleness are not separable: {split.why}"
     if split.staleness == 0:
         return split.why
-    parts = [
-        f"{format_number(value)}{format_interval(split.intervals.get(name))}"
-        for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness))
-    ]
-    return f"of the drift, k3 {parts[0]} is trainer and sampler computing differently and {parts[1]} is older weights"
+    parts = []
+    for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness)):
+        ends = format_interval(split.intervals.get(name))
+        parts.append(f"{name} {format_number(value)}{f' ({ends})' if ends else ''}")
+    return f"k3 of the drift: {', '.join(parts)}"
 
 
 def faults(diagnosis: Diagnosis) -> list[str]:
@@ -199,9 +221,8 @@ def faults(diagnosis: Diagnosis) -> list[str]:
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
     """Returns everything that was found, the causes first."""
-    wrong = faults(diagnosis)
     causes = [
-        Finding("fail" if cause.name in wrong else "note", cause.name, cause.evidence, cause.fix)
+        Finding("fail" if cause.name in MUST_FIX else "note", cause.name, cause.evidence, cause.fix)
         for cause in diagnosis.causes
     ]
     return [*causes, *diagnosis.measured.origin.findings]
@@ -231,13 +252,6 @@ def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
     return (exact or same or [None])[0]
 
 
-def effect_text(outcome: PresetOutcome) -> str:
-    return (
-        f"keeps {format_percent(outcome.kept)} of the tokens, changes {format_percent(outcome.changed)} of the "
-        f"weights, leaves ESS {format_number(outcome.ess)}"
-    )
-
-
 def tone(diagnosis: Diagnosis) -> str:
     """Returns good if k3 is healthy, also with masked responses, and the only cause, if any, is `precision`."""
     harmless = all(cause.name == "precision" for cause in diagnosis.causes)
@@ -246,84 +260,22 @@ def tone(diagnosis: Diagnosis) -> str:
     return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
 
 
-def opening(diagnosis: Diagnosis) -> list[str]:
-    """Returns what is wrong, how sure that is and what to do first, in plain sentences."""
-    lines = []
-    for cause in diagnosis.causes[:2]:
-        plain = f"{PLAIN[cause.name]} ({cause.name}, {certainty(cause)}, confidence {cause.confidence:.2f})."
-        lines.append(f"Apart from that: {plain[0].lower()}{plain[1:]}" if lines else plain)
-    if not lines:
-        lines.append(f"{AGREES}.")
-    wrong = faults(diagnosis)
-    if wrong:
-        first = next(cause for cause in diagnosis.causes if cause.name in wrong)
-        lines.append(f"First: {first.fix}")
-    return lines
+def cause_text(cause: Cause | None) -> str:
+    """Returns what a cause means and how sure it is; that there is none for None."""
+    if cause is None:
+        return "Trainer and sampler agree: no cause stands out above the noise floor"
+    word = next(word for least, word in CERTAINTY if cause.confidence >= least)
+    return f"{PLAIN[cause.name]} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
 
 
-def headline(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Returns the answers to the questions of someone who does not know the terms, each with its label."""
-    recommendation, causes = diagnosis.recommendation, diagnosis.causes
-    found = [
-        f"{PLAIN[cause.name]} ({certainty(cause)}: confidence {cause.confidence:.2f} of 1)." for cause in causes[:2]
-    ] or [f"{AGREES}."]
-    lines: list[tuple[str, str]] = [("What was found", found[0]), *(("Apart from that", text) for text in found[1:])]
-    lines.append(("How large it is", _large(diagnosis.measured)))
-    if wrong := faults(diagnosis):
-        lines.append(("What to do first", next(cause.fix for cause in causes if cause.name in wrong)))
-    else:
-        method = method_text(recommendation.preset, recommendation.overrides)
-        text = f"Nothing has to be repaired. Use the correction {method}: section 4 says why and what to copy."
-        lines.append(("What to do", text))
-    lines.append(("Where it is", _place(diagnosis)))
-    lines += [("Why this answer", f"{_capital(cause.evidence.rstrip('.'))}.") for cause in causes[:1]]
-    # A hyphen at which lines do not break.
-    return [(label, re.sub(r"(\de)-(\d)", "\\1\u2011\\2", text)) for label, text in lines]
+def verdict(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Returns the first two causes and what to do first, each after its label ("", Also, First)."""
+    causes = [("Also" if index else "", f"{cause_text(cause)}.") for index, cause in enumerate(diagnosis.causes[:2])]
+    fixes = [cause.fix for cause in diagnosis.causes if cause.name in MUST_FIX]
+    first = fixes[0] if fixes else f"Nothing has to be repaired; use the correction {method_text(diagnosis)}."
+    return [*(causes or [("", f"{cause_text(None)}.")]), ("First", first)]
 
 
-def _large(measured: Measured) -> str:
-    size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
-    if not math.isfinite(difference):
-        return "Not known: no token has two finite log-probs."
-    ratio, interval = math.exp(difference), size.intervals.get("k3")
-    by = f"{100 * math.expm1(difference):.2g}%" if ratio < 1.5 else f"a factor of {format_number(ratio)}"
-    ends = ""
-    if interval is not None and known(interval):
-        ends = f", 95% interval {format_number(interval.low)} to {format_number(interval.high)}"
-    text = (
-        f"The two probabilities of a token, the trainer's and the sampler's, differ by {by} on average (k3, an "
-        f"estimate of the KL divergence per token: {format_number(size.mismatch['k3'])}{ends}): {size_text(size)}."
-    )
-    masked = masked_text(measured.origin)
-    return f"{text} That is {masked}." if masked else text
-
-
-def _place(diagnosis: Diagnosis) -> str:
-    """Returns which tokens the first cause concerns, and where the mismatch gathers."""
-    measured, first = diagnosis.measured, diagnosis.causes[:1]
-    where = where_text(measured, diagnosis.texts)
-    where = f"Mostly at {where}." if hotspots(measured, diagnosis.texts) else f"{_capital(where)}."
-    if not first or first[0].name not in MUST_FIX:
-        return where
-    concerned = first[0].tokens
-    left_out = measured.removed or (concerned if first[0].name == "non-finite" else 0)
-    tokens = measured.size.mismatch["tokens"] + left_out
-    if not 0 < concerned < tokens:
-        return where
-    what = f"In {format_count(concerned, 'token')}, {format_percent(concerned / tokens)} of all."
-    return f"{what} What remains without them: {where[0].lower()}{where[1:]}" if left_out else f"{what} {where}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] if text[:2].isalpha() else text  # k3 stays k3
-
-
-def certainty(cause: Cause) -> str:
-    """Returns the confidence as a word."""
-    return next(word for least, word in CERTAINTY if cause.confidence >= least)
-
-
-AGREES = "Trainer and sampler agree: no cause stands out above the noise floor"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 PLAIN = {
     "placeholder": "Some log-probs in the file are constants that stand for missing values",
@@ -337,12 +289,12 @@ PLAIN = {
     "truncated-sampling": "The sampler cuts its distribution (top-p, top-k or min-p), the trainer does not",
     "undelivered": "New weights do not arrive at the sampler",
     "stale": "The sampler used older weights than the trainer",
-    "stale-cache": "The sampler answers from a cache of older weights",
-    "non-finite": "Some log-probs are not finite or missing",
-    "routing": "A few tokens were answered by other experts of the model",
+    "stale-cache": "The sampler generates from a cache of older weights",
+    "non-finite": "Some log-probs are missing or not finite",
+    "routing": "A few tokens were routed to other experts of the model",
     "quantized": "The difference is as large as that of quantized weights",
     "precision": "The difference is ordinary rounding",
     "long-context": "The difference grows with the length of the context",
     "unexplained": "Something is wrong that no known cause explains",
 }
-"""What each cause means, for a reader who does not know the terms."""
+"""What each cause means, in plain words."""

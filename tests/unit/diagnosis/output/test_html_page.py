@@ -16,7 +16,7 @@ from tests.support.diagnosis_example import MISMATCH, example, steps, view, view
 from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
-from trimtab.diagnosis.output.html_page import page, write_page
+from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
 from trimtab.diagnosis.output.markdown import markdown
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
@@ -66,12 +66,12 @@ def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
         whole.index(text)
         for text in (
             "What was found",
+            "What to do first",
             "How large it is",
-            "What to do",
             "Where it is",
             "Why this answer",
             "1. How large it is",
-            "2. Where it sits",
+            "2. Where it is",
             "3. What kind it is",
             "4. What to do",
             "What was read",
@@ -125,14 +125,16 @@ def test_hostile_labels_inside_figures_are_escaped() -> None:
 
 def test_captions_of_the_views_state_planted_numbers() -> None:
     result = captions(example(), panels.view_panels)
-    assert result["k3 by age of the weights"] == "1.1e-3 at age 0, 0.01 at age 4-7."
+    assert result["k3 by age of the weights"] == (
+        "k3 1.1e-3 at 0, 0.01 at 4-7; highest 0.01 at 4-7. Mean log-ratio −1.1e-3 at 0, −0.01 at 4-7."
+    )
     assert result["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
-    assert result["Log-ratio envelope"] == (
-        "Widest at probability <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch); 0.13 nats at 0.5 to 1."
+    assert result["Log-ratio by probability"].startswith(
+        "Widest at <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch); 2 at <1e-3, 0.13 at 0.5 to 1."
     )
-    assert result["k3 by position"] == "4.0e-3 in the first part, 6.0e-3 in the last; highest at 90-100% (6.0e-3)."
-    assert result["Log-ratio by entropy"] == "Mean log-ratio −5.0e-4 at entropy 0 to 0.5, −0.03 at 2 to 4."
+    assert result["k3 by position"].startswith("k3 4.0e-3 at 0-10%, 6.0e-3 at 90-100%; highest 6.0e-3 at 90-100%.")
+    assert result["Log-ratio by entropy"].endswith("Mean log-ratio −5.0e-4 at 0 to 0.5, −0.03 at 2 to 4.")
 
 
 def test_captions_over_steps_and_of_the_scatter_state_planted_numbers() -> None:
@@ -142,8 +144,10 @@ def test_captions_over_steps_and_of_the_scatter_state_planted_numbers() -> None:
     result = captions(replace(planted, measured=replace(planted.measured, scatter=plane)), panels.size_panels)
     assert result["Trainer against sampler"] == "100 tokens, 3.0% of them more than 0.05 away from the line."
     assert result["Ratio tails over steps"] == "Widest at step 20: 1% of the ratios below 0.804, 1% above 1.24."
-    # First and last quarter: medians of steps 3 and 18, (1 + .15 * 17) / (1 + .15 * 2) = 2.73.
-    assert result["k3 over steps"] == "Grows 2.7-fold from the first quarter to the last; highest at step 20 (7.7e-3)."
+    # First and last quarter: medians of steps 3 and 18, .002 (1 + .15 * 2) and .002 (1 + .15 * 17).
+    assert (
+        result["k3 over steps"] == "Median of the first quarter 2.6e-3, of the last 7.1e-3; highest 7.7e-3 at step 20."
+    )
     assert result["ESS over steps"] == (
         "token weights 1 at first, 0.98 at last; sequence weights 0.9 at first, 0.23 at last."
     )
@@ -152,37 +156,31 @@ def test_captions_over_steps_and_of_the_scatter_state_planted_numbers() -> None:
 def test_a_jump_at_one_turn_is_named() -> None:
     turns = view("turn", ["-1", "0", "+1", "elsewhere"], [500, 500, 500, 89500], [0.001, 0.9, 0.002, 0.001])
     result = example(only={"turn": turns})
-    assert captions(result, panels.view_panels) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
+    caption = captions(result, panels.view_panels)["k3 around the borders of turns"]
+    assert "highest 0.9 at 0." in caption
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
-    assert (
-        words.where_text(of_half.measured, {})
-        == "the first token of later turns (0.5% of the tokens, 90% of the mismatch)"
-    )
-
-
-def test_steady_and_falling_k3_are_distinguished() -> None:
-    # Falling, quarters of two steps: medians (1 + 1/2) / 2 and (1/7 + 1/8) / 2, 0.1339 / 0.75 = 18%.
-    kinds = {"Steady": [0.001] * 8, "Falls to 18%": [0.01 / step for step in range(1, 9)]}
-    for caption, k3 in kinds.items():
-        rows = tuple({"step": step, "k3": value} for step, value in enumerate(k3, start=1))
-        assert captions(example(size={"by_step": rows}), panels.size_panels)["k3 over steps"].startswith(caption)
+    assert words.where_text(of_half) == "tokens from the border of a turn: 0 (0.5% of the tokens, 90% of the mismatch)"
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
-    rows = panels.top_tokens(example().measured, {})
-    assert [row["label"] for row in rows] == ["13", "1234", "220", "17"]
+    rows = top_tokens(example())
+    assert [row[0] for row in rows] == ["13", "1234", "220", "17"]
     # 51,200 * 0.0032 = 163.84 and 800 * 0.2 = 160 of 91,000 * 0.0048 = 436.8 nats.
-    assert [row["share"] for row in rows] == ["38%", "37%", "14%", "8.2%"]
-    assert rows[1]["tokens"] == "0.9%"
+    assert [row[4] for row in rows] == [
+        ("38%", "37.5", ""),
+        ("37%", "36.6", ""),
+        ("14%", "13.7", ""),
+        ("8.2%", "8.2", ""),
+    ]
+    assert rows[1][3] == "0.9%"
 
 
-def test_texts_of_ids_stand_before_them_escaped() -> None:
+def test_texts_of_ids_stand_beside_them_escaped() -> None:
     tokens = view("token", ["7", "other"], [50, 50], [0.1, 0.2], columns={"id": np.array([7, -1])})
-    result = bare(only={"token": tokens})
-    rows = panels.top_tokens(result.measured, {7: EVIL})
-    assert [(row["label"], row["text"]) for row in rows] == [("other", ""), ("7", EVIL)]
-    text = page(replace(result, texts={7: EVIL}))
+    result = replace(bare(only={"token": tokens}), texts={7: EVIL})
+    assert [tuple(row[:2]) for row in top_tokens(result)] == [("other", ""), ("7", EVIL)]
+    text = page(result)
     assert "&lt;script&gt;" in text
     assert "<script" not in text
 
@@ -191,18 +189,15 @@ def test_missing_views_are_one_line_and_no_empty_figure() -> None:
     result = example(size={"by_step": ()}, only={"probability": views()["probability"]})
     text = page(result)
     assert "Not shown: curves over steps (the files do not say which step a response is of)." in text
-    assert (
-        "Not shown: position in the response, response length, borders of turns, turns, tokens since an observation, "
-        "age of the weights, entropy." in text
-    )
-    assert "the files hold no token ids" in text
+    assert "Not shown: position in the response, length of the response, tokens, tokens from the border of" in text
+    assert "the files have no token ids" in text
     assert text.count("<svg") == 3, "the range, the scatter and the envelope"
 
 
 def test_a_single_step_and_a_single_age_are_no_curves() -> None:
     result = example(size={"by_step": steps(1)}, only={"version": view("version", ["0"], [10], [0.1])})
-    assert panels.size_panels(result.measured).absent == ["curves over steps (the files hold one step)"]
-    assert "age of the weights (only 0 in this data)" in panels.view_panels(result.measured).absent
+    assert panels.size_panels(result.measured).absent == ["curves over steps (the files have one step)"]
+    assert "age of the weights, optimizer updates (only 0 in this data)" in panels.view_panels(result.measured).absent
 
 
 def test_a_page_without_figures_is_written() -> None:
@@ -266,5 +261,5 @@ def test_a_comparison_stands_first_with_its_table_and_places() -> None:
     texts = [part.strip() for part in Reader(text).texts]
     order = ["A against B", "2 times (1.5 to 2.5), more than chance", "k3 at step 2", "10 times", "What was found"]
     assert [part for part in texts if part in order] == [order[0], order[1], order[0], *order[2:]]
-    [first] = [part for part in texts if part.startswith("The mismatch of trainer and sampler is 2 times as large")]
+    [first] = [part for part in texts if part.startswith("k3 in A relative to B: 2 times")]
     assert texts.index(first) < texts.index("A against B")

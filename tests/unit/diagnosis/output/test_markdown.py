@@ -14,20 +14,21 @@ from trimtab.intervals import Interval
 GOLDEN = """\
 **The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).**
 
-Apart from that: the sampler used older weights than the trainer (stale, likely, confidence 0.88).
+Also: The sampler used older weights than the trainer (stale, likely, confidence 0.88).
+
+First: Nothing has to be repaired; use the correction token-tis with weight\\_max=1.31.
 
 | figure | value | 95% interval | healthy |
 |---|---|---|---|
-| k3, KL divergence per token in nats | 0.0048 | 0.0043 to 0.0054 | at most 0.01 |
-| mean ratio trainer / sampler | 1.00071 | 0.99910 to 1.00240 | 0.99 to 1.01 |
+| k3, nats per token | 4.8e-3 | 4.3e-3 to 5.4e-3 | at most 0.01 |
+| mean ratio trainer / sampler | 1.0007 | 0.9991 to 1.0024 | 0.99 to 1.01 |
 | effective sample size, tokens | 0.9878 | 0.985 to 0.99 | 0.95 to 1 |
+| Pearson r of the probabilities | 0.99641 | 0.9959 to 0.9969 | 0.95 to 1 |
 | effective sample size, responses | 0.3636 | – | 0.5 to 1 |
-| Pearson r of the probabilities | 0.99641 | 0.99590 to 0.99690 | 0.95 to 1 |
 
 - why quantized: k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.
 - where: sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
 of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
-- correction: token-tis with weight\\_max=1.31
 - read: 20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token); trainer's log-probs of the proximal policy
 - remark: 3 responses have a length of 1
@@ -75,10 +76,7 @@ def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
         names=("new|a.jsonl", "old.jsonl"),
     )
     lines = markdown(example(), of).splitlines()
-    assert lines[0] == (
-        "**The mismatch of trainer and sampler is 2 times as large in A as in B, which is more than chance (95% "
-        "interval 1.5 to 2.5 times).**"
-    )
+    assert lines[0] == ("**k3 in A relative to B: 2 times (1.5 to 2.5), more than chance.**")
     both = "4.8e-3 (4.3e-3 to 5.4e-3)"
     assert f"| k3 | {both} | {both} | 2 times (1.5 to 2.5), more than chance |" in lines
     assert (

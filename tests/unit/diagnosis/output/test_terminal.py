@@ -13,6 +13,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
+from trimtab.diagnosis.output.html_page import answers
 from trimtab.diagnosis.output.terminal import rows, verdict
 from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.findings import Finding
@@ -23,23 +24,24 @@ from trimtab.intervals import Interval
 # 117 + 227.25 = 344.25 nats.
 GOLDEN = """\
 verdict   The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).
-          Apart from that: the sampler used older weights than the trainer (stale, likely, confidence 0.88).
+          Also: The sampler used older weights than the trainer (stale, likely, confidence 0.88).
+          First: Nothing has to be repaired; use the correction token-tis with weight_max=1.31.
 read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token)
           3 responses have a length of 1
 missing   turn starts (the view by turn)
-size      k3 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: more than is published for large dense models (up to \
-1e-3), healthy for small ones in bfloat16 (up to 1e-2) and for mixture-of-experts models (up to 1e-1); rounding alone \
-makes 3.1e-13
+size      k3 (KL divergence) 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: more than is published for large dense models \
+(up to 1e-3), healthy for small ones in bfloat16 (up to 1e-2) and for mixture-of-experts models (up to 1e-1); the two \
+probabilities of a token differ by 3.2% on average; rounding alone causes 3.1e-13
           k1 4.1e-3, k2 5.2e-3, chi2 0.012 per token; ESS 0.9878 of tokens, 0.3636 of sequences; Pearson 0.99641, \
 perplexity ratio 1.0041
           outside their healthy ranges: chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 \
 (at most 1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
-contract  mean ratio 1.0007 (0.9991 to 1.0024): 1 is inside, as for correct log-probs of untruncated sampling
+contract  mean ratio 1.0007 (0.9991 to 1.0024): the interval contains 1, as expected of correct log-probs without \
+top-p and top-k
 where     sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
 of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
-split     of the drift, k3 1.1e-3 is trainer and sampler computing differently and 3.7e-3 \
-(3.0e-3 to 4.5e-3) is older weights
+split     k3 of the drift: mismatch 1.1e-3, staleness 3.7e-3 (3.0e-3 to 4.5e-3)
 causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps. \
 (docs/causes.md#quantized)
           stale (confidence 0.88): k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7. (docs/causes.md#stale)
@@ -81,47 +83,46 @@ def test_faults_come_before_the_correction() -> None:
     assert lines[0].endswith("Trainer and sampler use different temperatures (temperature, sure, confidence 0.90).")
     assert lines[1].strip() == "First: Divide the trainer's logits by 0.7."
     do = next(index for index, line in enumerate(lines) if line.startswith("do "))
-    assert "first repair temperature: Divide the trainer's logits by 0.7." in lines[do]
+    assert "repair temperature: Divide the trainer's logits by 0.7." in lines[do]
     assert lines[do + 1].strip() == "no correction yet: Fix temperature first."
-    answers = dict(words.headline(replace(broken, recommendation=nothing)))
-    assert answers["What to do first"] == "Divide the trainer's logits by 0.7."
-    assert not any("token-tis" in text for text in answers.values())
+    texts = dict(answers(replace(broken, recommendation=nothing)))
+    assert texts["What to do first"] == "Divide the trainer's logits by 0.7."
+    assert not any("token-tis" in text for text in texts.values())
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
 
 
-def test_the_answers_of_the_page_are_complete_and_explain_k3_where_it_first_occurs() -> None:
-    answers = words.headline(example())
-    assert [label for label, _ in answers] == [
-        *("What was found", "Apart from that", "How large it is", "What to do", "Where it is", "Why this answer"),
+def test_the_answers_of_the_page_are_complete() -> None:
+    assert [label for label, _ in answers(example())] == [
+        *("What was found", "Also found", "What to do first", "How large it is", "Where it is", "Why this answer"),
     ]
-    texts = dict(answers)
-    assert texts["What was found"].endswith("quantized weights (sure: confidence 0.94 of 1).")
+    texts = dict(answers(example()))
+    assert texts["What was found"].endswith("quantized weights (quantized, sure, confidence 0.94).")
+    assert texts["What to do first"].endswith("use the correction token-tis with weight_max=1.31.")
     # The mean absolute log-ratio is .0312: a factor of exp(.0312) = 1.0317.
-    assert texts["How large it is"].startswith(
-        "The two probabilities of a token, the trainer's and the sampler's, differ by 3.2% on average (k3, an "
-        "estimate of the KL divergence per token: 4.8e\u20113, 95% interval 4.3e\u20113 to 5.4e\u20113): more than"
-    )
-    whole = " ".join(text for _, text in answers)
-    assert whole.index("k3") == whole.index("k3, an estimate of the KL divergence")
-    assert texts["Why this answer"].startswith("k3 at age 0"), "a symbol keeps its case"
+    assert "the two probabilities of a token differ by 3.2% on average" in texts["How large it is"]
+    assert texts["Why this answer"].startswith("k3 at age 0")
+
+
+@pytest.mark.parametrize(
+    ("difference", "text"), [(0.3, "by 35% on"), (2.27, "by a factor of e^2.3 on"), (9e3, "e^9e+03")]
+)
+def test_the_distance_of_two_probabilities_has_words_however_large(difference: float, text: str) -> None:
+    changed = example(size={"mismatch": {**MISMATCH, "abs_diff_mean": difference}})
+    assert text in words.size_text(changed.measured)
 
 
 def test_the_place_of_a_fault_is_its_tokens_and_what_remains_is_told_apart() -> None:
-    fault = Cause("placeholder", 0.97, "It is 0.0.", "Mask it.", tokens=9000)
-    broken = example(causes=(fault,))
-    among = dict(words.headline(broken))["Where it is"]
-    assert among.startswith("In 9,000 tokens, 9.9% of all. Mostly at sampler probability below 0.1")  # of 91,000
+    broken = example(causes=(Cause("placeholder", 0.97, "It is 0.0.", "Mask it.", tokens=9000),))
+    assert words.where_text(broken).startswith("9,000 tokens (9.9% of all); sampler probability below 0.1")  # of 91,000
     left_out = replace(broken, measured=replace(broken.measured, removed=9000))
     # Of 91,000 + 9,000.
-    assert dict(words.headline(left_out))["Where it is"].startswith(
-        "In 9,000 tokens, 9.0% of all. What remains without them: mostly at sampler probability below 0.1"
-    )
+    assert words.where_text(left_out).startswith("9,000 tokens (9.0% of all); without them: sampler probability below")
 
 
 def test_many_missing_columns_are_named_only() -> None:
     absent = {name: f"no {name}" for name in ("entropy", "step", "group", "advantage")}
     lines = verdict(example(origin={"missing": absent})).splitlines()
-    assert "missing   entropy, step, group, advantage; the page says what each costs" in lines
+    assert "missing   entropy, step, group, advantage; the page lists what each one would allow" in lines
 
 
 def test_the_absence_of_a_cause_is_stated() -> None:
@@ -135,26 +136,24 @@ def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
     assert "\u202e" not in text
 
 
-def of(mean: float, low: float | None = None, high: float | None = None) -> words.Check:
-    intervals = {} if low is None or high is None else {"ratio_mean": Interval(mean, low, high)}
-    return words.contract(MismatchSize({**MISMATCH, "ratio_mean": mean}, intervals, 0.0, "", "dense"))
-
-
 @pytest.mark.parametrize(
-    ("check", "tone", "expected"),
+    ("mean", "low", "high", "tone", "expected"),
     [
-        (of(1.2, 0.9, 1.5), "good", "1 is inside"),
-        (of(0.9995, 0.9993, 0.9997), "good", "within 0.1% of it"),
-        (of(0.895, 0.89, 0.9), "warn", "never sampled"),
-        (of(1.3, 1.1, 1.5), "warn", "not those of the distribution"),
-        (of(1.3), "plain", "too few responses"),
-        (of(1.3, math.nan, math.nan), "plain", "too few responses"),
-        (of(math.nan), "plain", "not defined"),
+        (1.2, 0.9, 1.5, "good", "contains 1"),
+        (1.2, 0.4, 1.5, "plain", "too wide"),
+        (0.9995, 0.9993, 0.9997, "good", "within 0.1% of 1"),
+        (0.895, 0.89, 0.9, "warn", "cannot be sampled"),
+        (1.3, 1.1, 1.5, "warn", "not those of the distribution"),
+        (1.3, None, None, "plain", "too few responses"),
+        (1.3, math.nan, math.nan, "plain", "too few responses"),
+        (math.nan, None, None, "plain", "mean ratio –"),
     ],
 )
-def test_mean_ratio_against_one(check: words.Check, tone: str, expected: str) -> None:
-    assert check.tone == tone
-    assert expected in check.text
+def test_mean_ratio_against_one(mean: float, low: float | None, high: float | None, tone: str, expected: str) -> None:
+    intervals = {} if low is None or high is None else {"ratio_mean": Interval(mean, low, high)}
+    result = words.contract(MismatchSize({**MISMATCH, "ratio_mean": mean}, intervals, 0.0, "", "dense"))
+    assert result[0] == tone
+    assert expected in result[1]
 
 
 def located(*cuts: View) -> list[tuple[str, float, float]]:
@@ -179,7 +178,7 @@ def test_ordered_bins_are_cut_where_k3_gathers() -> None:
 def test_evenly_distributed_k3_has_no_place() -> None:
     even = view("position", ["a", "b"], [50, 50], [0.011, 0.009], edges=np.array([0.0, 0.5, 1.0]))
     assert located(even) == []
-    assert words.where_text(example(only={"position": even}).measured, {}).startswith("spread evenly")
+    assert words.where_text(example(causes=(), only={"position": even})).startswith("spread evenly")
 
 
 def test_a_single_token_needs_twice_its_share_and_some_weight() -> None:
@@ -198,8 +197,8 @@ def test_entropy_is_not_named_together_with_probability() -> None:
 
 def test_without_mismatch_no_place_is_named() -> None:
     none = example(size={"mismatch": {**MISMATCH, "k3": 0.0}, "intervals": {}, "verdict": "exact"})
-    assert words.where_text(none.measured, {}) == "nowhere: there is no mismatch"
-    assert "k3 0 nats per token: trainer and sampler compute the same" in verdict(none)
+    assert words.where_text(none) == "nowhere: there is no mismatch"
+    assert "k3 (KL divergence) 0 nats per token: trainer and sampler compute the same" in verdict(none)
 
 
 def test_drift_that_cannot_be_split_has_a_reason() -> None:
@@ -224,8 +223,8 @@ def test_the_outcome_of_the_recommended_bounds_is_shown_not_of_the_published() -
 
 def test_k3_below_the_published_range_is_stated() -> None:
     size = MismatchSize({**MISMATCH, "k3": 2e-6}, {}, 0.0, "", "dense")
-    assert words.size_text(size) == "less than is published for dense models (1e-5 to 1e-3)"
-    assert words.size_text(MismatchSize({**MISMATCH, "k3": 2e-4}, {}, 0.0, "", "dense")).startswith("within")
+    assert words.range_text(size) == "less than is published for dense models (1e-5 to 1e-3)"
+    assert words.range_text(MismatchSize({**MISMATCH, "k3": 2e-4}, {}, 0.0, "", "dense")).startswith("within")
 
 
 def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
@@ -237,5 +236,5 @@ def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
 
 def test_intervals_are_printed_next_to_their_value() -> None:
     size = MismatchSize(MISMATCH, INTERVALS, 0.0, "", "small-dense")
-    assert words.format_with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
-    assert words.format_with_interval(size, "k2") == "5.2e-3"
+    assert words.with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
+    assert words.with_interval(size, "k2") == "5.2e-3"

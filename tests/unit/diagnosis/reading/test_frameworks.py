@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from trimtab.diagnosis.output.as_json import as_dict
+from trimtab.diagnosis.output.html_page import answers
 from trimtab.diagnosis.output.terminal import verdict
-from trimtab.diagnosis.output.words import headline, tone
+from trimtab.diagnosis.output.words import tone
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
@@ -246,7 +247,7 @@ def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measure
     assert masked.k3_with == pytest.approx(0.71 * masked.k3 + 0.29 * kept, rel=1e-6)
     text = "without 71 responses (71%) that the trainer masks out of its loss: k3 is 0."
     assert text in verdict(diagnosis)
-    assert text in " ".join(answer for _, answer in headline(diagnosis))
+    assert text in " ".join(answer for _, answer in answers(diagnosis))
     assert tone(diagnosis) == "warn"
     assert as_dict(diagnosis)["origin"]["masked"]["responses"] == 71
 
