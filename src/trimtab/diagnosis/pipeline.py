@@ -53,17 +53,7 @@ def diagnose(
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         files = [Path(path) for path in paths]
         measured, files = examine(
-<<<<<<< HEAD
-            [Path(path) for path in paths],
-            framework,
-            columns or {},
-            on_progress,
-            without,
-            redaction=redaction,
-            prompts=prompts,
-=======
-            files, framework, columns or {}, on_progress, without, redaction=redaction, groups=groups
->>>>>>> w-output
+            files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts
         )
         tokenizer_file, view = vocabulary or tokenizer_of(files), measured.views.get("token")
         texts, problem = {}, ""
@@ -90,28 +80,11 @@ def compare(
     redaction: Redaction | None = None,
 ) -> tuple[Diagnosis, Comparison]:
     """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
-<<<<<<< HEAD
-    prompts: dict[Hashable, int] = {}
-    one, two = (
-        diagnose(
-            paths,
-            framework=framework,
-            columns=columns,
-            tokenizer=tokenizer,
-            on_progress=on_progress,
-            redaction=redaction,
-            prompts=prompts,
-        )
-        for paths in (first, second)
-    )
-    return one, against(one, two, ("", "") if redaction else (_name(first), _name(second)))
-=======
     shared = {"framework": framework, "columns": columns, "tokenizer": tokenizer, "on_progress": on_progress}
-    groups: dict[Hashable, int] = {}
-    one, two = (diagnose(paths, redaction=redaction, groups=groups, **shared) for paths in (first, second))
+    prompts: dict[Hashable, int] = {}
+    one, two = (diagnose(paths, redaction=redaction, prompts=prompts, **shared) for paths in (first, second))
     names = [str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") for paths in (first, second)]
     return one, against(one, two, ("", "") if redaction else (names[0], names[1]))
->>>>>>> w-output
 
 
 def examine(
