@@ -115,8 +115,8 @@ def test_json_lines_and_sigterm_without_an_alarm(tmp_path: Path) -> None:
     [
         ((), "no FILE given"),
         (("a.jsonl", "--watch", "dump"), "leave out FILE"),
-        (("a.jsonl", "--bound", "k3=1"), "--bound is of --watch"),
-        (("--watch", "dump", "--bound", "x=1"), "no figure 'x'"),
+        (("a.jsonl", "--bound", "k3=1"), "--bound is only valid with --watch"),
+        (("--watch", "dump", "--bound", "x=1"), "unknown figure 'x'"),
         (("--watch", __file__), "is not a folder: name the folder of the data"),
     ],
 )
