@@ -219,7 +219,7 @@ def test_tokens_at_truncation_points_with_their_texts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "holds no model/tokenizer.json"), ("{}", "model/tokenizer.json cannot be read")]
+    ("content", "words"), [(None, "has no model/tokenizer.json"), ("{}", "model/tokenizer.json cannot be read")]
 )
 def test_without_a_tokenizer_ids_are_shown_and_the_reason(folder: Path, content: str | None, words: str) -> None:
     _write(folder, 1, **_prefixed())
