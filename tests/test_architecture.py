@@ -63,7 +63,7 @@ LINES = {
     "cluster": 1_037,
     "config": 1_324,
     "corrections": 1_681,
-    "diagnosis": 9_111,
+    "diagnosis": 9_119,
     "engines": 5_516,
     "environments": 1_958,
     "evaluation": 1_147,

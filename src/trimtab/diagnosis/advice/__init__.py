@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from trimtab.adapters.config_lines import lines
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes
 from trimtab.diagnosis.advice.rules import Findings, choose
@@ -12,12 +14,18 @@ from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommenda
 __all__ = ["advise"]
 
 
+TOKENS = 100_000
+
+
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
-    """Returns the outcomes of all presets on `measured.sample`, and the recommended one with bounds and reason.
+    """Returns the outcomes of all presets on at most `TOKENS` tokens, and the recommended one with bounds and reason.
 
     If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
     """
-    table = outcomes(AdviceData.of(measured.sample))
+    sample = measured.sample
+    every = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    part = sample if every < 2 else sample.select(np.arange(sample.responses) % every == 0)
+    table = outcomes(AdviceData.of(part))
     size = measured.size
     rule, overrides, why = choose(Findings(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
     settings = lines(rule.preset, overrides) if rule.preset else {}
