@@ -56,7 +56,7 @@ class Plan:
 REPORT = "report.html"
 PLANS = {
     "trimtab recipes": Plan(says="quickstart-stale"),
-    "trimtab recipes --keys": Plan(says=r"## `\[trainer\]`"),
+    "trimtab recipes --keys": Plan(says=r"\n\[trainer\]\n"),
     "trimtab recipes --json": Plan(says='"quickstart-stale": '),
     "trimtab show quickstart --set trainer.steps=10": Plan(says="steps = 10"),
     "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
