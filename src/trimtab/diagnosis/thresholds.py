@@ -43,7 +43,8 @@ TABLE: dict[str, Threshold] = {
     "confidence-unexplained": Threshold(0.65, "confidence of unexplained", "share right in the zoo"),
     # Groups of tokens.
     "group-tokens": Threshold(40, "fewest undecided tokens of a group that is compared"),
-    "prompts": Threshold(8, "fewest prompts with so many tokens that are compared"),
+    "groups": Threshold(2, "fewest groups with so many tokens that are compared"),
+    "prompts": Threshold(8, "the same of prompts"),
     "prompt-tokens": Threshold(20, "the same of a prompt, of which there are many"),
     "group-part": Threshold(0.05, "smallest part of the tokens of a group that is pointed at"),
     "group-lift": Threshold(2.0, "times its part of the tokens, that its part of k3 is"),

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 
 DECILES = 10
+MAX_ROUNDED_LOGP = 1e-4
+"""Largest value above 0 that is a logarithm of 1 with a rounding error."""
 
 PER_RESPONSE = frozenset(
     (

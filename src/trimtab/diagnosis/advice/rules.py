@@ -121,20 +121,22 @@ RULES = (
         "bits, mean of five seeds) IcePop was level with token-tis (.81 and .82) and with a geometric mask (.79).",
     ),
     Rule(
+        "moe",
+        lambda findings: (
+            "routing" in findings.names or (findings.verdict == "moe" and "precision" not in findings.names)
+        ),
+        "geo-mask-token-tis",
+        "Where tokens are routed to other experts, a few of them have a large mismatch (k3 {k3} over all): bounded "
+        "token weights correct most tokens, and the geometric mask drops responses that drifted, at "
+        "any length. In Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of "
+        "this data: published ones keep {geo_mask}. Replaying the sampler's routing would remove the cause.",
+    ),
+    Rule(
         "precision",
         lambda findings: "precision" in findings.names or findings.verdict in ("dense", "small-dense"),
         "token-tis",
         "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a heavy tail. Truncated "
         "token weights remove its bias at almost no variance, and mask no token.",
-    ),
-    Rule(
-        "moe",
-        lambda findings: findings.verdict == "moe",
-        "geo-mask-token-tis",
-        "k3 {k3} is in the range of mixture-of-experts models, where tokens routed differently have a large "
-        "mismatch: bounded token weights correct most tokens, and the geometric mask drops responses that drifted, at "
-        "any length. In Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of "
-        "this data: published ones keep {geo_mask}. Replaying the sampler's routing would remove the cause.",
     ),
     Rule(
         "beyond",

@@ -8,13 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 
 MAX_LOGP = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
-
-MAX_ROUNDED_LOGP = 1e-4
-"""Largest value above 0 that is a logarithm of 1 with a rounding error."""
 
 MIDDLE = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""

@@ -64,13 +64,12 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     size = log_size(tokens.shift[middle])
     found = {}
     for name, group in columns.items():
-        if name == "prompt" and group is not None:
-            counts = np.unique(group[middle], return_counts=True)[1]
-            if (counts >= LIMITS["prompt-tokens"]).sum() < LIMITS["prompts"]:
-                continue
-        if group is not None:
-            least = LIMITS["prompt-tokens" if name == "prompt" else "group-tokens"]
-            found[name] = explained(size, group[middle], int(least))
+        if group is None:
+            continue
+        least, groups = ("prompt-tokens", "prompts") if name == "prompt" else ("group-tokens", "groups")
+        count = np.unique(group[middle], return_counts=True)[1]
+        if (count >= LIMITS[least]).sum() >= LIMITS[groups]:
+            found[name] = explained(size, group[middle], int(LIMITS[least]))
     return found
 
 

@@ -112,10 +112,11 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[Finding]:
         return []
     new = tokens.select(~repeated)
     k3 = [Left.of(part).k3 for part in (tokens.select(repeated), new)]
+    despite = "" if tokens.age is None else ", although versions say that weights are current"
     evidence = (
         f"logits move {growth:.1f} times as far for prompts that were asked in an earlier step as for new ones of the "
-        f"same step (z = {z:.1f}; k3 {k3[0]:.1e} and {k3[1]:.1e}), although versions say that weights are current: "
-        "keys and values of older weights answer from the engine's prefix cache"
+        f"same step (z = {z:.1f}; k3 {k3[0]:.1e} and {k3[1]:.1e}){despite}: keys and values of older weights answer "
+        "from the engine's prefix cache"
     )
     sure = confidence(z, LIMITS["growth-z"])
     return [Finding("stale-cache", evidence, FIX_CACHE, new, len(tokens) - len(new), sure)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import MAX_ROUNDED_LOGP, LogprobPairs
+from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.precision import objection
 from trimtab.diagnosis.causes.turns import turn_numbers
 from trimtab.diagnosis.causes.what_is_left import Left
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 
 FIX = (
     "Look for it before you choose a correction: score one response of this data again with the trainer and with the "

@@ -136,7 +136,8 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
         values = _statistics(sums, torch.zeros(3), _EMPTY).summary()
         return {name: _SCALES[name][0](values[name]) for name in names}
 
-    intervals = cluster_intervals(clusters, statistics, seed)
+    with np.errstate(over="ignore", invalid="ignore"):  # ratios of broken data; such an interval is not finite
+        intervals = cluster_intervals(clusters, statistics, seed)
     return {name: _unscaled(name, figures[name], intervals[name]) for name in names}
 
 

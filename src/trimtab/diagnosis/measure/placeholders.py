@@ -17,14 +17,13 @@ import numpy as np
 
 from trimtab.diagnosis.records import Placeholder
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.types import MIN_BEHAVIOR
 
 PLACES = ("last", "end", "stretch", "single")
 """The last trained token; the tokens of one value before it; two and more in a row elsewhere; one alone."""
 COLUMNS, ENDS = ("behavior", "trainer"), ("end", "start")
-_MAX_ROUNDED = 1e-4  # a larger value above 0 is not log 1 with a rounding error
 _CERTAIN, _APART = -1e-3, 1.0  # nats
 
 
@@ -107,7 +106,7 @@ class PlaceholderSums:
 
     def _judged(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
         found = Placeholder(name, value, place, counts.tokens, counts.responses)
-        if value > _MAX_ROUNDED:
+        if value > MAX_ROUNDED_LOGP:
             return found
         share = counts.apart / counts.tokens
         if value != 0:

@@ -10,10 +10,8 @@ from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.reading.batches import Batch, flat, list_lengths
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, UNEQUAL, ReadCounts
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 
-_MAX_ROUNDED_LOGP = 1e-4
-"""Largest log-prob above 0 that is attributed to rounding of log 1."""
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
@@ -313,5 +311,5 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
         tally.k3_sum += float((np.expm1(bounded) - log_ratio).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
-        if values is not None and (above := trained & (values > _MAX_ROUNDED_LOGP)).any():
+        if values is not None and (above := trained & (values > MAX_ROUNDED_LOGP)).any():
             tally.above_zero(name, int(above.sum()), float(values[above].max()))
