@@ -40,6 +40,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         (case("precision", verdict="rounding", k3=1e-8), "floor", "grpo", {}),
         (case(), "precision", "token-tis", {"weight_max": 1.7}),
         (case("precision", verdict="moe", k3=2e-3), "precision", "token-tis", {"weight_max": 1.7}),
+        (case("routing", verdict="small-dense", k3=3e-3), "moe", "geo-mask-token-tis", {"keep_min": 0.97}),
         (case("quantized", "precision", verdict="moe"), "quantized", "icepop", {"weight_min": 0.3}),
         (case(verdict="moe"), "moe", "geo-mask-token-tis", {"keep_max": 1.03}),
         (case(verdict="beyond", k3=0.8), "beyond", "geo-mask-token-tis", {"keep_max": 1.03}),

@@ -92,6 +92,10 @@ def test_keys_and_values_of_older_weights_are_a_stale_cache() -> None:
     assert cause.share_of_k3 is not None
     assert cause.share_of_k3 > 0.8
     assert first(table, "stale-cache").name == "unexplained"
+    assert "although versions say" in cause.evidence
+    unknown = first(replace(table, version=None, proximal_version=None))
+    assert unknown.name == "stale-cache"
+    assert "versions" not in unknown.evidence
     # Prompts that are asked in every step, of one engine: nothing is new, so nothing can be told.
     everywhere = replace(table, prompt=np.arange(240) % 30)
     assert "stale-cache" not in plant.names(everywhere)
