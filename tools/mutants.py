@@ -1,6 +1,6 @@
 """Plants small faults in the source, one at a time, and counts how many the unit tests catch.
 
-    python tests/mutants.py [--count 100] [--seed 0] [--area corrections objectives ...]
+    python tools/mutants.py [--count 100] [--seed 0] [--area corrections objectives ...]
 
 A mutant changes one operator, comparison, constant or call (`min` for `max`) inside a function. It is caught if the
 tests of its area fail or hang. Each one that survives is printed with file and line: either a test is missing, or
