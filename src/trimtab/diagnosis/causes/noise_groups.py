@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
-from trimtab.diagnosis.variance import explained
 
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""

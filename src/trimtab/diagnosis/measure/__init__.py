@@ -8,23 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import plane
-from trimtab.diagnosis.measure.by_age import AgeView
-from trimtab.diagnosis.measure.by_length import LengthView
-from trimtab.diagnosis.measure.by_prompt import prompt_view
-from trimtab.diagnosis.measure.by_token_id import TokenIdView
 from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import (
-    AfterObservationView,
+    AXES,
+    AxisView,
     EntropyView,
-    Part,
-    PositionView,
-    ProbabilityView,
-    TurnNumberView,
-    TurnView,
+    LengthView,
+    TokenIdView,
+    VersionView,
+    prompt_view,
 )
 from trimtab.diagnosis.records import DataSummary, Measured, Placeholder
 from trimtab.diagnosis.tokens import TokenTable
@@ -48,8 +44,7 @@ def measure(
     """
     constants = PlaceholderSums()
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
-    ordered = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
-    parts: tuple[Part, ...] = (*ordered, AfterObservationView(), AgeView(), EntropyView())
+    parts = (*map(AxisView, AXES), LengthView(), EntropyView(), VersionView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for whole in tables:

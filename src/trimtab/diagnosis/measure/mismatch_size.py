@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
-from trimtab.diagnosis.measure.ledger import KeyedSums
-from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
+from trimtab.diagnosis.measure.grouped import KeyedSums
+from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, rounding_floor
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
@@ -85,7 +85,7 @@ class SizeSums:
             intervals=_intervals(clusters, figures, seed),
             floor=value,
             floor_note=note,
-            verdict=verdict(figures["k3"], value, is_coarse(columns)),
+            verdict=verdict(figures["k3"], value, any(column.grid != "float32" for column in self._columns)),
             by_step=tuple(self.by_step()),
         )
 
@@ -102,15 +102,7 @@ class SizeSums:
 
 
 _STEP_FIGURES = (
-    "tokens",
-    "sequences",
-    "k1",
-    "k3",
-    "ess_token",
-    "ess_seq",
-    "ratio_mean",
-    "pearson",
-    "log_ratio_seq_max",
+    *("tokens", "sequences", "k1", "k3", "ess_token", "ess_seq", "ratio_mean", "pearson", "log_ratio_seq_max"),
 )
 _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 

@@ -29,7 +29,8 @@ class RoundingDetector:
             self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
             with np.errstate(over="ignore"):
                 self._float16 = self._float16 and bool((part.astype(np.float16).astype(np.float32) == part).all())
-            while self._decimals <= _DECIMALS and not _has_decimals(part, self._decimals):
+            exact = part.astype(np.float64)
+            while self._decimals <= _DECIMALS and (exact.round(self._decimals).astype(np.float32) != part).any():
                 self._decimals += 1
         self._exponents += np.bincount((values.view(np.int32) >> 23) & 0xFF, minlength=256)
 
@@ -64,19 +65,5 @@ class RoundingDetector:
 def rounding_floor(columns: Mapping[str, RoundingDetector]) -> tuple[float, str]:
     """Returns the k3 from rounding alone, which is half the sum of the columns' variances, and a sentence about it."""
     value = 0.5 * sum(column.variance for column in columns.values())
-    grids = {name: column.grid for name, column in columns.items()}
-    if len(set(grids.values())) == 1:
-        stored = f"{' and '.join(grids)} are stored in {next(iter(grids.values()))}"
-    else:
-        stored = " and ".join(f"{name} is stored in {grid}" for name, grid in grids.items())
+    stored = " and ".join(f"{name} is stored in {column.grid}" for name, column in columns.items())
     return value, f"{stored}: rounding alone makes a k3 of {value:.1e}"
-
-
-def is_coarse(columns: Mapping[str, RoundingDetector]) -> bool:
-    """Whether a column is stored in less than float32."""
-    return any(column.grid != "float32" for column in columns.values())
-
-
-def _has_decimals(values: np.ndarray, decimals: int) -> bool:
-    rounded = np.round(values.astype(np.float64), decimals).astype(np.float32)
-    return bool((rounded == values).all())

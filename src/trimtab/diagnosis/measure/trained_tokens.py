@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
+from trimtab.corrections.statistics import RatioStatistics
 from trimtab.diagnosis.measure.bins import log_ratio_bin, probability_bin
 from trimtab.diagnosis.tokens import TokenTable
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
-
-
-_FAR = 1 << 40
+_FAR = 1 << 40  # position relative to a turn's boundary where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +107,11 @@ class TrainedTokens:
     @cached_property
     def sums(self) -> np.ndarray:
         """Sums over each response (responses, FIELDS); those of sequences as in `corrections.statistics`."""
+        log = self.over(self.log)
+        product = np.exp(np.clip(log, -_SEQUENCE_BOUND, _SEQUENCE_BOUND))
         columns = {
             "tokens": self.lengths,
-            "log": self.over(self.log),
+            "log": log,
             "log_square": self.over(np.square(self.log)),
             "log_abs": self.over(self.size),
             "excess": self.over(self.excess),
@@ -122,13 +123,9 @@ class TrainedTokens:
             "q_square": self.over(np.square(self.q)),
             "p_q": self.over(self.p * self.q),
             "sequences": np.ones(len(self.responses)),
-        }
-        product = np.exp(np.clip(columns["log"], -_SEQUENCE_BOUND, _SEQUENCE_BOUND))
-        geometric = columns["log"] / self.lengths
-        columns |= {
             "product": product,
             "product_square": np.square(product),
-            "ppl_ratio": np.exp(np.minimum(-geometric, _SEQUENCE_BOUND)),
+            "ppl_ratio": np.exp(np.minimum(-log / self.lengths, _SEQUENCE_BOUND)),
             "ppl_train": np.exp(np.minimum(-self.over(self.trainer) / self.lengths, _SEQUENCE_BOUND)),
         }
         return np.stack([columns[name] for name in FIELDS], axis=1)
@@ -153,6 +150,7 @@ class TrainedTokens:
 
     @cached_property
     def turns(self) -> Turns:
+        """The turns of the data, or else runs of trained tokens."""
         known = None if self.table.turn is None else self.at_tokens(self.table.turn)
         begin = np.append(True, np.diff(self.places) != 1 if known is None else np.diff(known) != 0)
         begin[self.starts[:-1]] = True
@@ -161,7 +159,6 @@ class TrainedTokens:
         number = np.arange(len(begins)) - np.repeat(first, np.diff(np.append(first, len(begins))))
         followed = np.append(number[1:] > 0, False)
         number = number if known is None else known[begins]
-        # Far off is where no boundary is.
         behind = np.where(number > 0, begins, -_FAR)
         ahead = np.where(followed, np.append(begins[1:], 0), _FAR)
         place = np.arange(len(self))
@@ -174,31 +171,14 @@ class TrainedTokens:
         if table.group is None:
             return hash_index((self.first + self.responses).astype(np.uint64))
         group = self.per_response(table.group).astype(np.uint64)
-        if table.step is None:
-            return hash_index(group)
-        return hash_index(hash_index(group) ^ self.per_response(table.step).astype(np.uint64))
+        if table.step is not None:
+            group = hash_index(group) ^ self.per_response(table.step).astype(np.uint64)
+        return hash_index(group)
 
 
-FIELDS = (
-    "tokens",
-    "log",
-    "log_square",
-    "log_abs",
-    "excess",
-    "excess_square",
-    "k3",
-    "p",
-    "q",
-    "p_square",
-    "q_square",
-    "p_q",
-    "sequences",
-    "product",
-    "product_square",
-    "ppl_ratio",
-    "ppl_train",
-)
-"""The summed fields of `corrections.statistics.RatioStatistics`, in the order of `Trained.sums`."""
+_OTHERS = ("log_min", "log_max", "product_log_max", "histogram")
+FIELDS = tuple(item.name for item in fields(RatioStatistics) if item.name not in _OTHERS)
+"""The summed fields of `RatioStatistics`, in the order of `TrainedTokens.sums`."""
 
 
 def hash_index(numbers: np.ndarray) -> np.ndarray:

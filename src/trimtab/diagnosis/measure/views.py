@@ -1,217 +1,332 @@
-"""Views whose bins depend on single tokens: behavior probability, position, entropy, turn."""
+"""The views: ways to group trained tokens, each with the statistic of its groups (`Groups`).
+
+Most are an `Axis`, whose groups are known in advance. Those by length, by entropy and by version without the trainer's
+own are settled at the end of the pass; those by token id and by prompt show the groups with most of the k3.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS, PROBABILITY_BINS, PROBABILITY_EDGES, quantiles
-from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.measure.bins import FEWEST, PROBABILITY_EDGES, octave, octave_edges
+from trimtab.diagnosis.measure.grouped import ENVELOPE, Groups, KeyedSums, explained, group_sums
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import View
-from trimtab.diagnosis.tokens import DECILES
+from trimtab.diagnosis.tokens import DECILES, TokenTable
 
-ENVELOPE = (0.02, 0.50, 0.98)
-
-
-class BinnedSums:
-    """A histogram of the log-ratio and the sums behind the means of each bin."""
-
-    def __init__(self, bins: int) -> None:
-        self.histogram = np.zeros((bins, LOG_RATIO_BINS), dtype=np.int64)
-        self.sums = np.zeros((bins, 4))  # of ratio - 1, log-ratio, k3, |log-ratio|
-
-    def add(self, index: np.ndarray, tokens: TrainedTokens, where: np.ndarray | None = None) -> None:
-        """Adds tokens to the bins `index`; with `where` (indices of tokens) only those, `index` being theirs."""
-        bins, width = self.histogram.shape
-        chosen = slice(None) if where is None else where
-        flat = index * width + tokens.log_ratio_bin[chosen]
-        self.histogram += np.bincount(flat, minlength=bins * width).reshape(bins, width)
-        for column, values in enumerate((tokens.excess, tokens.log, tokens.k3, tokens.size)):
-            self.sums[:, column] += np.bincount(index, weights=values[chosen], minlength=bins)
-
-    @property
-    def count(self) -> np.ndarray:
-        return self.histogram.sum(axis=1)
-
-    def merged(self, starts: np.ndarray) -> BinnedSums:
-        """Merges neighboring bins; `starts` are the first ones of the new bins."""
-        merged = BinnedSums(0)
-        merged.histogram = np.add.reduceat(self.histogram, starts, axis=0)
-        merged.sums = np.add.reduceat(self.sums, starts, axis=0)
-        return merged
-
-    def chosen(self, rows: np.ndarray) -> BinnedSums:
-        """Selects bins, in this order."""
-        chosen = BinnedSums(0)
-        chosen.histogram, chosen.sums = self.histogram[rows], self.sums[rows]
-        return chosen
-
-    def view(
-        self,
-        name: str,
-        labels: Sequence[str],
-        edges: np.ndarray | None = None,
-        columns: Mapping[str, np.ndarray] | None = None,
-        note: str = "",
-    ) -> View:
-        """Returns the bins as a view, NaN in empty ones."""
-        low, median, high = quantiles(self.histogram, ENVELOPE).T
-        return view(name, labels, self.count, self.sums, (low, median, high), edges, columns, note)
-
-
-def view(
-    name: str,
-    labels: Sequence[str],
-    count: np.ndarray,
-    sums: np.ndarray,
-    envelope: tuple[np.ndarray, np.ndarray, np.ndarray],
-    edges: np.ndarray | None = None,
-    columns: Mapping[str, np.ndarray] | None = None,
-    note: str = "",
-) -> View:
-    """Builds a view from counts (bins,), sums (bins, 4) as in `BinnedSums` and three percentiles."""
-    with np.errstate(invalid="ignore"):
-        excess, log, k3, size = (sums / count[:, None]).T
-    low, median, high = envelope
-    return View(
-        name, tuple(labels), count, 1.0 + excess, log, k3, size, low, median, high, edges, dict(columns or {}), note
-    )
-
-
-_ENTROPY_EDGES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+MOST_SHOWN = 20
+"""Largest number of token ids and of prompts in a view."""
 _REACH = 3  # tokens either side of a turn's boundary
 _TURNS = 8
-_SINCE = np.array([0, 1, 2, 3, 4, 8, 16, 32, 64, 128])  # first distance of each bin, in tokens
+_SINCE = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)  # first distance of each bin, in tokens
+_AGES = (0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257)  # first age of each bin, in updates
+_ENTROPIES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-class Part(Protocol):
-    """Accumulates trained tokens table by table; `view` is None when the data lacks what it needs."""
+@dataclass(frozen=True)
+class Axis:
+    """A way to group trained tokens into groups that are known in advance.
 
-    def add(self, tokens: TrainedTokens) -> None: ...
+    group: of each token (tokens,), from 0; None where the data lacks the column. edges: (groups + 1,) of bins.
+    present: whether there is such a view, by the counts (groups,). is_whole: whether empty groups are shown.
+    """
 
-    def view(self) -> View | None: ...
-
-
-class ProbabilityView:
-    def __init__(self) -> None:
-        self._bins = BinnedSums(PROBABILITY_BINS)
-
-    def add(self, tokens: TrainedTokens) -> None:
-        self._bins.add(tokens.probability_bin, tokens)
-
-    def view(self) -> View:
-        ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
-        labels = [f"{low} - {high}" for low, high in itertools.pairwise(ends)]
-        labels[0] = f"below {ends[1]}"
-        return self._bins.view("probability", labels, PROBABILITY_EDGES)
+    name: str
+    group: Callable[[TrainedTokens], np.ndarray | None]
+    labels: Sequence[str]
+    edges: np.ndarray | None = None
+    present: Callable[[np.ndarray], bool] = lambda count: bool(count.any())
+    is_whole: bool = False
+    note: str = ""
 
 
-class PositionView:
-    """The view by tenth of the response, untrained tokens included."""
-
-    def __init__(self) -> None:
-        self._bins = BinnedSums(DECILES)
+class AxisView:
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._groups = Groups(len(axis.labels))
 
     def add(self, tokens: TrainedTokens) -> None:
-        self._bins.add(tokens.at_tokens(tokens.table.decile), tokens)
+        group = self._axis.group(tokens)
+        if group is not None:
+            self._groups.add(group, tokens)
 
-    def view(self) -> View:
-        labels = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)]
-        return self._bins.view("position", labels, np.linspace(0.0, 1.0, DECILES + 1))
+    def view(self) -> View | None:
+        axis, count = self._axis, self._groups.count
+        if not axis.present(count):
+            return None
+        rows = np.arange(len(count)) if axis.is_whole else np.flatnonzero(count)
+        labels = [axis.labels[row] for row in rows.tolist()]
+        return self._groups.view(axis.name, labels, rows, edges=axis.edges, note=axis.note)
+
+
+def ranges(starts: Sequence[int]) -> list[str]:
+    """Returns labels of bins of whole numbers by their first ones: `0`, `1-3`, ..., and `128 and more` for the last."""
+    firsts, lasts = starts[:-1], [start - 1 for start in starts[1:]]
+    bounded = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    return [*bounded, f"{starts[-1]} and more"]
+
+
+def _probabilities() -> list[str]:
+    ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
+    return [f"below {ends[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(ends[1:]))]
+
+
+def _around_boundary(tokens: TrainedTokens) -> np.ndarray:
+    after, before = tokens.turns.after, tokens.turns.before
+    group = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
+    return np.where(after <= _REACH, after + _REACH, group)  # near two boundaries, the earlier one counts
+
+
+def _since_observation(tokens: TrainedTokens) -> np.ndarray:
+    after = tokens.turns.after
+    since = np.searchsorted(_SINCE, after, side="right") - 1
+    return np.where(after > tokens.lengths[tokens.rows], len(_SINCE), since)
+
+
+def _age(tokens: TrainedTokens) -> np.ndarray | None:
+    age = tokens.table.age
+    return None if age is None else np.searchsorted(_AGES, tokens.at_tokens(age), side="right")
+
+
+AGE_LABELS = ("newer than the trainer", *ranges(_AGES))
+AXES = (
+    Axis("probability", lambda tokens: tokens.probability_bin, _probabilities(), PROBABILITY_EDGES, is_whole=True),
+    Axis(
+        "position",  # untrained tokens count as places
+        lambda tokens: tokens.at_tokens(tokens.table.decile),
+        [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)],
+        np.linspace(0.0, 1.0, DECILES + 1),
+        is_whole=True,
+    ),
+    # A boundary is the first token of any turn but the first of a response.
+    Axis(
+        "turn",
+        _around_boundary,
+        [*(f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)), "elsewhere"],
+        present=lambda count: bool(count[_REACH]),
+        is_whole=True,
+        note="0 is the first token of a turn that follows untrained tokens, -1 the last trained token before them",
+    ),
+    Axis(
+        "turn-number",
+        lambda tokens: np.minimum(tokens.turns.number, _TURNS - 1),
+        ranges(range(1, _TURNS + 1)),
+        present=lambda count: (count > 0).sum() > 1,
+    ),
+    Axis(
+        "observation",
+        _since_observation,
+        [*ranges(_SINCE), "no observation yet"],
+        present=lambda count: bool(count[0]),
+        note="0 is the first token that follows an observation",
+    ),
+    Axis("version", _age, AGE_LABELS),
+)
 
 
 class EntropyView:
-    """The view by entropy of the sampler, in nats. Tokens of unknown entropy are omitted and counted."""
+    """The view by entropy of the sampler, in nats; the last edge is the largest one."""
 
     def __init__(self) -> None:
-        self._bins = BinnedSums(len(_ENTROPY_EDGES))
-        self._largest = 0.0
-        self._unknown = 0
+        self._groups = Groups(len(_ENTROPIES))
+        self._largest = float(_ENTROPIES[-1])
 
     def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.entropy is None:
             return
-        entropy = tokens.at_tokens(tokens.table.entropy)
-        known = np.flatnonzero(np.isfinite(entropy))
-        self._unknown += len(entropy) - len(known)
-        if not len(known):
-            return
-        entropy = np.maximum(entropy[known], 0.0)
+        entropy = np.maximum(tokens.at_tokens(tokens.table.entropy), 0.0)
         self._largest = max(self._largest, float(entropy.max()))
-        self._bins.add(np.searchsorted(_ENTROPY_EDGES, entropy, side="right") - 1, tokens, known)
+        self._groups.add(np.searchsorted(_ENTROPIES, entropy, side="right") - 1, tokens)
 
     def view(self) -> View | None:
-        used = np.flatnonzero(self._bins.count)
+        used = np.flatnonzero(self._groups.count)
         if not len(used):
             return None
         rows = np.arange(used[0], used[-1] + 1)
-        edges = np.append(_ENTROPY_EDGES, max(self._largest, float(_ENTROPY_EDGES[-1])))[rows[0] : rows[-1] + 2]
+        edges = np.append(_ENTROPIES, self._largest)[rows[0] : rows[-1] + 2]
         labels = [f"{low:g} - {high:.3g}" for low, high in itertools.pairwise(edges)]
-        note = f"{self._unknown} tokens without an entropy are left out" if self._unknown else ""
-        return self._bins.chosen(rows).view("entropy", labels, edges, note=note)
+        return self._groups.view("entropy", labels, rows, edges=edges)
 
 
-class TurnView:
-    """The view by position around the boundaries of turns.
+class VersionView:
+    """The view by age where the data has versions of tokens but no `proximal_version`.
 
-    A turn is what the data says, or else a run of trained tokens; a boundary is the first token of any turn but the
-    first of a response. That token has position 0 and the last trained token before it -1, regardless of the untrained
-    tokens between them. A token near two boundaries counts at the earlier one.
+    Age is counted from the newest version of the token's step (of all data, if steps are unknown).
     """
 
     def __init__(self) -> None:
-        self._bins = BinnedSums(2 * _REACH + 2)
+        self._cells = KeyedSums(4096)
+        self._origin = "file"
 
     def add(self, tokens: TrainedTokens) -> None:
-        after, before = tokens.turns.after, tokens.turns.before
-        index = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
-        self._bins.add(np.where(after <= _REACH, after + _REACH, index), tokens)
+        table = tokens.table
+        if table.version is None or table.age is not None:
+            return
+        step = np.zeros(len(tokens.responses), dtype=np.int64)
+        if table.step is not None:
+            self._origin, step = "step", tokens.per_response(table.step)
+        keys = np.column_stack([step[tokens.rows], tokens.at_tokens(table.version)])
+        begins = np.append(True, (keys[1:] != keys[:-1]).any(axis=1))  # fewer keys, before they are sorted
+        keys, run = keys[begins], np.cumsum(begins) - 1
+        sums = group_sums(run, tokens, len(keys))
+        self._cells.add(keys, sums, np.zeros((len(keys), 0)), (run, tokens.log_ratio_bin))
 
     def view(self) -> View | None:
-        if self._bins.count[_REACH] == 0:
+        newest: dict[int, int] = {}
+        for (block, version), _ in self._cells.rows():
+            newest[block] = max(version, newest.get(block, version))
+        groups = Groups(len(AGE_LABELS))
+        for (block, version), (sums, _, histogram) in self._cells.rows():
+            row = np.searchsorted(_AGES, newest[block] - version, side="right")
+            groups.sums[row] += sums
+            groups.histogram[row] += histogram
+        if not newest:
             return None
-        labels = [f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)]
-        note = "0 is the first token of a turn that follows untrained tokens, -1 the last trained token before them"
-        return self._bins.view("turn", [*labels, "elsewhere"], note=note)
+        rows = np.flatnonzero(groups.count)
+        note = f"the data has no proximal_version: age is counted from the newest version of a token's {self._origin}"
+        if self._cells.width > 1:
+            note += f" (of {self._cells.width} neighboring steps)"
+        return groups.view("version", [AGE_LABELS[row] for row in rows.tolist()], rows, note=note)
 
 
-class AfterObservationView:
-    """The view by number of trained tokens since the last observation; absent, like `TurnView`, without one."""
+def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns which responses each rule rejects at published bounds, bool (responses,), from sums over trained tokens.
+
+    Sequence bounds: ALP (arXiv 2603.19470, Table 1) and verl; geometric: SkyRL and Miles; mean k3: verl's preset; mean
+    log mu - log pi: OPSM (DeepSeek-V3.2) without its condition on the advantage.
+    """
+    mean = log / length
+
+    def outside(values: np.ndarray, low: float, high: float) -> np.ndarray:
+        return (values < math.log(low)) | (values > math.log(high))
+
+    return {
+        "sequence [0.5, 2]": outside(log, 0.5, 2.0),
+        "sequence [0.5, 3]": outside(log, 0.5, 3.0),
+        "geometric [0.99, 1.01]": outside(mean, 0.99, 1.01),
+        "geometric [0.99, 1.001]": outside(mean, 0.99, 1.001),
+        "mean k3 <= 0.01": k3 / length > 0.01,
+        "opsm 0.05": -mean > 0.05,
+    }
+
+
+class LengthView:
+    """The view by number of trained tokens of the response, in ten bins with about equally many responses.
+
+    Fine bins are filled in one pass and merged at the end. It shows whether rules on sequences reject long responses.
+    """
+
+    _FINE = 24 << 5  # lengths up to 2^24
 
     def __init__(self) -> None:
-        self._bins = BinnedSums(len(_SINCE) + 1)
+        self._groups = Groups(self._FINE)
+        self._responses = np.zeros(self._FINE, dtype=np.int64)
+        self._rejected: dict[str, np.ndarray] = {}
 
     def add(self, tokens: TrainedTokens) -> None:
-        after = tokens.turns.after
-        since = np.searchsorted(_SINCE, after, side="right") - 1
-        self._bins.add(np.where(after > tokens.lengths[tokens.rows], len(_SINCE), since), tokens)
+        fine = np.minimum(octave(tokens.lengths.astype(np.float32), 0), self._FINE - 1)
+        self._groups.add(np.repeat(fine, tokens.lengths), tokens)
+        self._responses += np.bincount(fine, minlength=self._FINE)
+        log, k3 = (tokens.sums[:, FIELDS.index(name)] for name in ("log", "k3"))
+        for rule, gone in rejected(log, tokens.lengths, k3).items():
+            share = self._rejected.setdefault(rule, np.zeros(self._FINE))
+            share += np.bincount(fine, gone, self._FINE)
 
-    def view(self) -> View | None:
-        if self._bins.count[0] == 0:
-            return None
-        lasts = [*(_SINCE[1:] - 1).tolist(), None]
-        labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(_SINCE, lasts, strict=True)]
-        labels = [*labels[:-1], f"{_SINCE[-1]} and more", "no observation yet"]
-        rows = np.flatnonzero(self._bins.count)
-        note = "0 is the first token that follows an observation"
-        return self._bins.chosen(rows).view("observation", [labels[row] for row in rows], note=note)
+    def view(self) -> View:
+        used = np.flatnonzero(self._responses)
+        before = np.cumsum(self._responses[used]) - self._responses[used]
+        tenth = before * 10 // self._responses.sum()
+        starts = used[np.append(True, np.diff(tenth) > 0)]
+        responses = np.add.reduceat(self._responses, starts)
+        edges = np.ceil(octave_edges(0, self._FINE))[np.append(starts, used[-1] + 1)]
+        columns = {
+            f"rejected/{rule}": np.add.reduceat(gone, starts) / responses for rule, gone in self._rejected.items()
+        }
+        labels = ranges(edges.astype(int).tolist())[:-1]
+        return self._groups.merged(starts).view(
+            "length", labels, edges=edges, columns={"responses": responses, **columns}
+        )
 
 
-class TurnNumberView:
-    """The view by number of the turn; absent, like `TurnView`, where no response has two."""
+class TokenIdView:
+    """The token ids that carry most of the k3. Percentiles are of the sample: a histogram for each id is too large."""
+
+    _LARGEST = 1 << 20  # larger and negative ids share this one: no vocabulary is that large
 
     def __init__(self) -> None:
-        self._bins = BinnedSums(_TURNS)
+        self._groups = Groups(0, bins=0)
 
     def add(self, tokens: TrainedTokens) -> None:
-        self._bins.add(np.minimum(tokens.turns.number, _TURNS - 1), tokens)
+        if tokens.table.ids is None:
+            return
+        ids = self._known(tokens.at_tokens(tokens.table.ids))
+        larger = Groups(max(int(ids.max()) + 1, len(self._groups.sums)), bins=0)
+        larger.sums[: len(self._groups.sums)] = self._groups.sums
+        larger.add(ids, tokens)
+        self._groups = larger
 
-    def view(self) -> View | None:
-        rows = np.flatnonzero(self._bins.count)
-        if len(rows) < 2:
+    def view(self, sample: TokenTable) -> View | None:
+        if not len(self._groups.sums) or sample.ids is None:
             return None
-        labels = [f"{row + 1}" if row < _TURNS - 1 else f"{_TURNS} and later" for row in rows]
-        return self._bins.chosen(rows).view("turn-number", labels)
+        top = _with_most_k3(self._groups)
+        labels = ["other" if number == self._LARGEST else str(number) for number in top]
+        columns = {"id": np.where(top == self._LARGEST, -1, top), "share": _share_of_k3(self._groups)[top]}
+        envelope = _envelope(self._known(sample.ids[sample.mask]), _log_ratio(sample), top, FEWEST)
+        note = f"percentiles are of the sample, where it has {FEWEST} such tokens"
+        return self._groups.view("token", labels, top, columns=columns, envelope=envelope, note=note)
+
+    def _known(self, ids: np.ndarray) -> np.ndarray:
+        return np.where((ids < 0) | (ids > self._LARGEST), self._LARGEST, ids)
+
+
+def prompt_view(sample: TokenTable) -> View | None:
+    """Returns the prompts of the sample that carry most of the k3; None if prompts are unknown.
+
+    columns: `number` of the prompt, in the order of first occurrence, `responses` and `share` of k3. Chance falls on
+    other prompts every time; arithmetic and routing repeat. The note says how much of the variance of the size of
+    responses' errors the prompt decides.
+    """
+    if sample.prompt is None or not sample.mask.any():
+        return None
+    tokens = TrainedTokens.of(sample, 0)
+    of_response = tokens.per_response(sample.prompt)
+    prompt = of_response[tokens.rows]
+    groups = Groups(int(prompt.max()) + 1, bins=0)
+    groups.add(prompt, tokens)
+    top = _with_most_k3(groups)
+    columns = {
+        "number": top,
+        "responses": np.bincount(of_response)[top],
+        "share": _share_of_k3(groups)[top],
+    }
+    size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
+    part = max(explained(size, of_response, least=2), 0.0)
+    note = f"the prompt decides {part:.0%} of the variance of the size of its responses' errors"
+    envelope = _envelope(prompt, tokens.log, top, fewest=1)
+    return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
+
+
+def _with_most_k3(groups: Groups) -> np.ndarray:
+    """Returns the groups with the largest sums of k3, largest first, ties by number."""
+    used = np.flatnonzero(groups.count)
+    return used[np.argsort(-groups.sums[used, 3], kind="stable")[:MOST_SHOWN]]
+
+
+def _share_of_k3(groups: Groups) -> np.ndarray:
+    k3 = groups.sums[:, 3]
+    return k3 / k3.sum() if k3.sum() > 0 else np.zeros(len(k3))
+
+
+def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) -> np.ndarray:
+    """Returns the percentiles of the log-ratios of each of the groups `top`; NaN in those of fewer tokens."""
+    logs = [log[group == one] for one in top]
+    return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])
+
+
+def _log_ratio(sample: TokenTable) -> np.ndarray:
+    return (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]

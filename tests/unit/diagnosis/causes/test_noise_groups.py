@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import direction, uneven_by
 from trimtab.diagnosis.causes.unexplained import above_zero
+from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.diagnosis.variance import explained
 
 VOCABULARY, LENGTH = 30, 25
 
@@ -38,7 +39,7 @@ def drawn(size: np.ndarray, *, seed: int = 0, temperature: float = 1.0, **column
     )
 
 
-def versions(step: np.ndarray) -> dict[str, np.ndarray]:
+def versions(step: np.ndarray) -> dict[str, Any]:
     """Versions that say that every token is of age 0."""
     return {"step": step, "proximal_version": step, "version": np.repeat(step, LENGTH)}
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.token_tables import ORIGIN, noisy, pieces, table, whole
+from tests.support.token_tables import noisy, pieces, table, whole
 
 import trimtab
-from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.measure.mismatch_size import verdict
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
@@ -135,22 +134,20 @@ def test_one_response_has_figures_and_no_interval() -> None:
     assert math.isnan(plan.intervals["ratio_mean"].low)
 
 
-def test_verdicts() -> None:
-    assert verdict(3e-11, 1e-16, coarse=False) == "exact"
-    assert verdict(3e-6, 2e-6, coarse=True) == "rounding"
-    assert verdict(0.0, 2e-6, coarse=True) == "rounding"
-    assert verdict(5e-6, 2e-6, coarse=True) == "dense"
-    assert verdict(1.4e-3, 1e-16, coarse=False) == "small-dense"
-    assert verdict(4.8e-2, 1e-16, coarse=False) == "moe"
-    assert verdict(0.2, 1e-16, coarse=False) == "beyond"
-
-
-def test_floor_names_the_columns_of_the_data() -> None:
-    data = noisy(6, 30)
-    assert "logp_behavior and logp_proximal are stored in float32" in sized(data).floor_note
-    current = replace(data, proximal=None, current=data.proximal)
-    measured = measure([current], lambda: replace(ORIGIN, anchor="current"))
-    assert "logp_behavior and logp_current are stored in float32" in measured.size.floor_note
+@pytest.mark.parametrize(
+    ("k3", "floor", "coarse", "expected"),
+    [
+        (3e-11, 1e-16, False, "exact"),
+        (3e-6, 2e-6, True, "rounding"),
+        (0.0, 2e-6, True, "rounding"),
+        (5e-6, 2e-6, True, "dense"),
+        (1.4e-3, 1e-16, False, "small-dense"),
+        (4.8e-2, 1e-16, False, "moe"),
+        (0.2, 1e-16, False, "beyond"),
+    ],
+)
+def test_verdicts(k3: float, floor: float, coarse: bool, expected: str) -> None:
+    assert verdict(k3, floor, coarse) == expected
 
 
 def test_bfloat16_on_both_sides_of_one_policy_is_rounding() -> None:
@@ -162,4 +159,4 @@ def test_bfloat16_on_both_sides_of_one_policy_is_rounding() -> None:
     ]
     plan = sized(replace(table([[0.0] * 40] * 50), behavior=both[0], proximal=both[1]))
     assert plan.verdict == "rounding"
-    assert "bfloat16" in plan.floor_note
+    assert plan.floor_note.startswith("logp_behavior is stored in bfloat16 and logp_proximal is stored in bfloat16")

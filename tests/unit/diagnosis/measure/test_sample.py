@@ -47,7 +47,9 @@ def test_what_is_kept_does_not_depend_on_chunks(cuts: list[int]) -> None:
 
 def test_sample_is_even_over_the_stream() -> None:
     data = numbered([10] * 20_000)
-    kept = np.unique(drawn(pieces(data, range(0, 20_000, 500)), tokens=20_000).ids)
+    ids = drawn(pieces(data, range(0, 20_000, 500)), tokens=20_000).ids
+    assert ids is not None
+    kept = np.unique(ids)
     assert len(kept) == 2000
     quarters = np.bincount(kept // 5000, minlength=4)
     # Binomial with mean 500 and deviation 20.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
+from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, rounding_floor
 
 
 def logps(count: int, seed: int = 0) -> np.ndarray:
@@ -55,17 +55,20 @@ def test_one_finer_value_anywhere_rules_a_grid_out() -> None:
     assert column(np.array([-0.1, -0.25]), np.array([-0.125] * 30)).grid == "3 decimals"
 
 
-def test_too_few_values_and_zeros_are_no_evidence() -> None:
-    assert column(np.full(19, -0.5)).grid == "float32"
-    assert column(np.full(20, -0.5)).grid == "bfloat16"
-    assert column(np.zeros(1000)).grid == "float32"
+@pytest.mark.parametrize(
+    ("values", "grid"),
+    [
+        (np.full(19, -0.5), "float32"),
+        (np.full(20, -0.5), "bfloat16"),
+        (np.zeros(1000), "float32"),
+        # Above 8, float32 is no finer than 1e-6, so everything there seems to have 6 decimals.
+        (-20 - logps(1000), "float32"),
+    ],
+)
+def test_few_values_zeros_and_large_values_are_no_evidence(values: np.ndarray, grid: str) -> None:
+    assert column(values).grid == grid
     assert column().grid == "float32"
     assert column().variance == 0.0
-
-
-def test_large_values_that_float32_itself_rounds_are_no_decimals() -> None:
-    # Above 8, float32 is no finer than 1e-6, so everything there seems to have 6 decimals.
-    assert column(-20 - logps(1000)).grid == "float32"
 
 
 def test_floor_adds_the_columns_up_and_names_them() -> None:
@@ -74,8 +77,5 @@ def test_floor_adds_the_columns_up_and_names_them() -> None:
     value, note = rounding_floor(columns)
     assert value == pytest.approx(0.5 * columns["logp_behavior"].variance)
     assert "logp_behavior is stored in bfloat16 and logp_proximal is stored in float32" in note
-    assert is_coarse(columns)
     both = rounding_floor({"a": columns["logp_behavior"], "b": columns["logp_behavior"]})
     assert both[0] == pytest.approx(2 * value)
-    assert both[1].startswith("a and b are stored in bfloat16: rounding alone makes a k3 of ")
-    assert not is_coarse({"a": column(values)})

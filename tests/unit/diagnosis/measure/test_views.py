@@ -1,17 +1,23 @@
-"""Every view against numbers worked out by hand."""
+"""Views by hand, planted mismatch found where it is, and what views have in common."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.support.token_tables import noisy, table, whole
+from tests.support.token_tables import noisy, pieces, table, whole
 
 from trimtab.diagnosis.measure.bins import PROBABILITY_EDGES
+from trimtab.diagnosis.measure.views import ranges, rejected
 
 TWO = math.log(2)
+
+
+def test_ranges_of_whole_numbers() -> None:
+    assert ranges([0, 1, 4, 5]) == ["0", "1-3", "4", "5 and more"]
 
 
 def test_by_probability_by_hand() -> None:
@@ -44,15 +50,13 @@ def test_by_position_counts_untrained_tokens_as_places() -> None:
 
 
 def test_by_entropy_by_hand() -> None:
-    entropy = [[0.0, 0.005, 0.25, 0.3, math.nan, 7.5]]
-    view = whole(table([[0.0, TWO, 0.0, 0.0, 0.0, -TWO]], entropy=entropy)).views["entropy"]
+    view = whole(table([[0.0, TWO, 0.0, 0.0, -TWO]], entropy=[[0.0, 0.005, 0.25, 0.3, 7.5]])).views["entropy"]
     assert view.labels[0] == "0 - 0.01"
     assert view.labels[-1] == "6 - 7.5"
     assert view.count.tolist() == [2, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
     assert view.edges is not None
     assert view.edges[[0, 1, -2, -1]].tolist() == [0.0, 0.01, 6.0, 7.5]
     assert view.ratio_mean[[0, -1]] == pytest.approx([1.5, 0.5])
-    assert view.note == "1 tokens without an entropy are left out"
 
 
 def test_by_turn_by_hand() -> None:
@@ -112,6 +116,152 @@ def test_planted_jump_at_turns_is_seen_there_only() -> None:
     assert k3["0"] > 0.5
     assert max(value for place, value in k3.items() if place != "0") < 1e-3
     assert dict(zip(view.labels, view.count, strict=True))["0"] == 150
+
+
+def test_ages_by_hand() -> None:
+    data = table([[0.1, 0.2, 0.3], [0.4, 0.5]], version=[[7, 6, 1], [9, 400]], proximal_version=[7, 409])
+    view = whole(data).views["version"]
+    assert view.labels == ("0", "1", "5-8", "9-16", "257 and more")
+    assert view.count.tolist() == [1, 1, 1, 1, 1]
+    assert view.log_ratio_mean == pytest.approx([0.1, 0.2, 0.3, 0.5, 0.4], rel=1e-6)
+    assert view.note == ""
+
+
+def test_tokens_newer_than_the_trainer_have_their_own_bin() -> None:
+    view = whole(table([[0.1, 0.2]], version=[[3, 5]], proximal_version=[4])).views["version"]
+    assert view.labels == ("newer than the trainer", "1")
+    assert view.log_ratio_mean == pytest.approx([0.2, 0.1], rel=1e-6)
+
+
+def test_ages_without_a_trainers_version_are_within_a_step() -> None:
+    ratios, version = [[0.1, 0.2], [0.3], [0.4, 0.5]], [[3, 4], [2], [9, 6]]
+    stepped = table(ratios, version=version, step=[1, 1, 2])
+    for parts in ([], [1], [1, 2]):
+        view = whole(*pieces(stepped, parts)).views["version"]
+        assert view.labels == ("0", "1", "2", "3")
+        assert view.log_ratio_mean == pytest.approx([0.3, 0.1, 0.3, 0.5], rel=1e-6)
+        assert "token's step" in view.note
+    view = whole(table(ratios, version=version)).views["version"]
+    assert view.labels == ("0", "3", "5-8")
+    assert view.log_ratio_mean == pytest.approx([0.4, 0.5, 0.2], rel=1e-6)
+    assert "token's file" in view.note
+
+
+def test_rules_reject_by_hand() -> None:
+    # Drift of +0.005 over 100 tokens (product 1.65, mean 1.005), of -0.02 over 50 (product .37, mean .98), of +0.01 + a
+    # bit over 100 (product 2.8, mean 1.0105), of 0.06 downwards over 2, and a mean k3 above its bound.
+    length = np.array([100, 50, 100, 2, 10])
+    log = np.array([0.5, -1.0, 1.0445, -0.12, 0.0])
+    k3 = np.array([0.001, 0.01, 0.005, 0.0036, 0.11])
+    assert {rule: gone.tolist() for rule, gone in rejected(log, length, k3).items()} == {
+        "sequence [0.5, 2]": [False, True, True, False, False],
+        "sequence [0.5, 3]": [False, True, False, False, False],
+        "geometric [0.99, 1.01]": [False, True, True, True, False],
+        "geometric [0.99, 1.001]": [True, True, True, True, False],
+        "mean k3 <= 0.01": [False, False, False, False, True],
+        "opsm 0.05": [False, False, False, True, False],
+    }
+
+
+def test_each_length_is_a_bin_when_there_are_few() -> None:
+    # The untrained token does not count as length; the response without a trained one is no response.
+    ratios = [[0.8], [0.0, 0.0, 0.0], [math.log(2.5), 0.0, 0.0, 1.0], [0.0]]
+    mask = [[True], [True, True, True], [True, True, True, False], [False]]
+    view = whole(table(ratios, mask=mask)).views["length"]
+    assert view.labels == ("1-2", "3")
+    assert view.count.tolist() == [1, 6]
+    assert view.edges is not None
+    assert view.edges.tolist() == [1, 3, 4]
+    assert view.columns["responses"].tolist() == [1, 2]
+    assert view.columns["rejected/sequence [0.5, 2]"].tolist() == [1.0, 0.5]
+    assert view.columns["rejected/sequence [0.5, 3]"].tolist() == [0.0, 0.0]
+    assert view.columns["rejected/geometric [0.99, 1.01]"].tolist() == [1.0, 0.5]
+
+
+def test_ten_bins_share_responses_evenly() -> None:
+    lengths = np.random.default_rng(0).integers(1, 300, 1000)
+    view = whole(table([[0.0] * length for length in lengths])).views["length"]
+    assert len(view.labels) == 10
+    assert view.columns["responses"].sum() == 1000
+    # A fine bin is at most 1/32 of its length wide.
+    assert view.columns["responses"].min() > 70
+    assert view.columns["responses"].max() < 130
+    assert view.edges is not None
+    inside = [
+        ((lengths >= low) & (lengths < high)).sum() for low, high in zip(view.edges[:-1], view.edges[1:], strict=True)
+    ]
+    assert view.columns["responses"].tolist() == inside
+
+
+def test_planted_drift_rejects_long_responses_by_product_and_not_by_mean() -> None:
+    # The same drift of 0.2% a token everywhere: the product leaves [.5, 2] after 347 tokens.
+    lengths = np.tile([50, 100, 200, 300, 500, 900], 20)
+    view = whole(table([[0.002] * length for length in lengths])).views["length"]
+    assert view.columns["rejected/sequence [0.5, 2]"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert view.columns["rejected/geometric [0.99, 1.01]"].tolist() == [0] * 6
+    assert view.columns["rejected/geometric [0.99, 1.001]"].tolist() == [1] * 6
+    assert view.k3 == pytest.approx(np.full(6, view.k3[0]))
+
+
+def test_ids_by_hand() -> None:
+    # k3 is 1 - log 2 for ratio 2 and log 2 - 1/2 for ratio 1/2; an untrained token of id 5 does not count.
+    view = whole(
+        table([[TWO, TWO, -TWO, 0.0, 9.0]], ids=[[5, 5, 7, 9, 5]], mask=[[True, True, True, True, False]])
+    ).views["token"]
+    first, second = 2 * (1 - TWO), TWO - 0.5
+    assert view.labels == ("5", "7", "9")
+    assert view.columns["id"].tolist() == [5, 7, 9]
+    assert view.count.tolist() == [2, 1, 1]
+    assert view.columns["share"] == pytest.approx([first / (first + second), second / (first + second), 0.0], abs=1e-6)
+    assert view.k3 == pytest.approx([first / 2, second, 0.0], abs=1e-6)
+    assert view.ratio_mean == pytest.approx([2.0, 0.5, 1.0])
+    assert np.isnan(view.median).all()  # too few for percentiles
+
+
+def test_planted_ids_stand_first_whatever_the_vocabulary() -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 200_000, 4000)
+    ids[::40] = 199_999
+    ids[1::80] = 150_000
+    ratios = 0.001 * rng.standard_normal(4000)
+    ratios[::40] = 0.5
+    ratios[1::80] = -0.2
+    view = whole(table(ratios.reshape(40, 100).tolist(), ids=ids.reshape(40, 100).tolist())).views["token"]
+    assert view.labels[:2] == ("199999", "150000")
+    assert len(view.labels) == 20
+    assert view.median[:2] == pytest.approx([0.5, -0.2], rel=1e-6)
+    assert view.columns["share"][0] > 0.9
+
+
+def test_ids_outside_a_vocabulary_are_counted_together() -> None:
+    view = whole(table([[1.0, 1.0, 0.0]], ids=[[-3, 1 << 60, 4]])).views["token"]
+    assert view.labels == ("other", "4")
+    assert view.columns["id"].tolist() == [-1, 4]
+    assert view.count.tolist() == [2, 1]
+    none = whole(table([[0.0, 0.0]], ids=[[2, 1]])).views["token"]
+    assert (none.labels, none.columns["share"].tolist()) == (("1", "2"), [0.0, 0.0]), "no mismatch has no shares"
+
+
+def test_prompts_are_ordered_by_their_share_of_k3() -> None:
+    """Prompt 7 holds both large ratios; k3 of .5 is e^.5 - 1.5 = .1487, that of .1 is .00517."""
+    view = whole(table([[0.1, 0.1], [0.5, 0.1], [0.5], [0.1]], prompt=[3, 7, 7, 3])).views["prompt"]
+    assert view.labels == ("7", "3")
+    assert view.count.tolist() == [3, 3]
+    assert view.columns["responses"].tolist() == [2, 2]
+    large, small = np.expm1(0.5) - 0.5, np.expm1(0.1) - 0.1
+    assert view.k3 == pytest.approx([(2 * large + small) / 3, small], rel=1e-5)
+    assert view.columns["share"] == pytest.approx(np.array([2 * large + small, 3 * small]) / (2 * large + 4 * small))
+
+
+def test_the_note_says_whether_errors_repeat() -> None:
+    random = np.random.default_rng(0)
+    prompt = np.repeat(np.arange(40), 5)
+    size = random.lognormal(size=40)[prompt]
+    repeated = whole(table([list(one * random.normal(size=30)) for one in size], prompt=prompt)).views["prompt"]
+    # 1 of the variance, less what 40 prompts without a meaning explain of 200 responses: (39 + 3 sqrt(78)) / 200 = .33.
+    assert re.search(r"decides 6\d% of the variance", repeated.note)
+    chance = whole(table([list(one * random.normal(size=30)) for one in random.permutation(size)], prompt=prompt))
+    assert "decides 0%" in chance.views["prompt"].note
 
 
 def test_columns_that_are_absent_cost_their_views_only() -> None:
