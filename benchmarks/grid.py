@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cli.progress import show_runs
+from trimtab.cli.display import show_runs
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.runner import run_cells

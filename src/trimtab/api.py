@@ -101,10 +101,10 @@ def _resolve(
 
 
 def _progress_lines() -> Observer:
-    from trimtab.cli.console import PlainTextConsole
-    from trimtab.cli.display import PlainDisplay
+    from trimtab.cli.console import PlainTextConsole, progress_bar
+    from trimtab.cli.display import RunDisplay
 
-    return PlainDisplay(PlainTextConsole(stderr=True))
+    return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 
 
 def _accuracy_summary(run: Path) -> dict[str, float | str]:

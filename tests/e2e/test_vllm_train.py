@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.vllm_support import needs_vllm
 
-from trimtab.cli.doctor_vllm import diagnose
+from trimtab.cli.doctor import vllm
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.trajectories import read
@@ -71,6 +71,6 @@ def turn_starts(sampled: np.ndarray) -> list[int]:
 
 
 def test_the_doctor_finds_this_vllm_sound() -> None:
-    found = diagnose()
+    found = vllm()
     assert found.status == "ok"
     assert found.detail.endswith("works")

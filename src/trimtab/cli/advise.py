@@ -101,16 +101,10 @@ def describe_run(path: Path, measured: Measure) -> list[str]:
 
 def describe_match(match: MismatchMatch, length: float | None) -> list[str]:
     """Returns lines that describe how close the laboratory is to the run, and the limits of the analogy."""
-    fit_text = {
-        "close": "close",
-        "rough": "a rough match, read the ranking as a hint",
-        "far": "no match, the laboratory has no such level and its ranking says little about this run",
-    }
     lines = []
     for chosen in match.chosen:
         k3, tail = chosen.level.factors(match.target)
-        fit = fit_text[chosen.level.quality(match.target)]
-        regime = chosen.regime
+        fit, regime = chosen.level.quality(match.target), chosen.regime
         lines.append(f"{regime.name}: {regime.description}; k3 {k3:.2f} and tail {tail:.2f} times the run's: {fit}.")
     if len(match.chosen) > 1:
         lines.append("Both mechanisms fit in k3 and tail; trimtab diagnose or the run's lag tells which one applies.")
@@ -126,10 +120,9 @@ def caution(match: MismatchMatch, measured: Measure) -> str:
     """Returns the reservation about a recommendation; empty if the mismatch was matched and nothing must be fixed."""
     if measured.faults:
         return f"First fix what no method corrects: {', '.join(measured.faults)}."
-    worst = {chosen.level.quality(match.target) for chosen in match.chosen}
-    if "far" in worst:
-        return "The laboratory does not reach the level of this run: take it as a guess."
-    return "The laboratory comes near the level of this run only: take it as a hint." if "rough" in worst else ""
+    found = {chosen.level.quality(match.target) for chosen in match.chosen}
+    worst = next((word for word in ("far", "rough") if word in found), None)
+    return f"The match with the run is {worst}: take the ranking as a hint." if worst else ""
 
 
 def describe_probe(candidate: Candidate) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli.diagnose import Columns, parse_columns
-from trimtab.cli.output import Json, Sets, echo, print_json
+from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def compare(
     folder = out or Path("runs/compare" if advise is None else "runs/advise")
     count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
     plan = lab.plan_experiment(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
-    _train(plan, folder, workers or _cores(), keep, as_json)
+    _train(plan, folder, workers or usable_cores(), keep, as_json)
     _show(plan, folder, page, as_json, advice)
 
 
@@ -160,7 +159,7 @@ def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
 
 
 def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
-    from trimtab.cli.progress import show_runs
+    from trimtab.cli.display import show_runs
     from trimtab.lab.runner import run_experiment
 
     try:
@@ -234,8 +233,3 @@ def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
         "refused": refused,
         "failed": failed,
     }
-
-
-def _cores() -> int:
-    """Returns the number of cores this process may use, which may be limited by a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -255,23 +254,9 @@ def _width() -> int | None:
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Shows the current activity in a transient line on standard error, if that is a terminal."""
-    from rich.text import Text
+    """Shows the current activity on standard error, if that is a terminal."""
+    from trimtab.cli.console import PlainTextConsole, progress_bar
 
-    from trimtab.cli.console import PlainTextConsole
-
-    console = PlainTextConsole(stderr=True)
-    if not console.is_terminal:
-        yield _ignore
-        return
-    start = time.monotonic()
-    with console.status("starting") as status:
-
-        def show(what: str, tokens: int) -> None:
-            status.update(Text(f"{what}: {tokens:,} tokens, {time.monotonic() - start:.0f} s"))
-
-        yield show
-
-
-def _ignore(_what: str, _tokens: int) -> None:
-    pass
+    with progress_bar(PlainTextConsole(stderr=True)) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, tokens: bar.update(task, description=f"{what}: {tokens:,} tokens")

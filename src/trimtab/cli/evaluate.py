@@ -211,8 +211,7 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from trimtab.cli.console import PlainTextConsole
-    from trimtab.cli.progress import progress_bar
+    from trimtab.cli.console import PlainTextConsole, progress_bar
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         current = bar.add_task("loading", total=None)

@@ -83,6 +83,11 @@ def print_pairs(pairs: Mapping[str, Any]) -> None:
         echo(f"{name:<{width}}  {value}")
 
 
+def usable_cores() -> int:
+    """Returns the number of cores this process may use, which may be limited by a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
     """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:

@@ -69,8 +69,7 @@ def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
 
 
 def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
-    from trimtab.cli.display import closing_lines
-    from trimtab.cli.progress import show_runs
+    from trimtab.cli.display import closing_lines, show_runs
     from trimtab.errors import TrimtabError
     from trimtab.lab.recipe_comparison import run_recipe_comparison
     from trimtab.report.comparison import held_out, write_comparison

@@ -14,9 +14,9 @@ from rich.progress import Progress
 
 from trimtab.cli import advise
 from trimtab.cli.compare import MultiValueCommand, register
-from trimtab.cli.console import PlainTextConsole
+from trimtab.cli.console import PACE_SECONDS, PlainTextConsole
+from trimtab.cli.display import RunsDisplay
 from trimtab.cli.main import run
-from trimtab.cli.progress import PACE_SECONDS, RunsProgress
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.lab import runner
@@ -68,7 +68,7 @@ def test_progress_is_weighted_by_cost_and_a_line_per_run_says_what_is_left(monke
     bar = Progress(
         console=PlainTextConsole(file=file), disable=True, get_time=lambda: time[0], speed_estimate_period=PACE_SECONDS
     )
-    progress = RunsProgress(bar)
+    progress = RunsDisplay(bar)
     steps = {"a": 4, "b": 4, "c": 8}
     cells = {name: load_config("laboratory", [f"trainer.steps={count}"]) for name, count in steps.items()}
     monkeypatch.setattr(runner, "cost", lambda config: 10.0 * config.trainer.steps)
@@ -86,7 +86,7 @@ def test_progress_is_weighted_by_cost_and_a_line_per_run_says_what_is_left(monke
     lines = file.getvalue().splitlines()
     assert lines[0] == "3 runs, one thread each; 1 of them finished before"
     # 50 units in 40 seconds.
-    assert lines[1] == "2/3  a  reward 0.50  (7s)  about 16s left"
+    assert lines[1] == "2/3  a  reward 0.50  (7 s)  about 16 s left"
 
 
 def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:
@@ -130,7 +130,7 @@ def test_a_run_and_its_match_are_described() -> None:
     assert fault.startswith("Fix first, no method corrects it: misaligned")
     far = Candidate("rounding", regime("int8"), MismatchLevel(0.0002, 0.01))
     lines = advise.describe_match(MismatchMatch(result.level, (far,), (far,)), result.length)
-    assert "k3 0.01 and tail 0.01 times the run's: no match" in lines[0]
+    assert "k3 0.01 and tail 0.01 times the run's: far." in lines[0]
     assert "the run's 300 on average" in lines[1]
 
 
@@ -138,8 +138,8 @@ def test_a_run_and_its_match_are_described() -> None:
     ("k3", "causes", "words"),
     [
         (0.02, (), ""),
-        (0.04, (), "take it as a hint"),
-        (0.2, (), "take it as a guess"),
+        (0.04, (), "The match with the run is rough"),
+        (0.2, (), "is far: take the ranking as a hint"),
         (0.02, ("misaligned",), "First fix what no method corrects: misaligned."),
     ],
 )
