@@ -258,16 +258,12 @@ def _explain(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *parents, word = first["loc"]
-        return f"unknown key {key!r}{did_you_mean(str(word), _known_keys(parents))}"
+        return f"unknown key {key!r}{did_you_mean(str(word), (_section(parents) or Config).model_fields)}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "model_type" or key == "reward":
         return f"{_not_a_section(key, first['input'])}{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    return (
-        f"{key}: {message}, got {first['input']!r}{more}"
-        if first["type"] != "value_error"
-        else f"{key}: {message}{more}"
-    )
+    got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+    return f"{key}: {first['msg'].removeprefix('Value error, ')}{got}{more}"
 
 
 def _not_a_section(key: str, value: Any) -> str:
@@ -286,10 +282,6 @@ def _not_a_section(key: str, value: Any) -> str:
     if issubclass(section, PluginSection) and isinstance(value, str):
         return f'{key} is a section: write {key}.name = "{value}"'
     return f"{key} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
-
-
-def _known_keys(parents: Iterable[int | str]) -> list[str]:
-    return list((_section(parents) or Config).model_fields)
 
 
 def _section(path: Iterable[int | str]) -> type[BaseModel] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain, count
 from operator import add
 
 import torch
@@ -196,17 +197,17 @@ class _Block:
         """
         sequences, lengths = self.sequences, self.sequences.lengths
         rejected = sequences.mask & ~passed
-        count = sequences.count(rejected)
-        whole = sequences.trained & (count == lengths)
+        tokens = sequences.count(rejected)
+        whole = sequences.trained & (tokens == lengths)
         statistics: dict[str, Mergeable] = {
-            name: Mean.of(count, lengths),
+            name: Mean.of(tokens, lengths),
             f"{name}/sequences": Mean.of(whole, sequences.trained),
         }
         for sign, (at_tokens, at_sequences) in self._signs.items():
             trained = sequences.trained & at_sequences
             statistics[f"{name}/sequences_{sign}"] = Mean.of(whole & at_sequences, trained)
             if at_tokens is None:
-                statistics[f"{name}/{sign}"] = Mean.of(count * at_sequences, lengths * at_sequences)
+                statistics[f"{name}/{sign}"] = Mean.of(tokens * at_sequences, lengths * at_sequences)
             else:
                 statistics[f"{name}/{sign}"] = Mean.of(rejected & at_tokens, sequences.mask & at_tokens)
         return statistics
@@ -225,7 +226,5 @@ class _Block:
 
 def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:
     """Returns the name, with a number when it is taken: `name`, `name_2`, `name_3`."""
-    number = 1
-    while (name if number == 1 else f"{name}_{number}") in taken:
-        number += 1
-    return name if number == 1 else f"{name}_{number}"
+    numbered = (f"{name}_{number}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in taken)

@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,7 +22,7 @@ from trimtab.corrections import divergences
 from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
 from trimtab.corrections.reduce import Sequences, select
-from trimtab.corrections.weights import VERL_LOWEST, check_bounded, check_bounds, check_word
+from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
 
 Part = TypeVar("Part")
 
@@ -84,7 +84,12 @@ def _require(part: Part | None, name: str, read: str) -> Part:
 
 
 class Mask(ABC):
-    """The base class of rejection rules. A subclass is a frozen dataclass of its bounds."""
+    """The base class of rejection rules. A subclass is a frozen dataclass of its bounds.
+
+    per_response: whether it needs one advantage for all tokens of a response.
+    """
+
+    per_response: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -98,11 +103,6 @@ class Mask(ABC):
 
         Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
         """
-
-    @property
-    def per_response(self) -> bool:
-        """Whether it needs one advantage for all tokens of a response; by default not."""
-        return False
 
     @abstractmethod
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
@@ -150,7 +150,6 @@ class Band(Mask):
         check_word(self.level, LEVELS, "Band")
         check_word(self.over, OVER, "Band")
         check_bounds(self.min, self.max, "Band")
-        check_bounded(self.min, self.max, "Band")
 
     @property
     def rule(self) -> str:
@@ -225,10 +224,6 @@ class Divergence(Mask):
         if not 0 <= self.max < math.inf:
             raise ValueError(
                 f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
-            )
-        if self.kind == "binary_tv" and self.reduce != "sum" and self.max >= 1:
-            raise ValueError(
-                f"Divergence: max = {self.max:g} rejects nothing, as a gap of probabilities is at most 1: use less"
             )
 
     @property
@@ -341,6 +336,7 @@ class OPSM(Mask):
     sign: the advantages that can be rejected: "negative" (the published rule), or as controls "positive" and "both".
     """
 
+    per_response = True
     delta: Number
     sign: str = "negative"
 
@@ -358,10 +354,6 @@ class OPSM(Mask):
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
-
-    @property
-    def per_response(self) -> bool:
-        return True
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         sequences = evidence.sequences

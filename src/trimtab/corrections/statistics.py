@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -33,23 +33,19 @@ _SEQUENCE_BOUND = 300.0
 Part = TypeVar("Part", bound="Mergeable")
 
 
-def merged_fields(left: Any, right: Any) -> dict[str, Any]:
-    """Returns the sum of two records of tensors by field; `merge` in a field's metadata replaces the addition."""
-    return {
-        item.name: item.metadata.get("merge", torch.add)(getattr(left, item.name), getattr(right, item.name))
-        for item in fields(left)
-    }
-
-
 @dataclass(frozen=True, eq=False)
 class Mergeable:
-    """A record of tensors that `+` adds field by field (`merged_fields`)."""
+    """A record of tensors that `+` adds field by field; `merge` in a field's metadata replaces the addition."""
 
     is_histogram: ClassVar[bool] = False
     """Whether `summary` returns bins, of which `Metrics.finalize` leaves out those without data."""
 
     def __add__(self: Part, other: Part) -> Part:
-        return type(self)(**merged_fields(self, other))
+        merged = {
+            item.name: item.metadata.get("merge", torch.add)(getattr(self, item.name), getattr(other, item.name))
+            for item in fields(self)
+        }
+        return type(self)(**merged)
 
     def summary(self) -> dict[str, Tensor]:
         """Returns named scalar tensors, computed from the merged sums."""

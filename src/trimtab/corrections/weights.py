@@ -43,12 +43,6 @@ def check_bounds(low: Number, high: Number, what: str) -> None:
         raise ValueError(f"{what}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
 
 
-def check_bounded(low: Number, high: Number, what: str) -> None:
-    """Raises `ValueError` for bounds that every ratio lies within."""
-    if low == 0 and high == math.inf:
-        raise ValueError(f"{what}: [0, inf] holds every ratio, so the rule has no effect: give min, max, or both")
-
-
 @dataclass(frozen=True)
 class Weight:
     """An importance weight: the ratio proximal/behavior at a level, bounded.
@@ -70,8 +64,6 @@ class Weight:
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
             raise ValueError("Weight: truncate has no lower bound; use bound='clip' for min and max")
-        if self.bound != "truncate":
-            check_bounded(self.low, self.high, f"Weight: {self.bound}")
 
     @property
     def low(self) -> Number:

@@ -39,8 +39,6 @@ class GrowingClip(Surrogate):
             )
         if self.dual is not None and not self.dual > 0:
             raise TrimtabError(f"dual = {self.dual:g}: it bounds log r from above, use more than 0")
-        if self.low == self.high == math.inf and self.dual is None:
-            raise TrimtabError('low = inf with high = inf: nothing is clipped, use the surrogate "unclipped"')
         if not math.isfinite(self.power):
             raise TrimtabError(f"power = {self.power:g}: the bounds grow with n^power, use a finite number")
 
@@ -92,8 +90,6 @@ class Banded(Surrogate):
                 f"low = {self.low:g}, high = {self.high:g}: the band is [1 - low, 1 + high], use a low in [0, 1] and a "
                 "high of 0 or more"
             )
-        if self.low == 1 and self.high == math.inf:
-            raise TrimtabError('low = 1 with high = inf: nothing is dropped, use the surrogate "unclipped"')
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         ratio = terms.ratio
@@ -116,6 +112,7 @@ class AgedClip(Surrogate):
     policy by the age: the decoupled loss without a proximal forward. Age 0: not clipped.
     """
 
+    reads = frozenset({"age"})
     low: Number = 0.2
     high: Number = 0.2
 
@@ -144,10 +141,6 @@ class AgedClip(Surrogate):
 
     def notes(self) -> tuple[str, ...]:
         return ("d: age of the token in training steps, 1 for the policy that the step began with",)
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"age"})
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         if ratio.over == "behavior":

@@ -31,6 +31,7 @@ class SecondMoment(Surrogate):
         most `tau`, and nothing is clipped (the paper). Dropped tokens stay in the denominator.
     """
 
+    collects = True
     tau: Number = 0.04
     form: str = "cap"
 
@@ -39,10 +40,6 @@ class SecondMoment(Surrogate):
             raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be finite and above 0")
         if self.form not in SECOND_MOMENT_FORMS:
             raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
-
-    @property
-    def collects(self) -> bool:
-        return True
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""

@@ -138,6 +138,7 @@ class GeometricClip(Surrogate):
     2507.20673.
     """
 
+    per_response = True
     low: Number = 0.4
     high: Number = 0.4
 
@@ -159,10 +160,6 @@ class GeometricClip(Surrogate):
 
     def equation(self, ratio: str) -> str:  # noqa: ARG002
         return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
-
-    @property
-    def per_response(self) -> bool:
-        return True
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         if ratio.level != "token":
@@ -186,6 +183,7 @@ class QuadraticPenalty(Surrogate):
     of a probability, as DPPO's bound (the 12.5 of the paper's text would leave the ratio nearly unbounded).
     """
 
+    reads = frozenset({"behavior"})
     epsilon: Number = 0.15
 
     def __post_init__(self) -> None:
@@ -205,10 +203,6 @@ class QuadraticPenalty(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"behavior"})
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         if ratio == Ratio("token", "behavior"):

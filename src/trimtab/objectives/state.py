@@ -16,14 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
-from trimtab.corrections.statistics import merged_fields
+from trimtab.corrections.statistics import Mergeable
 
 NOT_COUNTED = -1.0
 """Value in `State.magnitudes` of tokens that do not count: no |log-ratio| is negative."""
-
-
-def _concatenate(left: Tensor, right: Tensor) -> Tensor:
-    return torch.cat([left, right])
 
 
 def _all_gather(values: Float[Tensor, "local"], group: dist.ProcessGroup | None) -> Float[Tensor, "all"]:
@@ -37,7 +33,7 @@ def _all_gather(values: Float[Tensor, "local"], group: dist.ProcessGroup | None)
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Mergeable):
     """Statistics of one update, or of a part of it to be added with `+`. Counts are float64 scalars.
 
     tokens, sequences, sequences_trained: from the original mask (sequences include those without a trained token).
@@ -53,10 +49,7 @@ class State:
     sequences_rejected: Tensor
     weight_total: Tensor
     weight_count: Tensor
-    magnitudes: Float[Tensor, "tokens"] = field(metadata={"merge": _concatenate})
-
-    def __add__(self, other: State) -> State:
-        return State(**merged_fields(self, other))
+    magnitudes: Float[Tensor, "tokens"] = field(metadata={"merge": lambda left, right: torch.cat([left, right])})
 
     def __radd__(self, other: int) -> State:
         """Supports `sum`, which starts with 0."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -61,7 +62,18 @@ Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
 
 
 class Surrogate(ABC):
-    """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`."""
+    """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`.
+
+    reads: fields of `PolicyLogps` read besides `current` and the ratio's denominator.
+    per_response: whether all tokens of a response must have the same advantage.
+    single_policy: whether one policy must have sampled each whole response.
+    collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    per_response: ClassVar[bool] = False
+    single_policy: ClassVar[bool] = False
+    collects: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
@@ -75,29 +87,9 @@ class Surrogate(ABC):
         """Returns further lines of the equation: definitions of symbols and warnings."""
         return ()
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` read besides `current` and the ratio's denominator."""
-        return frozenset()
-
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
-
-    @property
-    def per_response(self) -> bool:
-        """Whether all tokens of a response must have the same advantage."""
-        return False
-
-    @property
-    def single_policy(self) -> bool:
-        """Whether one policy must have sampled each whole response."""
-        return False
-
-    @property
-    def collects(self) -> bool:
-        """Whether it needs the `magnitudes` of the whole update before the first micro-batch."""
-        return False
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns the |log-ratio| that `State.magnitudes` collects, `NOT_COUNTED` for other tokens. No gradient."""

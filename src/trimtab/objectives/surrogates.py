@@ -34,11 +34,6 @@ class Clipped(Surrogate):
             raise TrimtabError(f"high = {self.high:g}: the bound is 1 + high, use 0 or more")
         if self.dual is not None and not self.dual > 1:
             raise TrimtabError(f"dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
-        if self.low == 1 and self.high == math.inf and self.dual is None:
-            raise TrimtabError(
-                "low = 1 with high = inf: [0, inf] holds every ratio, so nothing is clipped: lower one of them, or use "
-                'the surrogate "unclipped"'
-            )
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         ratio, advantage = terms.ratio, terms.advantage
@@ -138,6 +133,8 @@ class Regression(Surrogate):
     that the sum over tokens is the square with its exact gradient.
     """
 
+    per_response = True
+    single_policy = True
     beta: Number = 1e-3
 
     def __post_init__(self) -> None:
@@ -167,14 +164,6 @@ class Regression(Surrogate):
             )
         return None
 
-    @property
-    def per_response(self) -> bool:
-        return True
-
-    @property
-    def single_policy(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class Shaped(Surrogate):
@@ -183,6 +172,7 @@ class Shaped(Surrogate):
     LUFFY (arXiv 2504.14945): the behavior probability of an external token is taken as 1.
     """
 
+    reads = frozenset({"off_policy"})
     gamma: Number = 0.1
 
     def __post_init__(self) -> None:
@@ -197,10 +187,6 @@ class Shaped(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"off_policy"})
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         if not corrected:

@@ -62,27 +62,22 @@ def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
         given = RewardSpec(*spec)
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
         same = sum(other.name == label or other.name.startswith(f"{label}-") for other in entries)
-        _check_numbers(label, given)
-        entries.append(
-            Weighted(f"{label}-{same + 1}" if same else label, given.weight, given.timeout, _built(given, task))
-        )
+        if not math.isfinite(given.weight):
+            raise TrimtabError(f"reward {label!r}: weight must be a finite number, got {given.weight}")
+        if not 0 < given.timeout < math.inf:
+            raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {given.timeout}")
+        name = f"{label}-{same + 1}" if same else label
+        entries.append(Weighted(name, given.weight, given.timeout, _built(label, given, task)))
     return entries
 
 
-def _check_numbers(label: str, spec: RewardSpec) -> None:
-    if not math.isfinite(spec.weight):
-        raise TrimtabError(f"reward {label!r}: weight must be a finite number, got {spec.weight}")
-    if not (math.isfinite(spec.timeout) and spec.timeout > 0):
-        raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {spec.timeout}")
-
-
-def _built(spec: RewardSpec, task: Task) -> Built:
-    if not isinstance(spec.name, str):
-        _no_options(getattr(spec.name, "__name__", "reward"), spec.options)
-        return build_user_reward(spec.name, getattr(spec.name, "__name__", "reward"))
-    if ":" in spec.name:
-        _no_options(spec.name, spec.options)
-        return build_user_reward(load_function(spec.name, "reward"), spec.name)
+def _built(label: str, spec: RewardSpec, task: Task) -> Built:
+    if not isinstance(spec.name, str) or ":" in spec.name:
+        if spec.options:
+            given = ", ".join(map(repr, spec.options))
+            raise TrimtabError(f"reward {label!r}: your own function takes no options, got {given}")
+        function = load_function(spec.name, "reward") if isinstance(spec.name, str) else spec.name
+        return build_user_reward(function, label)
     if spec.name not in _BUILT_IN:
         raise TrimtabError(
             f"unknown reward {spec.name!r}{did_you_mean(spec.name, names())}; write your own as module:function"
@@ -97,8 +92,3 @@ def _built(spec: RewardSpec, task: Task) -> Built:
 def _class_of(name: str) -> type[Reward]:
     module, kind = _BUILT_IN[name]
     return getattr(importlib.import_module(f"trimtab.rewards.{module}"), kind)
-
-
-def _no_options(label: str, options: Mapping[str, Any]) -> None:
-    if options:
-        raise TrimtabError(f"reward {label!r}: your own function takes no options, got {', '.join(map(repr, options))}")

@@ -15,7 +15,20 @@ from trimtab.config import load_config, recipe_names
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
 
-COMMANDS = ("train", "sft", "recipes", "show", "explain", "eval", "report", "export", "doctor", "diagnose")
+COMMANDS = (
+    "train",
+    "sft",
+    "recipes",
+    "show",
+    "explain",
+    "eval",
+    "report",
+    "export",
+    "doctor",
+    "diagnose",
+    "compare",
+    "plan",
+)
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +50,7 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     program = (
         "import sys; from trimtab.cli.main import run; "
         "assert run(['--help']) == run(['train', '--help']) == run(['recipes']) == run(['show', 'quickstart']) == 0; "
+        "assert run(['plan', '--model', 'qwen2.5-7b', '--gpus', '8']) == 0; "
         "heavy = {'torch', 'transformers', 'matplotlib', 'pyarrow', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy"
     )

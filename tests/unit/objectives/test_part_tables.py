@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from trimtab import corrections, objectives
+from trimtab.config import load_config, recipe_names
 from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
@@ -23,12 +25,14 @@ from trimtab.objectives import (
     PrefixBudget,
     Ratio,
     Reinforce,
+    Unclipped,
     Veto,
     Weight,
     composition,
     objective,
     presets,
 )
+from trimtab.objectives.from_section import from_section
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
 BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}
@@ -112,7 +116,6 @@ def test_parts_may_be_given_as_objects():
         ("grpo", {"mask": [{"kind": "veto"}, {"kind": "veto"}]}, "the same rejection rule is given twice"),
         ("grpo", {"mask": [{"kind": "opsm", "delta": True}]}, "delta = True has the wrong type"),
         ("grpo", {"mask": [{"kind": "opsm", "delta": 0.1, "sign": "none"}]}, "negative, positive"),
-        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.05}]}, "the same rejection rule is given twice"),
         ("token-bypass", {"weight": {"level": "token"}}, "already contains proximal/behavior"),
         (
             "grpo",
@@ -126,10 +129,6 @@ def test_parts_may_be_given_as_objects():
         ("vespo", {"ratio": {"level": "geometric", "over": "behavior"}}, 'use level "sequence"'),
         ("reinforce", {"centering": {}}, "centering = {} has the wrong type"),
         ("ctpo", {"ratio": {"level": "token"}}, 'use level "prefix"'),
-        ("grpo", {"denominator": "kept"}, "nothing is rejected"),
-        ("grpo", {"weight": {"bound": "mask", "max": math.inf}}, "holds every ratio"),
-        ("grpo", {"weight": {"bound": "clip", "max": None}}, "holds every ratio"),
-        ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0, "max": math.inf}]}, "holds every ratio"),
         ("grpo", {"mask": [{"kind": "k3", "reduce": "token", "max": math.inf}]}, "or nothing"),
         *(("opsm", {"delta": delta}, "or nothing, use a finite delta") for delta in (math.nan, -0.1, math.inf)),
         ("grpo", {"entropy_coef": math.inf}, "entropy_coef = inf: .* use a finite number"),
@@ -145,9 +144,8 @@ def test_parts_may_be_given_as_objects():
         ("m2po", {"tau": math.inf}, "finite and above 0"),
         ("cppo", {"divergence_max": math.inf}, "finite and above 0"),
         ("grpo", {"mask": [], "advantage": "grop"}, "unknown advantage 'grop' .did you mean 'grpo'"),
-        ("grpo", {"advantage": "rloo"}, "no keyword 'advantage'"),
         ("grpo", {"advantage": "rloo"}, r"set \[advantage\] kind = 'rloo' in a recipe"),
-        # Parts that reject or bound nothing.
+        # Masks that reject nothing.
         ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
         ("geo-mask", {"mask": [BAND]}, r"Band.*min=0.5, max=2.0, .* rejects nothing beside Band.*min=0.99, max=1.01"),
         (
@@ -159,19 +157,7 @@ def test_parts_may_be_given_as_objects():
         ("k3-mask", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.5}]}, "rejects nothing beside"),
         ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
         ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
-        (
-            "pnpo",
-            {"clip_low": 1.0, "clip_high": math.inf},
-            'clip_low, clip_high: .*: nothing is dropped, use .* "unclipped"',
-        ),
-        ("ctpo", {"clip_low": math.inf, "clip_high": math.inf, "clip_dual": None}, "nothing is clipped"),
         ("token-tis", {"ratio": {"over": "behavior"}}, 'drop the weight .*name = "composed"'),
-        ("dppo", {"divergence_max": 1.0}, "divergence_max: Divergence: max = 1 rejects nothing, as a gap"),
-        *(
-            ("grpo", {"mask": [{"kind": "binary_tv", "reduce": reduce, "max": 1}]}, "max = 1 rejects nothing")
-            for reduce in ("token", "mean", "max")
-        ),
-        ("grpo", {"clip_low": 1.0, "clip_high": math.inf}, 'nothing is clipped: .* the surrogate "unclipped"'),
     ],
 )
 def test_mistakes_are_one_line(name, given, line):
@@ -192,7 +178,6 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
     [
         # The keywords of the part that is refused, all that were given, and the message of the part.
         ("grpo", {"clip_low": 1.5}, "'grpo': clip_low: low = 1.5: the bound is 1 - low"),
-        ("grpo", {"clip_low": 1.0, "clip_high": math.inf, "kl_coef": 1}, "'grpo': clip_low, clip_high: low = 1 with h"),
         ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: [3, 5] must enclose 1"),
         ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: max ="),
         ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1 would reject"),
@@ -201,7 +186,6 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
         ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2: the bounds are (1 - low)^age"),
         ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2: the band is [1 - low, 1 + high]"),
         ("pnpo", {"clip_high": -0.1}, "'pnpo': clip_high: low = 0.2, high = -0.1: the band is"),
-        ("geo-mask", {"keep_min": 0.0, "keep_max": math.inf}, "keep_min, keep_max: Band: [0, inf] holds every ratio"),
         # A message that names the keyword itself is not preceded by it.
         ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
         ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
@@ -223,7 +207,9 @@ def test_what_only_looks_without_effect_is_accepted():
     assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)
     summed = objective("grpo", mask=[{"kind": "binary_tv", "reduce": "sum", "max": 3.0}])
     assert summed.masks == (Divergence("binary_tv", "sum", 3.0),)
-    assert objective("grpo", clip_low=1.0, clip_high=math.inf, clip_dual=3.0).surrogate == Clipped(1.0, math.inf, 3.0)
+    assert objective("grpo", clip_low=1.0, clip_high=math.inf).surrogate == Clipped(1.0, math.inf)
+    assert objective("geo-mask", keep_min=0.0, keep_max=math.inf).masks == (Band("geometric", 0.0, math.inf),)
+    assert objective("icepop", weight_min=0.0, weight_max=math.inf).weight == Weight("token", "mask", 0.0, math.inf)
     overlapping = [BAND, {**BAND, "min": 0.8, "max": 3.0}, {**BAND, "level": "token"}, {**BAND, "over": "current"}]
     assert len(objective("grpo", mask=overlapping).masks) == 4
     kept = objective("token-tis", weight_max=2.0, clip_low=0.2, mask=[{"kind": "veto"}])
@@ -295,3 +281,44 @@ def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
     classes = {value for value in exported if isinstance(value, type) and not inspect.isabstract(value)}
     assert {kind for kind in classes if issubclass(kind, corrections.Mask)} == set(composition.MASKS.values())
     assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(composition.SURROGATES.values())
+
+
+UNCLIPPED = 'objective.surrogate={kind="unclipped"}'
+WEIGHT = 'objective.weight={level="token", bound="truncate", max=3.0}'
+
+
+def built(recipe: str, *overrides: str) -> Objective:
+    return from_section(load_config(recipe, overrides).objective.model_dump())
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_the_surrogate_of_every_recipe_can_be_replaced(recipe: str) -> None:
+    overrides = [UNCLIPPED]
+    while (keyword := keyword_without_effect(recipe, overrides)) is not None:
+        overrides.append(f"unset=objective.{keyword}")
+    assert isinstance(built(recipe, *overrides).surrogate, Unclipped)
+
+
+def keyword_without_effect(recipe: str, overrides: list[str]) -> str | None:
+    """The keyword that the message of a refusal names."""
+    try:
+        built(recipe, *overrides)
+    except TrimtabError as error:
+        named = re.search(r"(\w+) has no effect beside the given surrogate: leave it out \(unset it", str(error))
+        if named is None:
+            raise
+        return named[1]
+    return None
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "laboratory", "7b-8gpu", "quickstart-tools"])
+def test_the_weight_can_be_replaced_beside_the_default_of_a_base(recipe: str) -> None:
+    objective = built(recipe, WEIGHT)
+    assert objective.weight is not None
+    assert objective.weight.max == 3.0
+
+
+def test_a_bound_of_a_base_is_taken_back_for_calibration() -> None:
+    with pytest.raises(TrimtabError, match=r"leave weight_max out \(unset it where"):
+        built("quickstart", "objective.calibrate=true")
+    assert "step 0" in built("quickstart", "objective.calibrate=true", "unset=objective.weight_max").equation()

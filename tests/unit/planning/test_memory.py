@@ -1,17 +1,24 @@
-"""Memory of a training rank: constants of the code it describes, hand numbers, and what sharding changes."""
+"""Memory of a training rank: constants of the code it describes, hand numbers, what sharding changes, what is kept."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trimtab.models import fused_head, packed_attention
+from trimtab.models.logprobs import TokenBatch, score
 from trimtab.planning import estimates
 from trimtab.planning.estimates import Rank, host_memory, layer_activations, rank_memory
 from trimtab.planning.inputs import SHAPES, Shape
 
 TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
+ROWS, PROMPT, RESPONSE = 24, 16, 41
+SMALL = Shape("small", 3, 96, 6, 2, 16, 256, 300, tied=False)
 ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
@@ -97,3 +104,52 @@ def test_everything_grows_with_the_row(recompute: bool) -> None:
     rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
     totals = [sum(rank_memory(shape, rank).values()) for rank in rows]
     assert totals == sorted(totals)
+
+
+def model(kind: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=SMALL.hidden,
+        intermediate_size=SMALL.intermediate,
+        num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv,
+        head_dim=SMALL.size,
+        vocab_size=SMALL.vocabulary,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = packed_attention.PACKED_IMPLEMENTATION
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def kept(model: PreTrainedModel) -> int:
+    """Bytes of every storage saved in a forward, parameters not counted."""
+    numbers = np.random.default_rng(0)
+    batch = TokenBatch.pack(
+        [numbers.integers(SMALL.vocabulary, size=PROMPT)],
+        list(numbers.integers(SMALL.vocabulary, size=(ROWS, RESPONSE))),
+        [0] * ROWS,
+        pad_id=0,
+    )
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    result: dict[int, Any] = {}  # the storages themselves: a freed address would be used again
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            result[storage.data_ptr()] = storage
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
+        score(model, batch)
+    return sum(storage.nbytes() for storage in result.values())
+
+
+@pytest.mark.parametrize(("kind", "norm"), [("llama", False), ("qwen2", False), ("qwen3", True)])
+def test_the_formula_counts_what_autograd_saves(kind: str, norm: bool) -> None:
+    shape = replace(SMALL, qk_norm=norm, qkv_bias=kind == "qwen2")
+    # A response's last token predicts nothing and is not run.
+    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
+    computed = rank_memory(shape, rank)
+    assert computed["kept"] + computed["copies"] == pytest.approx(kept(model(kind)), rel=0.03)

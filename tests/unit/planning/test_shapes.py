@@ -1,4 +1,4 @@
-"""Parameter counts against published ones and against the models transformers builds."""
+"""What a plan starts from: parameter counts against published ones and those of transformers; assumptions; devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.planning.inputs import SHAPES, find_shape
+from trimtab.planning.inputs import DEVICES, SHAPES, Assumptions, find_device, find_shape, parse_assumptions
 
 # Parameters of the published safetensors files (the number on each model's page on huggingface.co).
 PUBLISHED = {
@@ -87,3 +87,37 @@ def test_what_is_not_known_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 3}))
     with pytest.raises(TrimtabError, match="has no 'num_attention_heads'"):
         find_shape(str(tmp_path))
+
+
+def test_every_assumption_says_why() -> None:
+    reasons = [field.description or "" for field in Assumptions.model_fields.values()]
+    assert all(len(why) > 10 and "\n" not in why for why in reasons)
+
+
+def test_changes_replace_defaults() -> None:
+    assert parse_assumptions(["train_flops=0.5", "score=12"]) == Assumptions(train_flops=0.5, score=12)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train_flop=1", "unknown assumption 'train_flop'.*train_flops"),
+        ("score", "--assume score=: .*valid number"),
+        ("score=fast", "score=fast: .*valid number"),
+        ("score=-1", "greater than or equal to 0"),
+        ("train_flops=1.5", "less than or equal to 1"),
+        ("handover=0", "greater than 0"),
+        ("handover=nan", "finite number"),
+        ("decode_overhead=inf", "finite number"),
+    ],
+)
+def test_mistakes_are_one_line(change: str, named: str) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        parse_assumptions([change])
+
+
+def test_devices_carry_their_source() -> None:
+    assert all(entry.source and entry.memory > 1e10 for entry in DEVICES.values())
+    assert find_device("H100").flops == 989e12
+    with pytest.raises(TrimtabError, match=r"unknown device 'h1000'.*did you mean 'h100'"):
+        find_device("h1000")
