@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer
-from tests.support.engines import After
 from tests.support.processes import gone
 from tests.support.ray_support import Cluster, local_cluster
 from tests.support.turns import ScriptedTurns
@@ -153,30 +151,6 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
     finally:
         engine.transport._publisher = engines[1].transport._publisher
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
-
-
-def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, model) -> None:
-    engine, samples, length = engines[0], 256, 50
-    engine.update_weights(weights(model), 1)
-    sampling, begun = SamplingParams(max_tokens=length, ignore_stop=True), None
-    for _ in range(50):
-        # Set at the second check, some milliseconds after the call. Over before it arrived: from the start again.
-        completions = engine.generate(
-            prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], abort=After(1)
-        )
-        begun = None if all(c.finish_reason == "length" for c in completions[0]) else completions[0]
-        if begun is not None and len(begun[0].response_ids):
-            break
-    assert begun is not None
-    assert {c.finish_reason for c in begun} == {"abort"}
-    engine.update_weights(weights(model, 1.1), 2)
-    (whole,) = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=[begun], abort=threading.Event())
-    for start, full in zip(begun, whole, strict=True):
-        cut = len(start.response_ids)
-        assert 0 < cut < length
-        assert full.finish_reason == "length"
-        assert full.response_ids[:cut].tolist() == start.response_ids.tolist()
-        assert full.policy_version.tolist() == [1] * cut + [2] * (length - cut)
 
 
 def test_turns_of_an_actor_are_those_of_the_same_engine_here(engines, prompts, model, config) -> None:

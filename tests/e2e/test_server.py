@@ -269,15 +269,6 @@ class TestWire:
             assert (one.policy_version == EXTERNAL_VERSION).tolist() == (~one.sampled).tolist()
             assert np.isnan(one.logp_behavior).tolist() == (~one.sampled).tolist()
 
-    def test_an_interrupt_before_anything_began(
-        self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        interrupt = threading.Event()
-        interrupt.set()
-        served[0].configure(after=1)
-        completions = engine_over(laboratory, served[:1]).generate(prompts, 2, SAMPLING, seed=SEED, abort=interrupt)
-        assert {(one.finish_reason, len(one.response_ids)) for row in completions for one in row} == {("abort", 0)}
-
     def test_log_probs_from_before_the_temperature_are_refused(
         self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
     ) -> None:

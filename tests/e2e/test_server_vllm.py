@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -149,48 +148,6 @@ def test_log_probs_are_those_after_the_temperature(
     engine.update_weights(smollm.model.named_parameters(), 3)
     warm = replace(FORCED, temperature=0.7)
     assert difference(smollm.model, prompts, engine.generate(prompts, 2, warm, seed=6), warm) < NOISE
-
-
-def test_the_token_that_completes_a_stop_is_kept(
-    engine: ServerEngine, smollm: LoadedModel, prompts: list[Prompt]
-) -> None:
-    completions = engine.generate(prompts, 3, SamplingParams(max_tokens=24, stop=("\n",)), seed=7)
-    stopped = [one for row in completions for one in row if one.finish_reason == "stop"]
-    assert stopped
-    for one in stopped:
-        assert "\n" in smollm.tokenizer.decode(one.response_ids[-1:])
-        assert "\n" not in smollm.tokenizer.decode(one.response_ids[:-1])
-        assert "\n" not in one.text
-
-
-def test_an_interrupted_call_goes_on_under_new_weights(
-    process: tuple[subprocess.Popen[bytes], str],
-    engine: ServerEngine,
-    smollm: LoadedModel,
-    changed: nn.Module,
-    prompts: list[Prompt],
-) -> None:
-    engine.update_weights(smollm.model.named_parameters(), 4)
-    interrupt = threading.Event()
-    long = replace(FORCED, max_tokens=400)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, prompts, 2, long, seed=8, abort=interrupt)
-        wait_for_tokens(process[1], 40)
-        interrupt.set()
-        begun = call.result()
-    assert {one.finish_reason for row in begun for one in row} == {"abort"}
-    written = [[one for one in row if len(one.response_ids)] for row in begun]  # some may not have begun
-    assert any(written)
-    assert difference(smollm.model, prompts, written, long) < NOISE
-    engine.update_weights(changed.named_parameters(), 5)
-    longest = max(len(one.response_ids) for row in begun for one in row)
-    more = replace(FORCED, max_tokens=longest + 5)
-    done = engine.generate(prompts, 2, more, seed=8, prefixes=begun)
-    assert {len(one.response_ids) for row in done for one in row} == {longest + 5}
-    assert {int(one.policy_version[-1]) for row in done for one in row} == {5}
-    assert difference(changed, prompts, done, more) < NOISE
-    for one, old in zip(np.ravel(done), np.ravel(begun), strict=True):
-        assert one.response_ids[: len(old.response_ids)].tolist() == old.response_ids.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:no inference server is left")

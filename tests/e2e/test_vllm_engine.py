@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import EOS, PIECES, After, processed, tokenizer, tokens
+from tests.support.engines import EOS, PIECES, processed, tokenizer, tokens
 from tests.support.turns import ScriptedTurns
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
@@ -107,58 +107,6 @@ def test_tokens_depend_on_seed_prompt_and_sample_alone(engine: Any) -> None:
     assert len({tuple(row) for group in whole for row in group}) == 9
 
 
-def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
-    asked = prompts([5, 40])
-    before = engine.generate(asked, 2, FORCED, seed=2)
-    engine.update_weights(policy().state_dict().items(), 8)
-    lengths = [[5, 0], [11, 1]]
-    prefixes = [
-        [whole.truncated(n) for whole, n in zip(*pair, strict=True)] for pair in zip(before, lengths, strict=True)
-    ]
-    after = engine.generate(asked, 2, FORCED, seed=2, prefixes=prefixes)
-    for prompt, olds, news, kept in zip(asked, before, after, lengths, strict=True):
-        for old, new, n in zip(olds, news, kept, strict=True):
-            np.testing.assert_array_equal(new.response_ids[:n], old.response_ids[:n])
-            np.testing.assert_array_equal(new.logp_behavior[:n], old.logp_behavior[:n])
-            assert new.policy_version.tolist() == [7] * n + [8] * (12 - n)
-            exact = processed(policy(), prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
-            np.testing.assert_allclose(new.logp_behavior, exact.numpy(), atol=1e-4)
-    assert tokens(after)[0][1] == tokens(before)[0][1]  # an empty prefix is none
-    rows = [engine._parameters(row, FORCED, 2, None).seed for row in _rows(0, 3)]
-    assert len(set(rows)) == 2  # the numbers that chose the prefix are not used a second time
-
-
-def _rows(*begun: int) -> list[Any]:
-    from trimtab.engines.embedded.decoding_rows import build_rows
-
-    whole = Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", "").truncated(
-        max(begun)
-    )
-    return [build_rows(1, 1, FORCED, [[whole.truncated(n) if n else Completion.empty()]])[0] for n in begun]
-
-
-def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights(engine: Any) -> None:
-    asked = prompts([5, 40])
-    parts = engine.generate(asked, 3, FORCED, seed=4, abort=After(5))
-    for part in all_of(parts):
-        assert part.finish_reason == "abort"
-        assert 0 < len(part.response_ids) == len(part.logp_behavior) < 12
-    model = policy()
-    update(model, 0.2, seed=0)
-    engine.update_weights(model.named_parameters(), 9)
-    for prompt, olds, news in zip(asked, parts, engine.generate(asked, 3, FORCED, seed=4, prefixes=parts), strict=True):
-        for old, new in zip(olds, news, strict=True):
-            n = len(old.response_ids)
-            assert new.policy_version.tolist() == [7] * n + [9] * (12 - n)
-            exact = processed(model, prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
-            np.testing.assert_allclose(new.logp_behavior[n:], exact[n:].numpy(), atol=1e-4)
-    whole = engine.generate(asked, 3, FORCED, seed=4)
-    again = engine.generate(asked, 3, FORCED, seed=4, prefixes=whole, abort=After(0))
-    assert tokens(again) == tokens(whole)  # nothing was left to interrupt
-    untouched = engine.generate(asked, 1, FORCED, seed=4, abort=After(0))
-    assert [(part.finish_reason, len(part.response_ids)) for part in all_of(untouched)] == [("abort", 0)] * 2
-
-
 def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
     asked, model = prompts([5, 40, 130]), policy()
     engine.generate(asked, 2, FORCED, seed=6)
@@ -170,18 +118,6 @@ def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
                 exact = processed(model, prompt, completion, FORCED)
                 chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
                 np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=2e-4)
-
-
-def test_the_weights_in_use_can_be_had_back(engine: Any) -> None:
-    before = tokens(engine.generate(prompts([5]), 4, FORCED, seed=0))
-    held = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    for name, tensor in policy().named_parameters():
-        assert torch.equal(held[name], tensor), name
-    other = policy(seed=1)
-    engine.update_weights(other.named_parameters(), 1)
-    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) != before
-    engine.update_weights(held.items(), 0, as_is=True)
-    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
 
 
 def test_bad_weights_are_refused_and_change_nothing(engine: Any) -> None:
@@ -307,17 +243,6 @@ def test_a_turn_runs_only_what_the_prefix_cache_lacks(engine: Any) -> None:
             whole += begin
     assert engine.prefilled_tokens - prefilled == first + later
     assert first + later < whole / 2
-
-
-def test_a_turn_without_a_stop_ends_the_response(engine: Any) -> None:
-    got = all_of(engine.generate(prompts([5, 40]), 6, TURNS, seed=3, turns=ScriptedTurns(70, max_turn_tokens=9)))
-    ended = [one for one in got if one.finish_reason == "length"]
-    assert {int(one.turn[-1]) for one in ended} > {0}
-    assert {one.finish_reason for one in got} == {"length", "stop"}
-    for one in ended:
-        assert (one.sampled & (one.turn == one.turn[-1])).sum() == 9
-    for one in got:
-        assert max(np.bincount(one.turn[one.sampled])) <= 9
 
 
 def test_keep_sets_over_turns(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

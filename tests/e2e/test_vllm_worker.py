@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.support.engines import After, interrupted, processed, tokenizer
+from tests.support.engines import After, processed, tokenizer
 from tests.support.processes import gone
-from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts, update
+from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
 from trimtab.engines.remote import process_transport
 from trimtab.engines.remote.process_transport import ProcessTransport
@@ -62,27 +61,6 @@ def check_exact(
             exact = processed(model, asked, one, LONG)[torch.arange(n), torch.from_numpy(one.response_ids)]
             np.testing.assert_allclose(one.logp_behavior[k:], exact[k:].numpy(), atol=1e-4)
             assert one.policy_version[k:].tolist() == [version] * (n - k)
-
-
-def test_it_samples_publishes_and_is_interrupted(engine: RemoteEngine) -> None:
-    model = policy()
-    whole = engine.generate(ASKED, 3, FORCED, seed=0)
-    check_exact(model, whole, 0)
-    update(model, 0.3, seed=0)
-    engine.update_weights(model.named_parameters(), 1)
-    check_exact(model, engine.generate(ASKED, 3, FORCED, seed=0), 1)
-    part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, abort=stop))
-    assert {one.finish_reason for one in chain(*part)} == {"abort"}
-    check_exact(model, part, 1)
-    engine.update_weights(policy(seed=1).named_parameters(), 2)  # needs an empty engine
-    done = engine.generate(ASKED, 2, LONG, seed=0, prefixes=part)
-    check_exact(policy(seed=1), done, 2, begun=part)
-    for begun, one in zip(chain(*part), chain(*done), strict=True):
-        k = len(begun.response_ids)
-        assert one.policy_version.tolist() == [1] * k + [2] * (LENGTH - k)
-        assert one.response_ids[:k].tolist() == begun.response_ids.tolist()
-    held = dict(engine.named_weights())
-    assert all(torch.equal(held[name], tensor) for name, tensor in policy(seed=1).named_parameters())
 
 
 def family_of(engine: RemoteEngine) -> list[psutil.Process]:

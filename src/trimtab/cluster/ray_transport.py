@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import tempfile
@@ -24,11 +23,10 @@ from trimtab.cluster.object_store_weights import (
     unpack,
 )
 from trimtab.config import Config, RayConfig
-from trimtab.engines.remote.engine_host import EngineHost
-from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
-from trimtab.engines.remote.remote_engine import CallResult, RemoteEngine, TransportLost
+from trimtab.engines.remote.engine_host import CallResult, EndedTurn, EngineHost, HandledTurn
+from trimtab.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError
-from trimtab.types import Engine, TurnResult
+from trimtab.types import Engine
 
 WEIGHTS_SUFFIX = ".safetensors"
 HEARTBEAT_INTERVAL = 1.0  # seconds between two reports of the actor, without turns that end
@@ -94,14 +92,13 @@ class RayTransport:
         self._slot, self._publisher, self._config = slot, publisher, config
         self._spec = {**spec, "threads": slot.threads}
         self._files = _model_files(Path(spec["model"]))
-        self._calls = itertools.count(1)
         self._start()
 
     def _start(self) -> None:
         self._host = self._slot.start(EngineActor)
         self._starting = self._host.start_engine.remote(self._spec, self._files, self._config.shard_mib << 20)
         self._where = "the engine's actor"
-        self._progress, self._report, self._turns = 0, None, list[EndedTurn]()
+        self.progress, self.turns, self._report = 0, list[EndedTurn](), None
 
     def wait_until_started(self) -> None:
         """Waits for the engine; all actors of a run start concurrently and are waited for one by one.
@@ -123,38 +120,29 @@ class RayTransport:
         self._start()
         self.wait_until_started()
 
-    def submit(self, method: str, *arguments: Any) -> None:
-        self._method, self._call, self._turns = method, next(self._calls), []
+    def submit(self, call: int, method: str, *arguments: Any) -> None:
+        self._method = method
         if method == "generate":
             arguments = (_pickle(arguments),)
         if method == "update_weights":
             weights, version, as_is = arguments
             arguments = (self._publisher.put(weights, version), as_is)
         with self._convert_loss():
-            self._answer = self._host.answer.remote(self._call, method, arguments)
+            self._answer = self._host.answer.remote(call, method, arguments)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> CallResult | None:
         import ray
 
         # A report of the call before may be under way: what it brings must not be lost.
         self._report = self._report or self._host.report.remote()
         ready, _ = ray.wait([self._answer, self._report], num_returns=1, timeout=seconds)
-        if self._report in ready:
-            with self._convert_loss():
-                self._progress, turns = get_result(self._report)
-            self._report = None
-            self._turns += [turn for turn in turns if turn.call == self._call]
-        return self._answer in ready
-
-    def ended_turns(self) -> list[EndedTurn]:
-        turns, self._turns = self._turns, []
-        return turns
-
-    def send_result(self, prompt: int, sample: int, result: TurnResult) -> None:
-        self._host.handled.remote(HandledTurn(self._call, prompt, sample, result))
-
-    def result(self) -> CallResult:
         with self._convert_loss():
+            if self._report in ready:
+                self.progress, turns = get_result(self._report)
+                self._report = None
+                self.turns += turns
+            if self._answer not in ready:
+                return None
             value, error, state = get_result(self._answer)
             if error is None and self._method == "generate":
                 value = _unpickle(value)
@@ -163,11 +151,11 @@ class RayTransport:
                 value = list(unpack(fetch_shards(value.references), value.key, value.version))
         return value, error, state
 
-    def abort(self) -> None:
-        self._host.abort.remote(self._call)
+    def send_result(self, turn: HandledTurn) -> None:
+        self._host.handled.remote(turn)
 
-    def heartbeat(self) -> int:
-        return self._progress
+    def abort(self, call: int) -> None:
+        self._host.abort.remote(call)
 
     def describe(self, what: str) -> str:
         return f"{self._where} {what}"

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import WeightQuantization
+from trimtab.engines.stopping import generation_config
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models import invariant
 from trimtab.models.load import default_device
 from trimtab.models.matmul import use_fast_linear
 from trimtab.models.quiet import silence_transformers
 from trimtab.types import Engine
-
-GENERATION_CONFIG = "generation_config.json"
 
 
 def build(spec: Mapping[str, Any]) -> Engine:
@@ -51,8 +50,8 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # Float32 whatever the engine's dtype: the engine casts the parameters itself and must get unrounded buffers.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        if (folder / GENERATION_CONFIG).is_file():  # names the end-of-sequence ids
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        # It names the end-of-sequence ids.
+        model.generation_config = generation_config(folder) or model.generation_config
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     use_fast_linear(model.base_model)
     if spec.get("numerics") == "invariant":

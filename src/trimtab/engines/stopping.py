@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import GenerationConfig
 
 from trimtab.types import SamplingParams
 
@@ -68,7 +71,7 @@ class StopChecker:
             return True
         if not self._strings:
             return False
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._decode(ids)
         return any(stop in text for stop in self._strings)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -78,10 +81,15 @@ class StopChecker:
         return text[: min(starts)] if starts else text
 
 
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def eos_ids(tokenizer: Any, config: Any, generation_config: Any = None) -> frozenset[int]:
     """Returns every end-of-sequence id named by the tokenizer, the model's config or its generation config."""
     ids: set[int] = set()
-    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
+    for source in (tokenizer, config, generation_config):
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return frozenset(ids)
+
+
+def generation_config(folder: Path | str) -> GenerationConfig | None:
+    """Returns the generation config in a model folder, which may have none."""
+    return GenerationConfig.from_pretrained(folder) if Path(folder, "generation_config.json").is_file() else None

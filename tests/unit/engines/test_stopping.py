@@ -83,8 +83,8 @@ def test_forced_length_ignores_every_stop() -> None:
 def test_every_end_of_text_id_is_known() -> None:
     model = tiny()
     model.generation_config.eos_token_id = [5, 6]
-    assert eos_ids(model, tokenizer()) == {EOS, 5, 6}
-    assert eos_ids(SimpleNamespace(config=SimpleNamespace()), SimpleNamespace()) == frozenset()
+    assert eos_ids(tokenizer(), model.config, model.generation_config) == {EOS, 5, 6}
+    assert eos_ids(SimpleNamespace(), SimpleNamespace()) == frozenset()
 
 
 def test_only_responses_whose_last_token_can_complete_a_stop_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

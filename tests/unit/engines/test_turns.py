@@ -219,29 +219,6 @@ def test_interrupted_anywhere_it_ends_with_the_same_tokens(name: str, late: dict
                 assert np.array_equal(a.routed_experts, b.routed_experts)
 
 
-def test_a_turn_without_a_stop_ends_the_response() -> None:
-    engine, asked = make(), prompts(LENGTHS)
-    got = engine.generate(asked, 3, STOPS, seed=3, turns=ScriptedTurns(70, max_turn_tokens=9))
-    ended = [one for one in chain(*got) if one.finish_reason == "length"]
-    assert ended
-    for one in ended:
-        last = one.turn == one.turn[-1]
-        assert (last & one.sampled).sum() == 9
-    for one in chain(*got):
-        assert max(np.bincount(one.turn[one.sampled])) <= 9
-
-
-def test_a_response_of_one_turn_is_that_of_a_call_without_turns() -> None:
-    engine, asked = make(), prompts(LENGTHS)
-    plain = engine.generate(asked, 3, STOPS, seed=3)
-    got = engine.generate(asked, 3, STOPS, seed=3, turns=EndsAtOnce())
-    for a, b in zip(chain(*plain), chain(*got), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert b.loss_mask is None
-        assert a.finish_reason == b.finish_reason
-        assert np.array_equal(a.logp_behavior, b.logp_behavior)
-
-
 def test_an_observation_that_does_not_fit_is_an_error() -> None:
     class Long(EndsAtOnce):
         def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from tests.support.characters import Characters, response_of
+from tests.support.fake_engine import FakeEngine
 from tests.support.trajectories import multi_turn
 
 from trimtab import rewards, tasks
-from trimtab.engines.fake import FakeEngine
 from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate

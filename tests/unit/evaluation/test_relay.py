@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from tests.support.characters import Characters, response_of
+from tests.support.fake_engine import FakeEngine
 
 from trimtab import rewards, tasks
-from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.evaluator import Relay

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.support.fake_engine import FakeEngine
 
 from trimtab import rewards, tasks
 from trimtab.config import load_config
-from trimtab.engines.fake import FakeEngine
 from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build

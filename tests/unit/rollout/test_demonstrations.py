@@ -117,7 +117,10 @@ def test_a_sampled_response_written_down_comes_back_token_for_token():
     sampling = SamplingParams(max_tokens=40, stop=("9",))
     prompts = [tasks.encode(SORT, SORT.train[index], words) for index in range(4)]
     ended = [c for group in engine.generate(prompts, 8, sampling, seed=0) for c in group if c.finish_reason == "stop"]
-    assert {int(completion.response_ids[-1]) for completion in ended} == {9, *eos_ids(model, words)}
+    assert {int(completion.response_ids[-1]) for completion in ended} == {
+        9,
+        *eos_ids(words, model.config, model.generation_config),
+    }
     for completion in ended:
         whole = words.decode(completion.response_ids)
         trace = encode_demonstration(whole, words, sampling)

@@ -125,8 +125,9 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
 
     What training may ask (`max_prompt`) does not matter: `trimtab eval` must give the same number.
     """
+    from tests.support.fake_engine import FakeEngine
+
     from trimtab import rewards
-    from trimtab.engines.fake import FakeEngine
     from trimtab.types import RewardSpec
 
     source = stream(3, 30, 4, 31, 5, max_prompt=3)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.fake_engine import FakeEngine
 from torch.testing import assert_close
 
 from trimtab import rewards, tasks
 from trimtab.config import Config, load_config
-from trimtab.engines.fake import FakeEngine
 from trimtab.models.laboratory import build
 from trimtab.models.logprobs import score
 from trimtab.objectives import PolicyLogps, objective

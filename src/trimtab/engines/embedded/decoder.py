@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -58,6 +59,40 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
         else:
             blocks.append([i])
     return blocks
+
+
+class PromptGrid:
+    """The rows of a batch by prompt, for attention of all rows of a prompt to its keys in one product.
+
+    Args:
+        prompt: the prompt of each row, (rows,), ascending.
+
+    Attributes:
+        used: the prompts that have rows, (prompts,).
+        prompt: of each row, as an index into `used`.
+    """
+
+    def __init__(self, prompt: Tensor) -> None:
+        self.used, self.prompt, counts = prompt.unique(return_inverse=True, return_counts=True)
+        self._shape = len(self.used), int(counts.max())
+        nth = torch.arange(len(prompt), device=prompt.device) - (counts.cumsum(0) - counts)[self.prompt]
+        full = len(prompt) == self._shape[0] * self._shape[1]
+        self._slot = None if full else self.prompt * self._shape[1] + nth
+
+    def to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
+        """Arranges the rows of each prompt along `more`, with padding where another prompt has more of them."""
+        prompts, most = self._shape
+        if self._slot is not None:
+            grid = rows.new_zeros(prompts * most, *rows.shape[1:])
+            grid[self._slot] = rows
+            rows = grid
+        return rows.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+    def to_rows(self, grid: Float[Tensor, "prompts heads more x"], group: int) -> Float[Tensor, "rows heads group x"]:
+        """The inverse of `to_grid`; what follows the rows along `more` is dropped."""
+        most = self._shape[1]
+        rows = grid[:, :, : most * group].unflatten(2, (most, group)).transpose(1, 2).flatten(0, 1)
+        return rows if self._slot is None else rows[self._slot]
 
 
 class CachedDecoder:

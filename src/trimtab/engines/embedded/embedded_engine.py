@@ -75,7 +75,7 @@ class EmbeddedEngine:
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
         self._tokenizer = tokenizer
-        self._eos = eos_ids(model, tokenizer)
+        self._eos = eos_ids(tokenizer, model.config, getattr(model, "generation_config", None))
         self._model = _copy_model(model, dtype)
         self._invariant = is_invariant(self._model)
         self._fused = FusedLlama(self._model) if supports(self._model) else None

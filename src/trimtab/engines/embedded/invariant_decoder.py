@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import prefill_blocks
+from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.models.architecture import model_parts
@@ -162,24 +162,19 @@ class InvariantDecoder:
             use_cache=False,
         ).last_hidden_state[0]
 
-    def _group_by_prompt(self, owner: Tensor) -> None:
-        """Arranges the rows as (prompts in use, largest number of rows of a prompt), for attention to the prompts."""
-        used, owner, counts = owner.unique(return_inverse=True, return_counts=True)
-        if len(used) < len(self._lengths):
-            self._lengths = self._lengths[used]
-            self._prompts.select(used)
-        self._owner, self._grid = owner, (len(used), int(counts.max()))
-        nth = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        full = len(owner) == self._grid[0] * self._grid[1]
-        self._slot = None if full else owner * self._grid[1] + nth
-        positions = torch.arange(self._prompts.keys[0].shape[2], device=owner.device)
+    def _group_by_prompt(self, prompt: Tensor) -> None:
+        self._grid = PromptGrid(prompt)
+        if len(self._grid.used) < len(self._lengths):
+            self._lengths = self._lengths[self._grid.used]
+            self._prompts.select(self._grid.used)
+        positions = torch.arange(self._prompts.keys[0].shape[2], device=prompt.device)
         self._prompt_padding = (positions >= self._lengths[:, None])[:, None, None]
 
     def keep(self, index: Tensor) -> None:
         """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
         self._responses.select(index)
         self._filled = self._filled[index]
-        self._group_by_prompt(self._owner[index])
+        self._group_by_prompt(self._grid.prompt[index])
 
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Float[Tensor, "rows vocabulary"]:
         while int(self._filled.max()) >= self._responses.keys[0].shape[2]:
@@ -191,7 +186,7 @@ class InvariantDecoder:
             self._responses.append(layer, self._filled, k, v)
             return self._attend(layer, q, scaling, future)
 
-        hidden = self._run(tokens, self._lengths[self._owner] + self._filled, attend)
+        hidden = self._run(tokens, self._lengths[self._grid.prompt] + self._filled, attend)
         self._filled = self._filled + 1
         if paused is not None:
             self._filled[paused] -= 1
@@ -203,13 +198,13 @@ class InvariantDecoder:
         keys, prompt_keys = self._responses.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (keys.shape[1], -1, keys.shape[3])).to(keys.dtype)
         group, multiple = query.shape[2], query_rows(keys.shape[3])
-        of_prompt = _scores(pad_time(self._to_grid(query), multiple), prompt_keys, scaling, self._prompt_padding)
+        of_prompt = _scores(pad_time(self._grid.to_grid(query), multiple), prompt_keys, scaling, self._prompt_padding)
         of_response = _scores(pad_time(query, multiple), keys, scaling, future)
-        peak = self._to_rows(of_prompt.amax(-1, keepdim=True), group)
+        peak = self._grid.to_rows(of_prompt.amax(-1, keepdim=True), group)
         peak = torch.maximum(peak, of_response[:, :, :group].amax(-1, keepdim=True))
-        of_prompt.sub_(pad_time(self._to_grid(peak), multiple)).exp_()
+        of_prompt.sub_(pad_time(self._grid.to_grid(peak), multiple)).exp_()
         total, out = _accumulate(of_prompt, self._prompts.values[layer])
-        before = [pad_time(self._to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
+        before = [pad_time(self._grid.to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
         of_response.sub_(pad_time(peak, multiple)).exp_()
         total, out = _accumulate(of_response, self._responses.values[layer], (before[0][..., 0], before[1]))
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
@@ -219,23 +214,10 @@ class InvariantDecoder:
 
         row = torch.arange(len(q), device=q.device)
         zero, one = torch.zeros_like(row), torch.ones_like(row)
-        prompts = StoredKeys(self._prompts.keys[layer], self._prompts.values[layer], self._owner, zero)
+        prompts = StoredKeys(self._prompts.keys[layer], self._prompts.values[layer], self._grid.prompt, zero)
         responses = StoredKeys(self._responses.keys[layer], self._responses.values[layer], row, zero)
-        queries = QuerySpans(row, one, self._lengths[self._owner], self._filled + 1, 1)
+        queries = QuerySpans(row, one, self._lengths[self._grid.prompt], self._filled + 1, 1)
         return attend(q.unflatten(-1, (-1, responses.key.shape[3])), queries, prompts, responses, scaling).flatten(1)
-
-    def _to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
-        prompts, max_rows = self._grid
-        if self._slot is not None:
-            grid = rows.new_zeros(prompts * max_rows, *rows.shape[1:])
-            grid[self._slot] = rows
-            rows = grid
-        return rows.view(prompts, max_rows, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
-
-    def _to_rows(self, grid: Float[Tensor, "prompts heads more x"], group: int) -> Float[Tensor, "rows heads group x"]:
-        max_rows = self._grid[1]
-        rows = grid[:, :, : max_rows * group].unflatten(2, (max_rows, group)).transpose(1, 2).flatten(0, 1)
-        return rows if self._slot is None else rows[self._slot]
 
 
 def with_trainer_logps(sampled: SampledTokens, logits: Tensor, temperature: float) -> SampledTokens:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import prefill_blocks
+from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama
@@ -129,7 +129,11 @@ class SharedPromptDecoder:
         end = self._filled
         for slab in self._responses:
             slab[:, rows, :, 1:end] = slab[:, rows, :, : end - 1]
-        edge = self._owner.new_zeros(len(self._owner)) if self._position_shift is None else self._position_shift
+        edge = (
+            self._grid.prompt.new_zeros(len(self._grid.prompt))
+            if self._position_shift is None
+            else self._position_shift
+        )
         self._set_left_edge(edge.index_add(0, rows, torch.ones_like(rows)))
 
     def _make_room(self) -> None:
@@ -142,18 +146,12 @@ class SharedPromptDecoder:
         self._filled -= left
         self._set_left_edge(edge - left)
 
-    def _group_by_prompt(self, owner: Tensor) -> None:
-        """Arranges the rows as (prompts in use, largest number of rows of a prompt), for attention to the prompts."""
-        used, owner, counts = owner.unique(return_inverse=True, return_counts=True)
-        if len(used) < len(self._lengths):
-            self._lengths = self._lengths[used]
-            self._prompts = (self._prompts[0][:, used], self._prompts[1][:, used])
-        self._owner = owner
-        self._grid = (len(used), int(counts.max()))
-        nth = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        slot = owner * self._grid[1] + nth
-        self._slot = None if len(owner) == self._grid[0] * self._grid[1] else slot
-        columns = torch.arange(self._prompts[0].shape[-2], device=owner.device)
+    def _group_by_prompt(self, prompt: Tensor) -> None:
+        self._grid = PromptGrid(prompt)
+        if len(self._grid.used) < len(self._lengths):
+            self._lengths = self._lengths[self._grid.used]
+            self._prompts = (self._prompts[0][:, self._grid.used], self._prompts[1][:, self._grid.used])
+        columns = torch.arange(self._prompts[0].shape[-2], device=prompt.device)
         padding = columns >= self._lengths.unsqueeze(-1)
         self._padding = padding[:, None, None] if bool(padding.any()) else None
 
@@ -162,7 +160,7 @@ class SharedPromptDecoder:
         self._responses = [slab[:, index] for slab in self._responses]
         if self._position_shift is not None and self._prefix_padding is not None:
             self._position_shift, self._prefix_padding = self._position_shift[index], self._prefix_padding[index]
-        self._group_by_prompt(self._owner[index])
+        self._group_by_prompt(self._grid.prompt[index])
 
     def _grow(self) -> None:
         if self._filled == self._capacity:
@@ -175,7 +173,7 @@ class SharedPromptDecoder:
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
         if self._filled == self._responses[0].shape[-2]:
             self._grow()
-        positions = self._lengths[self._owner] + self._filled
+        positions = self._lengths[self._grid.prompt] + self._filled
         if self._position_shift is not None:
             positions = positions - self._position_shift
         hidden = self._model.run(tokens, self._model.rotary(positions), self._attend)
@@ -190,28 +188,14 @@ class SharedPromptDecoder:
         keys[:, :, self._filled], values[:, :, self._filled] = key, value
         rows = len(query)
         query = query.reshape(rows, model.kv_heads, model.group, model.size)
-        prompt_scores = self._to_grid(query) @ self._prompts[0][i].transpose(-1, -2)
+        prompt_scores = self._grid.to_grid(query) @ self._prompts[0][i].transpose(-1, -2)
         if self._padding is not None:
             prompt_scores.masked_fill_(self._padding, float("-inf"))
         own_scores = query @ keys.transpose(-1, -2)
         if self._prefix_padding is not None:
             own_scores[..., : self._prefix_padding.shape[-1]].masked_fill_(self._prefix_padding, float("-inf"))
         # Softmax computes in float32 whatever the dtype and rounds once.
-        weights = torch.cat([self._to_rows(prompt_scores), own_scores[..., :end]], -1).softmax(-1)
+        weights = torch.cat([self._grid.to_rows(prompt_scores, model.group), own_scores[..., :end]], -1).softmax(-1)
         split = prompt_scores.shape[-1]
-        attended = self._to_rows(self._to_grid(weights[..., :split]) @ self._prompts[1][i])
+        attended = self._grid.to_rows(self._grid.to_grid(weights[..., :split]) @ self._prompts[1][i], model.group)
         return (attended + weights[..., split:] @ values[:, :, :end]).reshape(rows, -1)
-
-    def _to_grid(self, rows: Tensor) -> Tensor:
-        """Rearranges (rows, kv heads, group, x) as (prompts, kv heads, rows of a prompt * group, x), with padding."""
-        prompts, max_rows = self._grid
-        if self._slot is not None:
-            grid = rows.new_zeros(prompts * max_rows, *rows.shape[1:])
-            grid[self._slot] = rows
-            rows = grid
-        return rows.view(prompts, max_rows, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
-
-    def _to_rows(self, grid: Tensor) -> Tensor:
-        """The inverse of `_to_grid`."""
-        rows = grid.unflatten(2, (self._grid[1], self._model.group)).transpose(1, 2).flatten(0, 1)
-        return rows if self._slot is None else rows[self._slot]

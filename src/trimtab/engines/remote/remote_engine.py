@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
-from trimtab.engines.remote.hosted_turns import EndedTurn
+from trimtab.engines.remote.engine_host import CallResult, EndedTurn, HandledTurn
 from trimtab.engines.turn_exchange import PendingTurns
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
@@ -22,39 +22,38 @@ class TransportLost(Exception):
 
 
 class Transport(Protocol):
-    """A connection to an `EngineHost` in another process. One call at a time is in progress."""
+    """A connection to an `EngineHost` in another process. One call at a time is in progress.
+
+    Attributes:
+        turns: those that `wait` received and nobody has taken.
+    """
+
+    turns: list[EndedTurn]
 
     @property
     def pid(self) -> int:
         """The other side's process, on its machine."""
         ...
 
-    def submit(self, method: str, *arguments: Any) -> None:
+    @property
+    def progress(self) -> int:
+        """A number that grows while the other side makes progress."""
+        ...
+
+    def submit(self, call: int, method: str, *arguments: Any) -> None:
         """Begins a call of the hosted engine. Raises `TransportLost`, or `TrimtabError` if nothing was sent."""
         ...
 
-    def wait(self, seconds: float) -> bool:
-        """Returns whether the call has ended, after at most `seconds`. Raises `TransportLost`."""
+    def wait(self, seconds: float) -> CallResult | None:
+        """Returns the answer to the call if it ends within `seconds`, and otherwise None. Raises `TransportLost`."""
         ...
 
-    def result(self) -> CallResult:
-        """Returns the answer to the call that has ended. Raises `TransportLost`."""
+    def send_result(self, turn: HandledTurn) -> None:
+        """Sends what follows a turn."""
         ...
 
-    def ended_turns(self) -> list[EndedTurn]:
-        """Returns the turns of the call in progress that were received by `wait` since the last time."""
-        ...
-
-    def send_result(self, prompt: int, sample: int, result: TurnResult) -> None:
-        """Sends what follows a turn of the call in progress."""
-        ...
-
-    def abort(self) -> None:
-        """Sets the abort signal of the call in progress."""
-        ...
-
-    def heartbeat(self) -> int:
-        """Returns a number that grows while the other side makes progress."""
+    def abort(self, call: int) -> None:
+        """Sets the abort signal of a call."""
         ...
 
     def describe(self, what: str) -> str:
@@ -74,11 +73,6 @@ class Transport(Protocol):
         ...
 
 
-# The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
-# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
-CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
-
-
 class RemoteEngine:
     """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
 
@@ -95,6 +89,7 @@ class RemoteEngine:
         self.prefilled_tokens = 0
         self.transport, self.hang_timeout = transport, hang_timeout
         self._closed = False
+        self._calls = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -170,10 +165,10 @@ class RemoteEngine:
         if self._closed or not self._alive:
             raise EngineDeadError("the engine's process is gone: restart the engine, then publish weights")
         try:
-            self.transport.submit(method, *arguments)
+            self._calls += 1
+            self.transport.submit(self._calls, method, *arguments)
             try:
-                failure = self._wait(turns, abort)
-                value, error, state = self.transport.result()
+                (value, error, state), failure = self._wait(turns, abort)
             except BaseException:
                 self._discard()  # its answer must not be taken for that of the next call
                 raise
@@ -194,47 +189,50 @@ class RemoteEngine:
             raise RuntimeError(f"the engine's process failed:\n{error}")
         return value
 
-    def _wait(self, turns: PendingTurns | None, abort: AbortSignal | None) -> Exception | None:
+    def _wait(self, turns: PendingTurns | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
         """Waits for the end of the call; forwards turns, their results and the abort signal.
 
-        Returns what the handler of the turns raised, after which the call was aborted.
+        Returns its answer, and what the handler of the turns raised, after which the call was aborted.
 
         Raises:
             TransportLost: the other side died or hangs.
         """
-        seen = self.transport.heartbeat()
+        seen = self.transport.progress
         alive = before = time.monotonic()
         failure: Exception | None = None
         while True:
             if abort is not None and abort.is_set():
-                self.transport.abort()
+                self.transport.abort(self._calls)
                 abort = turns = None
-            if self.transport.wait(STALL_THRESHOLD / 2 if abort is None and turns is None else POLL_INTERVAL):
-                return failure
+            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and turns is None else POLL_INTERVAL)
+            if answer is not None:
+                return answer, failure
             try:
                 self._exchange(turns)
             except Exception as raised:
-                self.transport.abort()
+                self.transport.abort(self._calls)
                 failure, abort, turns = raised, None, None
             now = time.monotonic()
             # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.
             alive += now - before if now - before > STALL_THRESHOLD else 0
             before = now
-            if (heartbeat := self.transport.heartbeat()) != seen:
-                seen, alive = heartbeat, now
+            if (progress := self.transport.progress) != seen:
+                seen, alive = progress, now
             elif now - alive > self.hang_timeout:
                 what = f"gave no sign of life for {self.hang_timeout:g} s (engine.hang_timeout)"
                 raise TransportLost(self.transport.describe(what))
 
     def _exchange(self, turns: PendingTurns | None) -> None:
+        ended, self.transport.turns = self.transport.turns, []
         if turns is None:
             return
-        for turn in self.transport.ended_turns():
-            finish = turns.submit(turn.prompt, turn.sample, turn.completion)
-            if finish is not None:
-                self.transport.send_result(turn.prompt, turn.sample, TurnResult.end(finish))
+        for call, prompt, sample, completion in ended:
+            if call == self._calls:  # not of an earlier one, which was aborted
+                finish = turns.submit(prompt, sample, completion)
+                if finish is not None:
+                    self.transport.send_result(HandledTurn(call, prompt, sample, TurnResult.end(finish)))
         for prompt, sample, result in turns.results():
-            self.transport.send_result(prompt, sample, result)
+            self.transport.send_result(HandledTurn(self._calls, prompt, sample, result))
 
     def _discard(self) -> None:
         self._alive = False

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from trimtab.config import ServerConfig
 from trimtab.engines.server.http_client import ServerUnavailable, WrongAnswer
@@ -31,131 +30,132 @@ MAX_FAILED_CHECKS = 5
 MAX_ATTEMPTS = 8
 
 
-@dataclass(slots=True)
-class QueuedRequest:
-    """A request in the queue; `index` is the index of its response in the call."""
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A request that waits for its result, which is None if the call is aborted first."""
 
-    index: int
+    response: int
     request: CompletionRequest
+    result: asyncio.Future[CompletionResult | None]
     failures: int = 0
-
-
-class Responses(Protocol):
-    """The responses of a generate call, whose requests are dispatched."""
-
-    @property
-    def waiting(self) -> int:
-        """The number of responses whose next request depends on the result of a turn."""
-        ...
-
-    def answered(self, request: QueuedRequest, result: CompletionResult) -> None:
-        """Takes the result of a request."""
-        ...
-
-    def joining(self) -> list[QueuedRequest]:
-        """Returns the next requests of responses that no longer wait."""
-        ...
 
 
 class RequestDispatch:
     """The requests of one generate call, sent to all servers.
 
-    Each server gets a contiguous part of the requests, so that the samples of a prompt share its prefix cache; a server
-    without requests takes from the end of the longest list. The next turn of a response goes to the server that
-    sampled the last one, unless that server is busy and another one is not. A request is waiting, with exactly one
+    Each server gets a contiguous part of the responses, so that the samples of a prompt share its prefix cache; a
+    server without requests takes from the end of the longest queue. The next turn of a response goes to the server that
+    sampled the last one, unless that server is busy and another one is not. A request is in a queue, with exactly one
     worker, or done at any time: none is lost and none is answered twice, whatever happens to a server.
+
+    Args:
+        known: results of a call that failed, which are not requested again.
+
+    Attributes:
+        results: by request, `known` ones that were used included.
+        aborted: whether the abort signal was set; then no further request is sent.
     """
 
     def __init__(
         self,
         servers: Sequence[InferenceServer],
-        requests: Sequence[QueuedRequest],
-        responses: Responses,
         weights: Path | None,
         settings: ServerConfig,
         notify: Callable[[str], None],
+        known: Mapping[CompletionRequest, CompletionResult],
     ) -> None:
+        self.results: dict[CompletionRequest, CompletionResult] = {}
+        self.aborted = False
+        self._known = known
         self._servers = servers
-        self._responses = responses
         self._weights = weights
-        self._reconnect_timeout = settings.reconnect_timeout
+        self._settings = settings
         self._notify = rate_limited(notify)
-        edges = [len(requests) * i // len(servers) for i in range(len(servers) + 1)]
-        self._waiting = [deque(requests[edges[i] : edges[i + 1]]) for i in range(len(servers))]
-        self._answered_by: dict[int, int] = {}  # index of a response -> server of its last turn
+        self._responses = 0
+        self._queues = [deque[_Queued]() for _ in servers]
+        self._answered_by: dict[int, int] = {}  # response -> server of its last turn
         self._idle = [0] * len(servers)  # workers that wait for a request
         self._in_check = set[InferenceServer]()  # servers that failed a request
         self._added = asyncio.Event()  # of this moment: replaced whenever a request is added
-        self._workers = min(settings.concurrency, -(-(len(requests) + responses.waiting) // len(servers)))  # of each
-        self._unanswered = len(requests)
-        self._aborted = False
-        self._ended = asyncio.Event()
 
-    async def run(self, abort: AbortSignal | None) -> None:
-        """Sends the requests until all are answered, or those that had been sent when `abort` was set.
+    async def run(self, responses: Sequence[Coroutine[None, None, None]], abort: AbortSignal | None) -> None:
+        """Runs all responses to their end; they call `ask`.
+
+        After `abort`, requests that had been sent are answered with the tokens sampled so far, others with None.
 
         Raises:
             EngineDeadError: all servers were lost and none came back.
             TrimtabError: a server refuses a request; a request was not answered after many attempts.
         """
-        self._end(0)
+        self._responses = len(responses)
         for server in self._servers:
             server.lock = asyncio.Lock()
+        workers = min(self._settings.concurrency, -(-len(responses) // len(self._servers)))  # of each server
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._watch(abort))]
+                helpers = [group.create_task(self._watch(abort))]
                 for index in range(len(self._servers)):
-                    tasks += [group.create_task(self._work(index)) for _ in range(self._workers)]
-                await self._ended.wait()
-                for task in tasks:
-                    task.cancel()
+                    helpers += [group.create_task(self._work(index)) for _ in range(workers)]
+                await asyncio.gather(*[group.create_task(response) for response in responses])
+                for helper in helpers:
+                    helper.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
+    async def ask(self, response: int, request: CompletionRequest) -> CompletionResult | None:
+        """Returns the result of the next request of a response; None if the call is aborted before it is answered."""
+        if request in self._known:
+            self.results[request] = self._known[request]
+            return self._known[request]
+        if self.aborted:
+            return None
+        queued = _Queued(response, request, asyncio.get_running_loop().create_future())
+        if response in self._answered_by:
+            self._add_first(queued, self._queues[self._answered_by[response]])
+        else:
+            self._queues[len(self._servers) * response // self._responses].append(queued)
+            self._wake_workers()
+        return await queued.result
+
     async def _watch(self, abort: AbortSignal | None) -> None:
-        """Adds the next turns of responses. After the abort signal, sends nothing more and aborts what was sent."""
+        """Waits for the abort signal. Then sends nothing more and aborts what was sent."""
         while abort is None or not abort.is_set():
-            for request in self._responses.joining():
-                self._unanswered += 1
-                server = self._answered_by.get(request.index, request.index % len(self._servers))
-                self._add(request, self._waiting[server])
-            self._end(0)
             await asyncio.sleep(POLL_INTERVAL)
-        self._aborted = True
-        for waiting in self._waiting:
-            self._end(len(waiting))
-            waiting.clear()
+        self.aborted = True
+        for queue in self._queues:
+            while queue:
+                queue.popleft().result.set_result(None)
         await asyncio.gather(*(server.abort() for server in self._servers))
 
     async def _work(self, index: int) -> None:
         """Runs one connection to a server: sends one request after the other."""
-        server, waiting = self._servers[index], self._waiting[index]
+        server = self._servers[index]
         async with server.connect() as connection:
             if server.lost_at is not None:
                 await self._wait_until_healthy(server)
-            while not self._aborted:
-                request = await self._take(index)
+            while True:
+                queued = await self._take(index)
                 try:
-                    result = await server.request(connection, request.request)
-                    if result.finish == "abort" and not self._aborted:
+                    result = await server.request(connection, queued.request)
+                    if result.finish == "abort" and not self.aborted:
                         raise ServerUnavailable(f"{server.url} aborted a response that was not to be aborted")
                 except ServerUnavailable as error:
-                    self._requeue(request, waiting, error)
+                    self._requeue(queued, self._queues[index], error)
                     await self._wait_until_healthy(server)
                 else:
-                    self._answered_by[request.index] = index
-                    self._responses.answered(request, result)
-                    self._end(1)
+                    self.results[queued.request] = result
+                    self._answered_by[queued.response] = index
+                    queued.result.set_result(result)
 
-    async def _take(self, index: int) -> QueuedRequest:
-        """Waits for a request in the list of server `index`, or in another one whose own workers are all busy."""
-        server, own = self._servers[index], self._waiting[index]
+    async def _take(self, index: int) -> _Queued:
+        """Waits for a request in the queue of server `index`, or in another one whose own workers are all busy."""
+        server, own = self._servers[index], self._queues[index]
         while True:
             if server in self._in_check:
                 await self._wait_until_healthy(server)
             if own:
                 return own.popleft()
-            if others := [waiting for i, waiting in enumerate(self._waiting) if len(waiting) > self._ready_workers(i)]:
+            if others := [queue for i, queue in enumerate(self._queues) if len(queue) > self._ready_workers(i)]:
                 return max(others, key=len).pop()
             self._idle[index] += 1
             await self._added.wait()
@@ -164,34 +164,31 @@ class RequestDispatch:
     def _ready_workers(self, index: int) -> int:
         return 0 if self._servers[index] in self._in_check else self._idle[index]
 
-    def _add(self, request: QueuedRequest, waiting: deque[QueuedRequest]) -> None:
-        waiting.appendleft(request)
+    def _add_first(self, queued: _Queued, queue: deque[_Queued]) -> None:
+        queue.appendleft(queued)
+        self._wake_workers()
+
+    def _wake_workers(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
 
-    def _requeue(self, request: QueuedRequest, waiting: deque[QueuedRequest], reason: ServerUnavailable) -> None:
-        """Puts an unanswered request back to the front of its server's list, where other servers may take it.
+    def _requeue(self, queued: _Queued, queue: deque[_Queued], reason: ServerUnavailable) -> None:
+        """Puts an unanswered request back to the front of its server's queue, where other servers may take it.
 
         A request that was not sent has not failed: all connections of a lost server may take it one after the other.
         """
-        request.failures += not isinstance(reason, WrongWeights)
+        queued.failures += not isinstance(reason, WrongWeights)
         if isinstance(reason, WrongAnswer):
             self._notify(f"{reason}; the request is sent again")
-        if self._aborted:
-            self._end(1)
-        elif request.failures == MAX_ATTEMPTS:
+        if self.aborted:
+            queued.result.set_result(None)
+        elif queued.failures == MAX_ATTEMPTS:
             raise TrimtabError(
                 f"a response was asked for {MAX_ATTEMPTS} times without a usable answer; {reason}; raise "
                 "engine.server.timeout if responses take longer"
             )
         else:
-            self._add(request, waiting)
-
-    def _end(self, requests: int) -> None:
-        """Subtracts requests that are answered or will not be."""
-        self._unanswered -= requests
-        if not self._unanswered and (self._aborted or not self._responses.waiting):
-            self._ended.set()
+            self._add_first(queued, queue)
 
     async def _wait_until_healthy(self, server: InferenceServer) -> None:
         """Checks the server repeatedly until it works. One worker checks while others wait for its result."""
@@ -214,7 +211,7 @@ class RequestDispatch:
         """Raises `EngineDeadError` if all servers have been lost for `engine.server.reconnect_timeout` seconds."""
         since = [server.lost_at for server in self._servers if server.lost_at is not None]
         if len(since) == len(self._servers):
-            if time.monotonic() - max(since) > self._reconnect_timeout:
+            if time.monotonic() - max(since) > self._settings.reconnect_timeout:
                 raise EngineDeadError(f"no inference server is left: {error}")
-            waiting = f"waiting {self._reconnect_timeout:g} s for one to come back"
+            waiting = f"waiting {self._settings.reconnect_timeout:g} s for one to come back"
             self._notify(f"no inference server is left ({error}); {waiting}")

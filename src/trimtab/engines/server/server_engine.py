@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import Prefixes, build_rows, validate_prefixes, validate_tokens
@@ -23,8 +22,7 @@ from trimtab.engines.server.server_protocol import CompletionRequest, Completion
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.engines.server.vllm_protocol import VllmProtocol
 from trimtab.engines.server.weight_folder import WeightFolder
-from trimtab.engines.stopping import StopChecker, eos_ids
-from trimtab.engines.turn_exchange import PendingTurns
+from trimtab.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
@@ -68,9 +66,7 @@ class ServerEngine:
         self._settings = settings
         model = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
         self._vocabulary: int = model.vocab_size
-        self._eos = eos_ids(
-            SimpleNamespace(config=model, generation_config=_generation_config(Path(model_folder))), tokenizer
-        )
+        self._eos = eos_ids(tokenizer, model, generation_config(model_folder))
         self._manifest = WeightManifest.read(model_folder)
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
         self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
@@ -121,21 +117,24 @@ class ServerEngine:
             version=self.policy_version,
             stop=stop,
             stop_ids=() if sampling.ignore_stop else tuple(sorted({*self._eos, *sampling.stop_ids})),
-            turns=None if turns is None else PendingTurns(turns),
+            turns=turns,
             name=f"{self._folder.token}-{self._calls}",
-            known=known[1] if known[0] == self.policy_version else {},
         )
         dispatch = RequestDispatch(
-            self._servers, responses.first(), responses, self._folder.current, self._settings, self.notify
+            self._servers,
+            self._folder.current,
+            self._settings,
+            self.notify,
+            known=known[1] if known[0] == self.policy_version else {},
         )
         try:
-            run(dispatch.run(abort))
+            run(responses.sample(dispatch, abort))
         except EngineDeadError:
-            whole = {request: result for request, result in responses.results.items() if result.finish != "abort"}
+            whole = {request: result for request, result in dispatch.results.items() if result.finish != "abort"}
             self._known = (self.policy_version, whole)
             raise
-        self.decoded_tokens += sum(len(result.ids) for result in responses.results.values())
-        self.prefilled_tokens += sum(len(request.ids) for request in responses.results)
+        self.decoded_tokens += sum(len(result.ids) for result in dispatch.results.values())
+        self.prefilled_tokens += sum(len(request.ids) for request in dispatch.results)
         completions = responses.completions()
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -190,7 +189,3 @@ class ServerEngine:
 
 def _warn(line: str) -> None:
     warnings.warn(line, TrimtabWarning, stacklevel=3)
-
-
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import (
@@ -37,7 +36,7 @@ from trimtab.engines.embedded.decoding_rows import (
 )
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.engines.request import validate_request, validate_vllm_temperature
-from trimtab.engines.stopping import StopChecker, eos_ids
+from trimtab.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
@@ -67,9 +66,7 @@ class VllmEngine:
         self._manifest = WeightManifest.read(model_folder)
         self._vocabulary: int = settings.vocab_size
         self._context: int | None = config.vllm.context or getattr(settings, "max_position_embeddings", None)
-        self._eos = eos_ids(
-            SimpleNamespace(config=settings, generation_config=_generation_config(model_folder)), tokenizer
-        )
+        self._eos = eos_ids(tokenizer, settings, generation_config(model_folder))
         self._weights: SharedWeights | None = None
         self._runner = _start(model_folder, config)
 
@@ -291,8 +288,3 @@ def _summary_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
     value_errors = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
     return (value_errors or lines[-1:] or [type(error).__name__])[0].partition(" [type=")[0]
-
-
-def _generation_config(folder: Path | str) -> GenerationConfig | None:
-    file = Path(folder) / "generation_config.json"
-    return GenerationConfig.from_pretrained(folder) if file.is_file() else None

@@ -14,9 +14,8 @@ from tests.support.engines import prompts
 from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab.engines.remote import remote_engine
-from trimtab.engines.remote.engine_host import EngineHost
-from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
-from trimtab.engines.remote.remote_engine import CallResult, RemoteEngine, TransportLost
+from trimtab.engines.remote.engine_host import CallResult, EndedTurn, EngineHost, HandledTurn, HostedTurns
+from trimtab.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, TurnResult
 
@@ -30,44 +29,35 @@ class Clock:
 
 
 class Scripted:
-    """A transport whose answers, and waits before them, are planned. A wait returns True at the end of the plan."""
+    """A transport whose answers, and waits before them, are planned. The call ends at the end of the plan."""
 
     pid = 0
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.beats = 0
+        self.progress = 0
+        self.turns: list[EndedTurn] = []
         self.plan: list[Callable[[], None]] = []
         self.answer: CallResult = (None, None, (0, 0, 0))
         self.asked: list[tuple[Any, ...]] = []
-        self.ended: list[EndedTurn] = []
         self.kills = self.restarts = 0
 
-    def submit(self, method: str, *arguments: Any) -> None:
+    def submit(self, call: int, method: str, *arguments: Any) -> None:
+        self.call = call
         self.asked.append((method, *arguments))
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> CallResult | None:
         if not self.plan:
-            return True
+            return self.answer
         self.clock.now += seconds
         self.plan.pop(0)()
-        return False
+        return None
 
-    def result(self) -> CallResult:
-        return self.answer
+    def send_result(self, turn: HandledTurn) -> None:
+        self.asked.append(turn)
 
-    def ended_turns(self) -> list[EndedTurn]:
-        turns, self.ended = self.ended, []
-        return turns
-
-    def send_result(self, prompt: int, sample: int, result: TurnResult) -> None:
-        self.asked.append(("result", prompt, sample, result))
-
-    def abort(self) -> None:
-        self.asked.append(("abort",))
-
-    def heartbeat(self) -> int:
-        return self.beats
+    def abort(self, call: int) -> None:
+        self.asked.append(("abort", call))
 
     def describe(self, what: str) -> str:
         return f"it {what}"
@@ -82,7 +72,7 @@ class Scripted:
         pass
 
     def beat(self) -> None:
-        self.beats += 1
+        self.progress += 1
 
     def suspend(self, seconds: float) -> Callable[[], None]:
         def move() -> None:
@@ -211,7 +201,7 @@ def test_progress_is_that_of_the_process_but_while_it_generates_tokens() -> None
     assert host.progress() != host.progress()
 
 
-def turn(call: int = 1) -> EndedTurn:
+def turn(call: int) -> EndedTurn:
     return EndedTurn(call, 2, 0, replace(Completion.empty(), response_ids=np.array([3])))
 
 
@@ -219,20 +209,21 @@ def test_turns_go_to_the_handler_and_their_results_back_when_they_are_known(
     engine: RemoteEngine, transport: Scripted
 ) -> None:
     handler = ScriptedTurns(70, late={2: 2})
-    transport.plan = [lambda: transport.ended.append(turn()), nothing, nothing, nothing]
+    # The first turn is that of an earlier call, which was aborted.
+    transport.plan = [lambda: transport.turns.extend([turn(1), turn(2)]), nothing, nothing, nothing]
     engine.generate(prompts([5] * 3), 1, SamplingParams(), seed=0, turns=handler)
-    [(_, prompt, sample, result)] = [asked for asked in transport.asked if asked[0] == "result"]
-    assert (prompt, sample) == (2, 0)
-    assert result.ids.tolist() == handler.answer(turn().completion).ids.tolist()
+    [(call, prompt, sample, result)] = [asked for asked in transport.asked if isinstance(asked, HandledTurn)]
+    assert (call, prompt, sample) == (transport.call, 2, 0) == (2, 2, 0)
+    assert result.ids.tolist() == handler.answer(turn(2).completion).ids.tolist()
     assert handler.submitted == {(2, 0): 1}
 
 
 def test_what_the_handler_raises_ends_the_call_and_not_the_engine(engine: RemoteEngine, transport: Scripted) -> None:
-    transport.plan = [lambda: transport.ended.append(turn()), nothing, transport.beat]
+    transport.plan = [lambda: transport.turns.append(turn(2)), nothing, transport.beat]
     transport.answer = (None, None, (1, 9, 4))
     with pytest.raises(ZeroDivisionError):
         engine.generate(prompts([5]), 1, SamplingParams(), seed=0, turns=FailingTurns(70))
-    assert transport.asked[-1] == ("abort",)
+    assert transport.asked[-1] == ("abort", 2)
     assert (transport.plan, transport.kills, engine.decoded_tokens) == ([], 0, 9)
     generate(engine)
 
@@ -240,7 +231,7 @@ def test_what_the_handler_raises_ends_the_call_and_not_the_engine(engine: Remote
 def test_an_engine_in_another_process_waits_for_the_result_of_its_own_call() -> None:
     sent: list[EndedTurn] = []
     turns = HostedTurns(4, 9, sent.append)
-    turns.submit(2, 0, turn().completion)
+    turns.submit(2, 0, turn(4).completion)
     assert sent[0].call == 4
     expected = TurnResult(np.array([5]), None)
     turns.handled(HandledTurn(3, 2, 0, TurnResult(np.array([6]), None)))  # of a call that was aborted

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +21,21 @@ import torch
 from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
+from trimtab.config import ServerConfig
 from trimtab.engines.embedded.decoding_rows import build_rows
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import validate_vllm_temperature
 from trimtab.engines.server import http_client
 from trimtab.engines.server.call_responses import CallResponses, request_seed
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, check_url
+from trimtab.engines.server.request_dispatch import RequestDispatch
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, check_result
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.engines.server.vllm_protocol import VllmProtocol
 from trimtab.engines.server.weight_folder import PREFIX, WeightFolder, entries
 from trimtab.engines.stopping import StopChecker
-from trimtab.engines.turn_exchange import PendingTurns
 from trimtab.errors import TrimtabError
-from trimtab.types import EXTERNAL_VERSION, Completion, Prompt, SamplingParams
+from trimtab.types import EXTERNAL_VERSION, AbortSignal, Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop=("ab",))
 ASK = CompletionRequest(
@@ -71,15 +73,42 @@ def test_results_that_no_server_can_have_sampled() -> None:
     assert ASK.max_bytes == 2**20 + 4 * 512 + 2 * 16
 
 
+class Answers(RequestDispatch):
+    """Answers requests in order, remembers them, and aborts the call when there is no answer left."""
+
+    def __init__(
+        self,
+        *answers: CompletionResult,
+        known: dict[CompletionRequest, CompletionResult] | None = None,
+        aborts_waits: bool = False,
+    ) -> None:
+        super().__init__([], None, ServerConfig(kind="vllm"), lambda _: None, known or {})
+        self.asked: list[CompletionRequest] = []
+        self._answers = list(answers)
+        self._aborts_waits = aborts_waits
+
+    async def run(self, responses: Sequence[Coroutine[None, None, None]], abort: AbortSignal | None) -> None:
+        del abort
+        await asyncio.gather(*responses)
+
+    async def ask(self, response: int, request: CompletionRequest) -> CompletionResult | None:
+        self.aborted = not self._answers
+        if not self.aborted and request not in self._known:
+            self.asked.append(request)
+            self.results[request] = self._answers.pop(0)
+            self.aborted = self._aborts_waits
+            return self.results[request]
+        return await super().ask(response, request)
+
+
 def call(
+    dispatch: Answers,
     prompts: list[Prompt],
     sampling: SamplingParams = SAMPLING,
     prefixes: list[list[Completion]] | None = None,
-    *,
     turns: ScriptedTurns | None = None,
-    known: dict[CompletionRequest, CompletionResult] | None = None,
-) -> CallResponses:
-    return CallResponses(
+) -> list[Completion]:
+    responses = CallResponses(
         build_rows(len(prompts), 1, sampling, prefixes, multi_turn=turns is not None),
         prompts,
         sampling,
@@ -87,20 +116,15 @@ def call(
         version=9,
         stop=StopChecker(tokenizer(), {EOS}, sampling),
         stop_ids=(EOS,),
-        turns=None if turns is None else PendingTurns(turns),
+        turns=turns,
         name="run-1",
-        known=known or {},
     )
+    asyncio.run(responses.sample(dispatch, None))
+    return responses.completions()
 
 
-def finished(
-    answer: CompletionResult, prefix: Completion | None = None, sampling: SamplingParams = SAMPLING
-) -> Completion:
-    responses = call([prompt([2])], sampling, None if prefix is None else [[prefix]])
-    [request] = responses.first()
-    responses.answered(request, answer)
-    [one] = responses.completions()
-    return one
+def finished(answer: CompletionResult, prefix: Completion | None = None) -> Completion:
+    return call(Answers(answer), [prompt([2])], SAMPLING, None if prefix is None else [[prefix]])[0]
 
 
 def ids(*pieces: str) -> list[int]:
@@ -137,21 +161,18 @@ TURNS = SamplingParams(max_tokens=30, stop=("ab",))
 def test_the_next_turn_is_a_request_with_all_ids_so_far() -> None:
     """Its log-probs, versions and loss mask are per token, and observations have no log-prob."""
     handler = ScriptedTurns(30, late={0: 1}, max_turn_tokens=5)
-    responses = call([prompt([2, 3])], TURNS, turns=handler)
-    [first] = responses.first()
-    assert (first.request.ids, first.request.max_tokens) == ((2, 3), 5)
-    responses.answered(first, CompletionResult(ids("c", "ab"), [-0.5, -0.25], "stop"))
-    assert responses.waiting == 1
-    assert responses.joining() == []
-    [second] = responses.joining()
-    observation = second.request.ids[4:]
-    assert second.request.ids[:4] == (2, 3, *ids("c", "ab"))
+    answers = Answers(
+        CompletionResult(ids("c", "ab"), [-0.5, -0.25], "stop"), CompletionResult(ids("c") * 5, [-1.0] * 5, "length")
+    )
+    [one] = call(answers, [prompt([2, 3])], TURNS, turns=handler)
+    first, second = answers.asked
+    assert (first.ids, first.max_tokens) == ((2, 3), 5)
+    observation = second.ids[4:]
+    assert second.ids[:4] == (2, 3, *ids("c", "ab"))
     assert len(observation)
-    assert (second.request.max_tokens, second.index, responses.waiting) == (5, 0, 0)
-    assert second.request.name != first.request.name
-    assert second.request.seed == request_seed(3, 0, 0, 2 + len(observation))
-    responses.answered(second, CompletionResult(ids("c") * 5, [-1.0] * 5, "length"))
-    [one] = responses.completions()
+    assert second.max_tokens == 5
+    assert second.name != first.name
+    assert second.seed == request_seed(3, 0, 0, 2 + len(observation))
     assert one.response_ids.tolist() == [*ids("c", "ab"), *observation, *ids("c") * 5]
     sampled = [True] * 2 + [False] * len(observation) + [True] * 5
     assert one.sampled.tolist() == sampled
@@ -162,34 +183,42 @@ def test_the_next_turn_is_a_request_with_all_ids_so_far() -> None:
     assert (one.finish_reason, one.text) == ("length", "ccccc")
 
 
-def test_an_aborted_turn_goes_on_and_one_that_had_ended_is_handled_first() -> None:
+@pytest.mark.parametrize(
+    ("pieces", "finish", "rest"),
+    [
+        (["c", "ab"], "stop", None),  # the turn had ended, and its result was not known
+        (["c", "a"], "abort", CompletionResult(ids("b"), [-0.5], "length")),  # completes a stop that had begun
+    ],
+)
+def test_an_aborted_turn_goes_on_and_one_that_had_ended_is_handled_first(
+    pieces: list[str], finish: Any, rest: CompletionResult | None
+) -> None:
     handler = ScriptedTurns(30, late={0: 10**9})
-    responses = call([prompt([2]), prompt([3])], TURNS, turns=handler)
-    one, two = responses.first()
-    responses.answered(one, CompletionResult(ids("c", "ab"), [-0.5] * 2, "stop"))
-    responses.answered(two, CompletionResult(ids("c", "a"), [-0.5] * 2, "abort"))
-    begun = [[whole] for whole in responses.completions()]
-    assert [whole.finish_reason for [whole] in begun] == ["abort", "abort"]
+    answer = CompletionResult(ids(*pieces), [-0.5] * 2, finish)
+    [begun] = call(Answers(answer, aborts_waits=True), [prompt([2])], TURNS, turns=handler)
+    assert (begun.finish_reason, begun.response_ids.tolist()) == ("abort", ids(*pieces))
     handler._late = {}
-    again = call([prompt([2]), prompt([3])], TURNS, begun, turns=handler)
-    [second] = again.first()
-    assert (second.index, second.request.ids) == (1, (3, *ids("c", "a")))
-    again.answered(second, CompletionResult(ids("b"), [-0.5], "length"))  # completes a stop that began before the abort
-    assert again.waiting == 2
-    assert [(request.index, len(request.request.ids) > 3) for request in again.joining()] == [(0, True), (1, True)]
-    assert handler.submitted == {(0, 0): 2, (1, 0): 1}
+    answers = Answers(*filter(None, [rest]), CompletionResult(ids("c"), [-0.5], "abort"))
+    call(answers, [prompt([2])], TURNS, [[begun]], turns=handler)
+    requests = [request.ids for request in answers.asked]
+    assert requests[0][:3] == (2, *ids(*pieces))
+    if rest:
+        assert requests.pop(0) == (2, *ids(*pieces))
+    [continued] = requests
+    whole = (2, *ids(*pieces), *(rest.ids if rest else ()))
+    assert continued[: len(whole)] == whole
+    assert len(continued) > len(whole)  # the observation
+    assert handler.submitted == {(0, 0): 1 if rest else 2}
 
 
 def test_answers_of_a_call_that_failed_are_not_requested_again() -> None:
-    responses = call([prompt([2])], TURNS, turns=ScriptedTurns(30))
-    [first] = responses.first()
-    responses.answered(first, CompletionResult(ids("c", "ab"), [-0.5] * 2, "stop"))
-    [second] = responses.joining()
-    again = call([prompt([2])], TURNS, turns=ScriptedTurns(30), known=responses.results)
-    assert again.first() == []
-    [request] = again.joining()
-    assert request == second
-    assert len(again.results) == 1
+    answers = Answers(CompletionResult(ids("c", "ab"), [-0.5] * 2, "stop"))
+    call(answers, [prompt([2])], TURNS, turns=ScriptedTurns(30))
+    again = Answers(CompletionResult([], [], "abort"), known=answers.results)
+    call(again, [prompt([2])], TURNS, turns=ScriptedTurns(30))
+    [request] = again.asked
+    assert request.ids[:3] == (2, *ids("c", "ab"))
+    assert len(again.results) == 2
 
 
 def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:

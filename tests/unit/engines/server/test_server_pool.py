@@ -19,7 +19,7 @@ import pytest
 from trimtab.config import ServerConfig
 from trimtab.engines.server import http_client, request_dispatch, server_pool
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
-from trimtab.engines.server.request_dispatch import MAX_ATTEMPTS, QueuedRequest, RequestDispatch
+from trimtab.engines.server.request_dispatch import MAX_ATTEMPTS, RequestDispatch
 from trimtab.engines.server.server_pool import MAX_WEIGHT_UPLOADS, MAX_WRONG_ANSWERS, InferenceServer, load_weights
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model
 from trimtab.engines.server.sglang_protocol import SglangProtocol
@@ -73,33 +73,9 @@ class FakeServer:
 TURN = 10_000
 
 
-def request(index: int, turn: int = 0) -> QueuedRequest:
-    """Turn `turn` of response `index`: its prompt, and the only token of its answer, is `index + TURN * turn`."""
-    token = index + TURN * turn
-    return QueuedRequest(index, CompletionRequest(str(token), (token,), 4, token, SamplingParams(), ()))
-
-
-class Responses:
-    """Responses of some turns each, which wait between them; `results` has those of all requests by their token."""
-
-    def __init__(self, results: dict[int, CompletionResult], turns: int) -> None:
-        self.results, self.turns = results, turns
-        self.ended: list[QueuedRequest] = []  # whose next turn joins at one of the next checks
-
-    @property
-    def waiting(self) -> int:
-        return len(self.ended)
-
-    def answered(self, request: QueuedRequest, result: CompletionResult) -> None:
-        [token] = request.request.ids
-        assert token not in self.results
-        self.results[token] = result
-        if result.finish != "abort" and token < TURN * (self.turns - 1):
-            self.ended.append(request)
-
-    def joining(self) -> list[QueuedRequest]:
-        joined, self.ended = self.ended[::2], self.ended[1::2]
-        return [request(one.index, one.request.ids[0] // TURN + 1) for one in joined]
+def request(token: int) -> CompletionRequest:
+    """The prompt, and the only token of its answer, is `token`: that of turn t of response i is i + TURN * t."""
+    return CompletionRequest(str(token), (token,), 4, token, SamplingParams(), ())
 
 
 class FakeNetwork:
@@ -145,13 +121,26 @@ class FakeNetwork:
     def call_into(
         self, results: dict[int, CompletionResult], count: int, abort: Any = None, turns: int = 1, **settings: Any
     ) -> None:
-        requests = [request(index) for index in range(count) if index not in results]
-        responses = Responses(results, turns)
+        """Asks for the turns of `count` responses, except for those whose result is known."""
         config = ServerConfig.model_validate({"kind": "sglang", "reconnect_timeout": 30.0, "concurrency": 1} | settings)
-        servers = [fake.server for fake in self.servers]
-        lines: list[str] = []
-        dispatch = RequestDispatch(servers, requests, responses, Path("weights"), config, lines.append)
-        asyncio.run(dispatch.run(abort))
+        known = {request(token): result for token, result in results.items()}
+        dispatch = RequestDispatch(
+            [fake.server for fake in self.servers], Path("weights"), config, [].append, known=known
+        )
+
+        async def respond(index: int) -> None:
+            for turn in range(turns):
+                result = await dispatch.ask(index, request(index + TURN * turn))
+                if result is None or result.finish == "abort":
+                    return
+
+        async def run_all() -> None:
+            await dispatch.run([respond(index) for index in range(count)], abort)
+
+        try:
+            asyncio.run(run_all())
+        finally:
+            results |= {asked.ids[0]: result for asked, result in dispatch.results.items()}
 
 
 @pytest.fixture
@@ -271,24 +260,6 @@ def test_the_next_turn_goes_elsewhere_when_its_server_is_lost(network: Callable[
     assert len(made.call(8, concurrency=4, turns=3)) == 8 * 3
     assert made.delivered == dict.fromkeys([index + TURN * turn for turn in range(3) for index in range(8)], 1)
     assert len(second.asked) == 4
-
-
-def test_an_abort_ends_a_call_whose_responses_all_wait_for_results(network: Callable[[int], FakeNetwork]) -> None:
-    made, abort = network(1), threading.Event()
-
-    class Never(Responses):
-        def joining(self) -> list[QueuedRequest]:
-            if self.waiting == 3:
-                abort.set()
-            return []
-
-    config = ServerConfig.model_validate({"kind": "sglang"})
-    results = dict[int, CompletionResult]()
-    responses = Never(results, turns=2)
-    requests = [request(index) for index in range(3)]
-    dispatch = RequestDispatch([made.servers[0].server], requests, responses, None, config, lambda _: None)
-    asyncio.run(dispatch.run(abort))
-    assert sorted(results) == [0, 1, 2]
 
 
 def test_a_request_that_always_fails_ends_the_call(network: Callable[[int], FakeNetwork]) -> None:
