@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.stopping import StopChecker
-from trimtab.types import AbortSignal, Completion, FinishReason, SamplingParams, TurnHandler, TurnResult
+from trimtab.types import AbortSignal, Completion, SamplingParams, TurnHandler, TurnResult
 
 # A result joins the batch this many decoding steps after its turn ended, not as soon as it is known: which rows are
 # decoded together then does not depend on the clock, and a run repeats bit for bit.
@@ -90,33 +90,6 @@ class TurnExchange:
 
     def _aborted(self) -> bool:
         return self._abort is not None and self._abort.is_set()
-
-
-class PendingTurns:
-    """The turns in progress of responses that are sampled elsewhere, whose results join as soon as they are known."""
-
-    def __init__(self, handler: TurnHandler) -> None:
-        self.max_turn_tokens = handler.max_turn_tokens
-        self._handler = handler
-        self._turns: list[tuple[int, int]] = []
-
-    @property
-    def waiting(self) -> int:
-        """The number of results that are outstanding."""
-        return len(self._turns)
-
-    def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
-        """Submits the last turn of a response. Returns the finish reason if the response ends with it."""
-        finish = self._handler.submit(prompt, sample, completion)
-        if finish is None:
-            self._turns.append((prompt, sample))
-        return finish
-
-    def results(self) -> list[tuple[int, int, TurnResult]]:
-        """Returns (prompt, sample, result) of the turns whose results are known now, without waiting."""
-        results = [(turn, self._handler.result(*turn, 0.0)) for turn in self._turns]
-        self._turns = [turn for turn, result in results if result is None]
-        return [(*turn, result) for turn, result in results if result is not None]
 
 
 def resume_turns(

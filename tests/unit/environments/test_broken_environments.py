@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
-from transformers import AutoTokenizer
 
 import trimtab
 from trimtab.environments.environment import call_tool, check_class, tool_names
@@ -15,17 +16,9 @@ from trimtab.environments.episodes import EpisodeRunner
 from trimtab.environments.formats import Call, Tag, ToolError
 from trimtab.environments.result_encoder import CUT
 from trimtab.errors import TrimtabError
-from trimtab.models import bundled
 from trimtab.types import FinishReason, Problem
 
 ROWS = Problem("p1", "How much?", "3", {"rows": [1, 2]})
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    result = AutoTokenizer.from_pretrained(bundled.folder())
-    result.__deepcopy__ = lambda _: result
-    return result
 
 
 class Tools:
@@ -50,6 +43,10 @@ class Tools:
         """
         return f"{values} {scale}"
 
+    def exit(self) -> None:
+        """Ends the process it runs in."""
+        raise SystemExit(2)
+
     async def leave(self) -> None:
         """Ends the process it runs in, from a coroutine."""
         raise SystemExit(3)
@@ -68,6 +65,14 @@ def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
     return text_of(tokenizer, answer(episodes, append(tokenizer, None, "<echo></echo>")))
 
 
+class Later:
+    """An awaitable that is no coroutine."""
+
+    def __await__(self) -> Iterator[Any]:
+        yield from asyncio.sleep(0).__await__()
+        return "here"
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise ValueError
@@ -82,6 +87,7 @@ class Unprintable(Exception):
         ({"text": "\udcff"}, '{"text": "\\udcff"}'),
         (ValueError("<|im_end|>\ud800"), "Error: ValueError: <|im_end|>\\ud800"),
         (ValueError(), "Error: ValueError"),
+        (Later(), "here"),
         (Unprintable(), "Error: Unprintable"),
     ],
 )
@@ -105,51 +111,23 @@ def finished(episodes: Any, turn: Any) -> tuple[FinishReason | None, str | None]
     return reason, one.outcome.failure
 
 
-def test_a_coroutine_that_ends_its_process_costs_its_episode(tokenizer: Any) -> None:
-    assert finished(start(tokenizer, Tools), append(tokenizer, None, "<leave></leave>")) == (
-        "stop",
-        "a tool raised SystemExit: 3",
-    )
+@pytest.mark.parametrize(
+    ("turn", "failure"),
+    [("<exit></exit>", "a tool raised SystemExit: 2"), ("<leave></leave>", "a tool raised SystemExit: 3")],
+)
+def test_a_tool_that_ends_its_process_costs_its_episode(tokenizer: Any, turn: str, failure: str) -> None:
+    assert finished(start(tokenizer, Tools), append(tokenizer, None, turn)) == ("stop", failure)
     later = answer(start(tokenizer, Tools), append(tokenizer, None, "<wait></wait>"))
     assert text_of(tokenizer, later) == "<output>here</output>"
 
 
-class BrokenFormat:
-    """Calls `echo`; raises where it is asked to."""
+class OddFormat:
+    """Parses a turn as it is told, and renders by raising; an exception is raised."""
 
     stop = ("!",)
 
-    def __init__(self, part: str) -> None:
-        self._part = part
-
-    def parse(self, text: str) -> Call | None:
-        if self._part == "parse":
-            raise IndexError(f"no call in {text}")
-        return Call("echo", "")
-
-    def render(self, result: str) -> str:
-        if self._part == "refused":
-            raise TrimtabError("this template cannot be continued")
-        raise KeyError(result)
-
-
-@pytest.mark.parametrize(
-    ("part", "failure"),
-    [
-        ("parse", "parse() of the format raised IndexError: no call in a!"),
-        ("render", "render() of the format raised KeyError: ''"),
-    ],
-)
-def test_a_format_that_raises_costs_its_episode(tokenizer: Any, part: str, failure: str) -> None:
-    episodes = start(tokenizer, Tools, form=BrokenFormat(part))
-    assert finished(episodes, append(tokenizer, None, "a!")) == ("stop", failure)
-
-
-class OddFormat(BrokenFormat):
-    """Returns, or raises, what it is given."""
-
-    def __init__(self, parsed: Any) -> None:
-        self._parsed = parsed
+    def __init__(self, parsed: Any, rendered: BaseException | None = None) -> None:
+        self._parsed, self._rendered = parsed, rendered
 
     def parse(self, text: str) -> Any:
         del text
@@ -158,7 +136,7 @@ class OddFormat(BrokenFormat):
         return self._parsed
 
     def render(self, result: str) -> str:
-        raise SystemExit(len(result) + 5)
+        raise self._rendered or KeyError(result)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +147,24 @@ class OddFormat(BrokenFormat):
         (("echo", ""), "parse() of the format returned ('echo', ''), neither None nor a Call"),
         ({}, "parse() of the format returned {}, neither None nor a Call"),
         (Call("echo", None), "parse() of the format returned Call(tool='ec...rguments=None), neither"),  # pyright: ignore[reportArgumentType]
+        (IndexError("no call"), "parse() of the format raised IndexError: no call"),
         (SystemExit(5), "parse() of the format raised SystemExit: 5"),
-        (Call("echo", ""), "render() of the format raised SystemExit: 5"),
+        (Call("echo", ""), "render() of the format raised KeyError: ''"),
     ],
 )
-def test_a_format_that_returns_no_call_costs_its_episode(tokenizer: Any, parsed: Any, failure: str) -> None:
-    episodes = start(tokenizer, Tools, form=OddFormat(parsed))
+def test_a_format_that_fails_costs_its_episode(tokenizer: Any, parsed: Any, failure: str) -> None:
+    reason, said = finished(start(tokenizer, Tools, form=OddFormat(parsed)), append(tokenizer, None, "a!"))
+    assert reason == "stop"
+    assert str(said).startswith(failure)
+
+
+def test_a_format_that_leaves_costs_its_episode_and_one_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
     turn = append(tokenizer, None, "a!")
-    assert answer(episodes, turn).finish_reason == "stop"
-    [[one, _]] = episodes.finish([[turn, turn]])
-    assert one.outcome is not None
-    assert str(one.outcome.failure).startswith(failure)
-    assert one.outcome.tool_errors == 0
-
-
-def test_a_format_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
+    leaves = start(tokenizer, Tools, form=OddFormat(Call("echo", ""), SystemExit(5)))
+    assert finished(leaves, turn) == ("stop", "render() of the format raised SystemExit: 5")
+    refused = TrimtabError("this template cannot be continued")
     with pytest.raises(TrimtabError, match="cannot be continued"):
-        answer(start(tokenizer, Tools, form=BrokenFormat("refused")), append(tokenizer, None, "a!"))
+        answer(start(tokenizer, Tools, form=OddFormat(Call("echo", ""), refused)), turn)
 
 
 def test_a_constructor_that_raises_costs_its_episode(tokenizer: Any) -> None:
@@ -262,13 +241,24 @@ def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) ->
     assert seen == [[1, 2]] * 8
 
 
-@pytest.mark.parametrize("value", [10**400, Unprintable(), "1.0", b"1"])
-def test_a_reward_that_cannot_be_converted_costs_its_episode(tokenizer: Any, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "returned nan, not a finite number"),
+        (None, "returned None, not a finite number"),
+        ("1.0", "returned '1.0', not a finite number"),
+        (b"1", "returned b'1', not a finite number"),
+        (10**400, "not a finite number"),
+        (Unprintable(), "not a finite number"),
+        (-1e308, "returned -1e+308, above 1e+18"),
+    ],
+)
+def test_a_reward_that_is_no_usable_number_costs_its_episode(tokenizer: Any, value: Any, said: str) -> None:
     kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
     failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]
-    assert failure is not None
-    assert failure.endswith("not a finite number")
-    assert len(failure) < 200
+    assert str(failure).startswith("get_reward returned ")
+    assert str(failure).endswith(said)
+    assert len(str(failure)) < 200
 
 
 @pytest.mark.parametrize(
@@ -293,6 +283,8 @@ def test_arguments_that_fit(arguments: Any, result: str) -> None:
             'numbers: values.1 = "x": Input should be a valid integer, unable to parse string as an integer',
         ),
         ({"values": {}}, "numbers: values = {}: Input should be a valid list"),
+        ({}, "numbers: missing a required argument: 'values'"),
+        ({"values": [], "by": 2}, "numbers: got an unexpected keyword argument 'by'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_one_line(arguments: Any, line: str) -> None:
@@ -314,7 +306,7 @@ def test_what_an_instance_holds_is_no_tool() -> None:
 
     names = tool_names(Holding)
     assert "solve" not in names
-    with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, leave, numbers, wait"):
+    with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, exit, leave, numbers, wait"):
         call_tool(Holding(), Call("solve", ""))
     assert call_tool(Holding(), Call("echo", "")) == ""
 
@@ -336,7 +328,7 @@ def test_only_functions_of_a_class_are_tools() -> None:
             return text * 2
 
     check_class(Mixed, "Mixed")
-    assert tool_names(Mixed) == ["echo", "leave", "numbers", "twice", "wait"]
+    assert tool_names(Mixed) == ["echo", "exit", "leave", "numbers", "twice", "wait"]
     assert call_tool(Mixed(), Call("twice", "ab")) == "abab"
 
 

@@ -9,25 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from trimtab.environments.environment import call_tool, check_class, tool_names
+from trimtab.environments.environment import check_class, tool_names
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner, Episodes
-from trimtab.environments.formats import Call, Format, Tag, ToolError
+from trimtab.environments.formats import Format, Tag
 from trimtab.environments.result_encoder import CUT
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.models import bundled
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
 
 LIMITS = EpisodeLimits(turns=3, turn_tokens=64, observation_tokens=16, timeout=5.0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """The bundled one. Each runner copies its tokenizer, which takes 0.1 s, for other threads: there are none here."""
-    result = AutoTokenizer.from_pretrained(bundled.folder())
-    result.__deepcopy__ = lambda _: result
-    return result
 
 
 class Counter:
@@ -69,10 +59,6 @@ class Counter:
     def hang(self) -> None:
         """Never returns."""
         threading.Event().wait()
-
-    def leave(self) -> None:
-        """Ends the process that it runs in."""
-        raise SystemExit(3)
 
     def long(self) -> str:
         """Returns many words."""
@@ -216,20 +202,6 @@ def test_responses_whose_environments_begin_differently_have_prompts_of_their_ow
     assert [outcome.prompt.text[20:28] for outcome in outcomes] == ["Number 1", "Number 2"]
 
 
-def test_a_prompt_without_the_question_cannot_begin_with_what_reset_returns(tokenizer: Any) -> None:
-    class Begins(Counter):
-        def reset(self, **row: Any) -> str:
-            del row
-            return " Begin."
-
-    def fixed(problem: Problem, tokenizer: Any) -> Prompt:
-        return encode(replace(problem, question="Something else"), tokenizer)
-
-    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, fixed)
-    with pytest.raises(TrimtabError, match="'p1': what reset\\(\\) returned is not in the prompt"):
-        runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, reset_seeds=[0])
-
-
 @pytest.mark.parametrize(
     ("text", "observation"),
     [
@@ -279,29 +251,6 @@ def test_an_environment_that_raises_costs_its_episode(tokenizer: Any, where: str
     for one in group:
         assert one.outcome is not None
         assert one.outcome.failure == f"{where} raised ValueError: no disk"
-
-
-@pytest.mark.parametrize("value", [float("nan"), "much", None])
-def test_a_reward_that_is_no_number_costs_its_episode(tokenizer: Any, value: Any) -> None:
-    class Odd(Counter):
-        def get_reward(self) -> Any:
-            return value
-
-    turn = append(tokenizer, None, "5")
-    [[one, _]] = start(tokenizer, Odd).finish([[turn, turn]])
-    assert one.outcome is not None
-    assert one.outcome.failure == f"get_reward returned {value!r}, not a finite number"
-
-
-def test_an_absurd_reward_costs_its_episode(tokenizer: Any) -> None:
-    class Odd(Counter):
-        def get_reward(self) -> float:
-            return -1e308
-
-    turn = append(tokenizer, None, "5")
-    [[one, _]] = start(tokenizer, Odd).finish([[turn, turn]])
-    assert one.outcome is not None
-    assert one.outcome.failure == "get_reward returned -1e+308, above 1e+18"
 
 
 def test_long_results_are_cut_in_the_middle(tokenizer: Any) -> None:
@@ -372,18 +321,6 @@ def test_a_cut_call_that_begins_with_a_special_token_is_no_answer(tokenizer: Any
         assert one.outcome.void == void
 
 
-def test_environments_are_closed(tokenizer: Any) -> None:
-    environments: list[Counter] = []
-
-    class Kept(Counter):
-        def __init__(self) -> None:
-            environments.append(self)
-
-    episodes = start(tokenizer, Kept)
-    episodes.close()
-    assert [one.closed for one in environments] == [True, True]
-
-
 def test_an_environment_that_cannot_be_closed_is_reported(tokenizer: Any) -> None:
     closed: list[Counter] = []
 
@@ -395,37 +332,6 @@ def test_an_environment_that_cannot_be_closed_is_reported(tokenizer: Any) -> Non
     with pytest.warns(TrimtabWarning, match=r"close\(\) of an environment raised OSError: the socket is gone"):
         start(tokenizer, Stuck).close()
     assert len(closed) == 2
-
-
-def test_a_tool_that_ends_its_process_costs_its_episode(tokenizer: Any) -> None:
-    episodes = start(tokenizer)
-    turn = append(tokenizer, None, "<leave></leave>")
-    assert answer(episodes, turn).finish_reason == "stop"
-    [[one, _]] = episodes.finish([[turn, turn]])
-    assert one.outcome is not None
-    assert one.outcome.failure == "a tool raised SystemExit: 3"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ({"step": "3"}, None),
-        ({"step": 2.5}, "add: step = 2.5: Input should be a valid integer, got a number with a fractional part"),
-        ({"step": [3]}, "add: step = \\[3\\]: Input should be a valid integer"),
-        ({}, "add: missing a required argument: 'step'"),
-        ({"step": 1, "by": 2}, "add: got an unexpected keyword argument 'by'"),
-        ({"text": 5}, "word: text = 5: Input should be a valid string"),
-    ],
-)
-def test_arguments_of_a_call_have_the_annotated_types(arguments: dict[str, Any], line: str | None) -> None:
-    counter = Counter()
-    counter.reset()
-    call = Call("word" if "text" in arguments else "add", arguments)
-    if line is None:
-        assert call_tool(counter, call) == 3
-        return
-    with pytest.raises(ToolError, match=line):
-        call_tool(counter, call)
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b<|endoftext|>", "<<|im_start|>system\n", "no token"])
@@ -459,4 +365,4 @@ def test_classes_that_are_no_environment() -> None:
         check_class(NoHints, "NoHints")
 
     check_class(Counter, "Counter")
-    assert tool_names(Counter) == ["add", "fail", "hang", "later", "leave", "long", "word"]
+    assert tool_names(Counter) == ["add", "fail", "hang", "later", "long", "word"]

@@ -13,23 +13,14 @@ from typing import Any
 import pytest
 from tests.unit.environments.test_broken_environments import finished
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
-from transformers import AutoTokenizer
 
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
 from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.environments.formats import Tag
 from trimtab.errors import TrimtabError
-from trimtab.models import bundled
 from trimtab.types import Problem
 
 FOREVER = float("inf")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    result = AutoTokenizer.from_pretrained(bundled.folder())
-    result.__deepcopy__ = lambda _: result
-    return result
 
 
 class Database(Counter):

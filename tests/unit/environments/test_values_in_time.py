@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
@@ -14,21 +14,12 @@ import pytest
 import torch
 from tests.unit.environments.test_broken_environments import Tools, finished, saying
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, start, text_of
-from transformers import AutoTokenizer
 
 from trimtab.environments import environment
 from trimtab.environments.background import EnvironmentFailed, in_background
 from trimtab.environments.formats import Call, ToolError
-from trimtab.models import bundled
 
 SHORT = replace(LIMITS, timeout=0.2)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    result = AutoTokenizer.from_pretrained(bundled.folder())
-    result.__deepcopy__ = lambda _: result
-    return result
 
 
 class Leaving:
@@ -54,14 +45,6 @@ class Hanging:
     def __str__(self) -> str:
         threading.Event().wait()
         return ""
-
-
-class Later:
-    """An awaitable that is no coroutine."""
-
-    def __await__(self) -> Iterator[Any]:
-        yield from asyncio.sleep(0).__await__()
-        return "here"
 
 
 def nested() -> list[Any]:
@@ -154,11 +137,6 @@ def test_an_error_whose_text_ends_its_process_is_shown_by_its_type(tokenizer: An
     turn = append(tokenizer, None, "<echo></echo>")
     result = answer(start(tokenizer, saying(LeavingError())), turn)
     assert text_of(tokenizer, result) == "<output>Error: LeavingError</output>"
-
-
-def test_an_awaitable_that_is_no_coroutine_is_awaited(tokenizer: Any) -> None:
-    result = answer(start(tokenizer, saying(Later())), append(tokenizer, None, "<echo></echo>"))
-    assert text_of(tokenizer, result) == "<output>here</output>"
 
 
 def test_a_coroutine_that_is_given_up_is_canceled() -> None:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
 from trimtab.engines.remote.engine_host import CallResult, EndedTurn, HandledTurn
-from trimtab.engines.turn_exchange import PendingTurns
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
@@ -73,6 +72,31 @@ class Transport(Protocol):
         ...
 
 
+class _CallTurns:
+    """The turns of one call: they come from the other side, and what follows each goes back there."""
+
+    def __init__(self, handler: TurnHandler, transport: Transport) -> None:
+        self._handler, self._transport = handler, transport
+        self._waiting: list[tuple[int, int]] = []
+
+    def forward(self, current: int) -> None:
+        """Submits the turns of call number `current` that ended, and sends the results that are known now."""
+        ended, self._transport.turns = self._transport.turns, []
+        results: list[tuple[tuple[int, int], TurnResult | None]] = []
+        for call, prompt, sample, completion in ended:
+            if call == current:  # not of an earlier one, which was aborted
+                finish = self._handler.submit(prompt, sample, completion)
+                if finish is None:
+                    self._waiting.append((prompt, sample))
+                else:
+                    results.append(((prompt, sample), TurnResult.end(finish)))
+        results += [(turn, self._handler.result(*turn, 0.0)) for turn in self._waiting]
+        self._waiting = [turn for turn, result in results if result is None]
+        for turn, result in results:
+            if result is not None:
+                self._transport.send_result(HandledTurn(current, *turn, result))
+
+
 class RemoteEngine:
     """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
 
@@ -121,10 +145,9 @@ class RemoteEngine:
             raise TrimtabError("the engine has no weights yet: publish before generating")
         # Answers stay here; what else a problem holds may not be picklable.
         asked = [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]
-        pending = None if turns is None else PendingTurns(turns)
         max_turn_tokens = None if turns is None else turns.max_turn_tokens
         arguments = (asked, samples, sampling, seed, prefixes, max_turn_tokens)
-        return self._call("generate", *arguments, turns=pending, abort=abort)
+        return self._call("generate", *arguments, turns=turns, abort=abort)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`.
@@ -160,7 +183,7 @@ class RemoteEngine:
             self.transport.close()
 
     def _call(
-        self, method: str, *arguments: Any, turns: PendingTurns | None = None, abort: AbortSignal | None = None
+        self, method: str, *arguments: Any, turns: TurnHandler | None = None, abort: AbortSignal | None = None
     ) -> Any:
         if self._closed or not self._alive:
             raise EngineDeadError("the engine's process is gone: restart the engine, then publish weights")
@@ -189,7 +212,7 @@ class RemoteEngine:
             raise RuntimeError(f"the engine's process failed:\n{error}")
         return value
 
-    def _wait(self, turns: PendingTurns | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
+    def _wait(self, turns: TurnHandler | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
         """Waits for the end of the call; forwards turns, their results and the abort signal.
 
         Returns its answer, and what the handler of the turns raised, after which the call was aborted.
@@ -197,21 +220,23 @@ class RemoteEngine:
         Raises:
             TransportLost: the other side died or hangs.
         """
+        exchange = None if turns is None else _CallTurns(turns, self.transport)
         seen = self.transport.progress
         alive = before = time.monotonic()
         failure: Exception | None = None
         while True:
             if abort is not None and abort.is_set():
                 self.transport.abort(self._calls)
-                abort = turns = None
-            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and turns is None else POLL_INTERVAL)
+                abort = exchange = None
+            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and exchange is None else POLL_INTERVAL)
             if answer is not None:
                 return answer, failure
             try:
-                self._exchange(turns)
+                if exchange is not None:
+                    exchange.forward(self._calls)
             except Exception as raised:
                 self.transport.abort(self._calls)
-                failure, abort, turns = raised, None, None
+                failure, abort, exchange = raised, None, None
             now = time.monotonic()
             # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.
             alive += now - before if now - before > STALL_THRESHOLD else 0
@@ -221,18 +246,6 @@ class RemoteEngine:
             elif now - alive > self.hang_timeout:
                 what = f"gave no sign of life for {self.hang_timeout:g} s (engine.hang_timeout)"
                 raise TransportLost(self.transport.describe(what))
-
-    def _exchange(self, turns: PendingTurns | None) -> None:
-        ended, self.transport.turns = self.transport.turns, []
-        if turns is None:
-            return
-        for call, prompt, sample, completion in ended:
-            if call == self._calls:  # not of an earlier one, which was aborted
-                finish = turns.submit(prompt, sample, completion)
-                if finish is not None:
-                    self.transport.send_result(HandledTurn(call, prompt, sample, TurnResult.end(finish)))
-        for prompt, sample, result in turns.results():
-            self.transport.send_result(HandledTurn(self._calls, prompt, sample, result))
 
     def _discard(self) -> None:
         self._alive = False
