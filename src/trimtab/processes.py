@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
 TRANSFER_TIMEOUT = 300  # seconds in which no byte of a message moves, after which it is given up
 OUTPUT_TAIL_BYTES = 4096  # of the child's output that are searched for the last line
-# Set by torchrun and removed from the child's environment: the child is no rank. torch.distributed started in it (by
+# Set by torchrun and removed from the child's environment: the child is not a rank. torch.distributed started in it (by
 # vLLM) would otherwise join the trainer's ranks and wait for their store.
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
 TORCHRUN_VARIABLES |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
@@ -46,9 +46,9 @@ class Heartbeat(NamedTuple):
 
 
 class WorkerProcess:
-    """Runs `python -P -m module` in a session of its own; the module talks to this process through `Parent`.
+    """Runs `python -P -m module` in a new session; the module talks to this process through `Parent`.
 
-    Ctrl-C in the terminal does not reach the child, it is no rank of torchrun, and it ends with this process, however
+    Ctrl-C in the terminal does not reach the child, and it is not a rank of torchrun. It ends with this process, however
     that ends, and with everything it started. One thread at a time sends and receives. `close` and `kill` may be called
     from another one, and then `send` and `receive` raise.
 

@@ -83,7 +83,7 @@ def store_shards(shards: Iterable[Shard]) -> StoredWeights:
 def pack(
     weights: Iterable[tuple[str, Tensor]], key: str, version: int, limit: int, dtype: torch.dtype | None = None
 ) -> Iterator[Shard]:
-    """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is an object of its own).
+    """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is a separate object).
 
     A tied tensor is stored once, under its first name.
     """

@@ -84,7 +84,7 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
 def split_threads(cores: int, workers: int, *, is_async: bool) -> tuple[int, int]:
     """Returns the number of threads of this process and of each worker.
 
-    Shares are equal, and the remainder goes to this process. `beside`: this process computes at the same time as the
+    Shares are equal, and the remainder goes to this process. `is_async`: this process computes at the same time as the
     workers. More threads than cores slow all of them down: two processes of two threads on two cores reach a tenth of
     the throughput of one thread each.
     """

@@ -172,7 +172,7 @@ class EnvironmentThread:
 
 
 def in_background(function: Callable[[], Any], timeout: float) -> BackgroundCall:
-    """Starts a call in a thread of its own."""
+    """Starts a call in a new thread."""
     thread = EnvironmentThread()
     call = thread.start(BackgroundCall(function, timeout))
     thread.end()

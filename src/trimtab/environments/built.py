@@ -146,7 +146,7 @@ def build(spec: EnvironmentSpec) -> BuiltEnvironment:
     """Returns the environment.
 
     Raises:
-        TrimtabError: an unknown name or option, a class that is no environment, a sandbox that cannot run here.
+        TrimtabError: an unknown name or option, a class that is not an environment, a sandbox that cannot run here.
     """
     name = SwapEnvironment if spec.name == "swap" else spec.name
     if name == "python":

@@ -46,7 +46,7 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
 def check_class(factory: Callable[[], Any], name: str) -> None:
-    """Raises `TrimtabError` for a class that is no environment.
+    """Raises `TrimtabError` for a class that is not an environment.
 
     It needs a `reset` that takes a row, and tools with descriptions.
     """
@@ -82,7 +82,7 @@ def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) ->
 def tool_names(kind: Any) -> list[str]:
     """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`.
 
-    Classes and other callables of its body are no methods, and neither are class methods: TRL takes the same ones.
+    Classes and other callables in its body do not count, and neither do class methods: TRL takes the same ones.
     """
     members = inspect.getmembers(kind, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
@@ -174,7 +174,7 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
             continue
         try:
             adapter = TypeAdapter(hints[parameter], config=_ANY_CLASS)
-        except PydanticUserError:  # a class of its own that pydantic cannot configure: taken as it is
+        except PydanticUserError:  # a class that pydantic cannot configure: taken as it is
             continue
         try:
             bound.arguments[parameter] = adapter.validate_python(value)
@@ -214,7 +214,7 @@ def _own_text(value: Any) -> str:
     text = str(value)
     if _ADDRESS.search(text):
         kind = type(value).__name__
-        raise EnvironmentFailed(f"returned a {kind} without a text of its own: return one text, or a list")
+        raise EnvironmentFailed(f"returned a {kind} whose text is an address in memory: return a text or a list")
     return text
 
 
@@ -225,7 +225,7 @@ def text_of(value: Any) -> str:
         EnvironmentFailed: a generator, whose items are not known, or an object whose text has an address in memory.
     """
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        raise EnvironmentFailed("returned a generator: return one text, or a list")
+        raise EnvironmentFailed("returned a generator: return a text or a list")
     if isinstance(value, str):
         return value
     if value is None:

@@ -108,7 +108,7 @@ class Episodes:
     """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
 
     Pass `prompts` and `samples` to the engine. If `reset` returned one text for each problem, the responses to it
-    share a prompt; otherwise all responses of the request have one of their own.
+    share a prompt; otherwise each response of the request has a separate one.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Episodes:
         text, turn = completion.text, self._last_turn(completion)
         begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
         if begins:
-            text = turn[: min(begins)]  # a call without its end is no answer
+            text = turn[: min(begins)]  # a call without its end is not an answer
         answer = self._runner.limits.answer
         if answer is None:
             return not text.strip()

@@ -30,7 +30,8 @@ class ToolError(Exception):
 class Format(Protocol):
     """The text of calls and results.
 
-    It may also have `begin`, the strings that begin a call: what follows one is no answer where the call has no end.
+    It may also have `begin`, the strings that begin a call: what follows one is not an answer where the call does not
+    end.
     """
 
     @property
@@ -55,7 +56,7 @@ class Format(Protocol):
 class Tag:
     """A call inside the text: `<python>6 * 7</python>`, answered by `<output>42</output>`.
 
-    `tools` are the names of the tools, each with a tag of its own. The content is the only argument, as text; for the
+    `tools` are the names of the tools, each of which has a tag. The content is the only argument, as text; for the
     tools in `several` it is a JSON object of their arguments: `<add>{"left": 6, "right": 7}</add>`.
     """
 

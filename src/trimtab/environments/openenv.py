@@ -45,7 +45,7 @@ class ServerError(Exception):
 
 
 class Connection:
-    """A session of an OpenEnv server: an environment of its own, until it is closed."""
+    """A session of an OpenEnv server, which is one environment until it is closed."""
 
     def __init__(self, url: str) -> None:
         self._url = url.replace("http", "ws", 1).rstrip("/") + "/ws"
@@ -171,7 +171,7 @@ def openenv_class(options: Options) -> type:
         tools = call.value()
     except Exception as error:
         raise TrimtabError(
-            f"environment.url = {options.url!r} is no OpenEnv server that answers ({type(error).__name__}: {error}); "
+            f"environment.url = {options.url!r} does not answer as an OpenEnv server ({type(error).__name__}: {error}); "
             "start it, or correct the address"
         ) from None
     methods = {"get_reward": _get_reward} if options.reward else {}

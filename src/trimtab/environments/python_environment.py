@@ -75,7 +75,7 @@ class PythonEnvironment:
             code: the code.
         """
         assert self._session is not None
-        # Blanks around the code in a tag are no indentation.
+        # Blanks around the code in a tag are not indentation.
         result = self._session.run(textwrap.dedent(code).strip())
         text = result.output.rstrip("\n")
         if result.error is not None:

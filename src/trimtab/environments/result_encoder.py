@@ -17,7 +17,7 @@ from trimtab.environments.formats import Format
 from trimtab.types import IntArray
 
 MARK = "\ue000"
-"""A character of a private area."""
+"""A character of Unicode's private use area."""
 CUT = " ... "
 """Stands for what is left out of the middle of a long result."""
 CHARACTERS = 32
@@ -36,7 +36,7 @@ class ResultEncoder:
     def __init__(self, tokenizer: Any, form: Format, limit: int) -> None:
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        # One character cannot be taken apart, and is no control token.
+        # One character cannot be taken apart, and is not a control token.
         texts = [re.escape(str(token)) for token in added if len(str(token)) > 1]
         # The first character of each text that is one token beside the vocabulary, those that overlap included.
         self._beginning = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL) if texts else re.compile("(?!)")

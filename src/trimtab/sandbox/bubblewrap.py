@@ -1,4 +1,4 @@
-"""CPython in bubblewrap containers: no network, no files of the machine, a process space and a user of their own.
+"""CPython in bubblewrap containers: no network, no files of the machine, a separate process space and user.
 
     episode threads --(text)--> one container each: process 1 --(fork)--> the code
            |                              ^

@@ -12,7 +12,7 @@ GRACE = 5.0
 """Seconds that a run may take in addition to its time limit, which the sandbox enforces itself, before it is killed."""
 LOST = "the variables of this session are lost"
 # Control characters other than newline and tab, which could rewrite a terminal; those that change the direction of the
-# text after them, which could show it in another order; and halves of surrogate pairs, which are no text.
+# text after them, which could show it in another order; and halves of surrogate pairs, which cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

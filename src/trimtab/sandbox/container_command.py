@@ -105,7 +105,7 @@ def _distribution(name: str) -> importlib.metadata.Distribution:
     except importlib.metadata.PackageNotFoundError:
         raise TrimtabError(f"the package {name!r} for the sandbox is not installed: pip install {name}") from None
     if not _modules(distribution):
-        raise TrimtabError(f"the package {name!r} has no files of its own (an editable install?): pip install {name}")
+        raise TrimtabError(f"the package {name!r} has no files (an editable install?): pip install {name}")
     return distribution
 
 

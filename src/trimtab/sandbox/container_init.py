@@ -364,7 +364,7 @@ def execute(code: str, variables: dict[str, object]) -> str:
             value = compile(ast.Expression(last.value), "<python>", "eval")
             sys.displayhook(eval(value, variables))  # noqa: S307
     except BaseException as error:
-        # Frames of this file and of the parser are no part of the traceback.
+        # Frames of this file and of the parser are not part of the traceback.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "<python>":
             trace = trace.tb_next

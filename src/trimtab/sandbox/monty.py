@@ -2,7 +2,7 @@
 
     episode threads --(text)--> one worker process each --(pydantic_monty)--> one interpreter process per session
 
-Monty runs each interpreter in a process of its own, but its bindings do work in the process that calls them (they
+Monty runs each interpreter in a separate process, but its bindings do work in the process that calls them (they
 convert values, they collect output), so they are called in worker processes and not in the threads of a trainer: what
 goes wrong there costs a worker.
 """

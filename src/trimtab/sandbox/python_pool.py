@@ -36,7 +36,7 @@ class PythonPool:
 
     Args:
         sandbox: "monty", an interpreter of a part of Python without any access to the machine; "bubblewrap", CPython
-            without network and with a file system of its own.
+            without network and with a separate file system.
         workers: how many runs may go on at once; more wait. Default: one for each processor, at most 8.
         packages: installed packages that code in "bubblewrap" may import, by the names `pip` knows.
         timeout: seconds a run may take.
@@ -91,7 +91,7 @@ class PythonPool:
             raise TrimtabError("the sandbox is closed: run code before `close`")
         if len(code) > MAX_CODE:
             return CodeResult("", f"not run: the code has {len(code)} characters, more than {MAX_CODE}")
-        # Half of a surrogate pair is no text and could not be sent.
+        # Half of a surrogate pair cannot be encoded.
         result = self._sandbox.run(session, code.encode(errors="replace").decode())
         output, error = clean(result.output), result.error
         if error is None and len(output) > self._limits.max_output:

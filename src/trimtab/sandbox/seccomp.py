@@ -108,7 +108,7 @@ CONDITIONS = [
     # mmap: shared memory without a file is kept whole while one page of it is mapped, and only that page is counted
     Condition((9, 222), 3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS, unless=True),
 ]
-# A thread with a table of open files of its own could open as many as the process may.
+# A thread with a separate table of open files could open as many as the process may.
 THREADS = Condition((56, 220), 0, CLONE_THREAD | CLONE_FILES, CLONE_THREAD | CLONE_FILES)  # clone
 
 # linux/bpf_common.h and linux/seccomp.h

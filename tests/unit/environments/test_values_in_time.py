@@ -70,12 +70,12 @@ def value_of(function: Callable[[], Any], timeout: float = 5.0) -> Any:
     [
         (Leaving(), "a tool raised SystemExit: 4"),
         (Hanging(), "a tool did not return within 0.2 s (environment.timeout)"),
-        ((item for item in "ab"), "a tool returned a generator: return one text, or a list"),
-        (items(), "a tool returned a generator: return one text, or a list"),
-        (map(str, [1]), "a tool returned a map without a text of its own: return one text, or a list"),
-        (object(), "a tool returned a object without a text of its own: return one text, or a list"),
-        ([object()], "a tool returned a object without a text of its own: return one text, or a list"),
-        ({"key": items}, "a tool returned a function without a text of its own: return one text, or a list"),
+        ((item for item in "ab"), "a tool returned a generator: return a text or a list"),
+        (items(), "a tool returned a generator: return a text or a list"),
+        (map(str, [1]), "a tool returned a map whose text is an address in memory: return a text or a list"),
+        (object(), "a tool returned a object whose text is an address in memory: return a text or a list"),
+        ([object()], "a tool returned a object whose text is an address in memory: return a text or a list"),
+        ({"key": items}, "a tool returned a function whose text is an address in memory: return a text or a list"),
     ],
 )
 def test_a_result_without_a_text_costs_its_episode(tokenizer: Any, value: Any, failure: str) -> None:

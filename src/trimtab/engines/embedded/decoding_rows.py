@@ -50,7 +50,7 @@ class DecodingRow:
 
     `routes` holds the routed experts of prompt and response, where they are recorded, from the first step on. In a
     multi-turn response, `turn_start` is the length before its last turn, and `observation` has the tokens that an
-    engine without a prefill of its own appends one by one, in place of sampled ones.
+    engine without a separate prefill appends one by one, in place of sampled ones.
     """
 
     prompt: int
@@ -292,7 +292,7 @@ def validate_tokens(
     """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn.
 
     Raises:
-        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless `finish` is "stop".
+        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless the finish reason is "stop".
     """
     if prefixes is None:
         return

@@ -173,10 +173,10 @@ class EmbeddedEngine:
         return self._model.named_parameters()
 
     def restart(self) -> None:
-        """Does nothing: the engine has no process of its own to restart."""
+        """Does nothing: the engine runs in this process."""
 
     def close(self) -> None:
-        """Does nothing: the engine has no process of its own."""
+        """Does nothing: the engine runs in this process."""
 
     @torch.no_grad()
     def _quantize(self) -> None:

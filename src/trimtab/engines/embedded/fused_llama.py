@@ -76,7 +76,7 @@ class FusedLlama:
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines, and sines signed for `_rotate`, both (tokens, heads + kv heads, head size).
 
-        Those of the queries are multiplied by the attention scale, so that it needs no product of its own.
+        Those of the queries are multiplied by the attention scale, so that it needs no separate product.
         """
         embedding = self.model.model.embed_tokens.weight
         # Float32 until the scale is applied: the model's own forward rounds once, too.

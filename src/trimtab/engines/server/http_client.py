@@ -138,7 +138,7 @@ def open_transport() -> httpx2.AsyncBaseTransport:
 
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a coroutine on an event loop in a thread of its own, because the caller's thread may run a loop already.
+    """Runs a coroutine on an event loop in a new thread, because the caller's thread may run a loop already.
 
     An exception in the caller's thread, such as Ctrl-C, cancels the coroutine.
     """

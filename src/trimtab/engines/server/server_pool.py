@@ -169,7 +169,7 @@ class InferenceServer:
             if self._failed_uploads > MAX_WEIGHT_UPLOADS:
                 raise TrimtabError(
                     f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that "
-                    f"it holds {label!r}: name every server by a URL of its own, without a balancer in front"
+                    f"it holds {label!r}: give each server a separate URL, without a balancer in front"
                 )
             await self.load(weights, self.label)
         self.model, self.lost_at, self._processed = model, None, False
@@ -210,7 +210,7 @@ async def wait_for_servers(
     *,
     wait_for_all: bool,
 ) -> None:
-    """Waits until one server works, or all of them with `everyone`; `notify` gets a line every few seconds.
+    """Waits until one server works, or all of them with `wait_for_all`; `notify` gets a line every few seconds.
 
     Raises:
         TrimtabError: they do not within `timeout` seconds.

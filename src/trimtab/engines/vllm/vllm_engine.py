@@ -3,7 +3,7 @@
 - Log-probs are vLLM's `processed_logprobs`, of the distribution that was sampled; a token without one is an error.
 - Stop strings are detected here, by the rule of the embedded engine, so that a response ends at the same token with
   every engine; vLLM neither tokenizes nor decodes.
-- Every response has a seed of its own, derived from (seed, prompt, sample). A request that continues a prefix or an
+- Every response has a seed, derived from (seed, prompt, sample). A request that continues a prefix or an
   earlier turn also uses the length so far, because the first random numbers were used for that.
 - Each turn of a multi-turn response is a request with all ids so far; the prefix cache runs only what is new.
 - A weight update is complete (`weight_manifest.py`, `worker_extension.py`) and resets the prefix cache.
