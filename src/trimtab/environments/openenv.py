@@ -171,7 +171,7 @@ def openenv_class(options: Options) -> type:
         tools = call.value()
     except Exception as error:
         raise TrimtabError(
-            f"environment.url = {options.url!r} does not answer as an OpenEnv server ({type(error).__name__}: {error}); "
+            f"environment.url = {options.url!r} is not an OpenEnv server ({type(error).__name__}: {error}): "
             "start it, or correct the address"
         ) from None
     methods = {"get_reward": _get_reward} if options.reward else {}

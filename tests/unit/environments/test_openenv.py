@@ -93,7 +93,7 @@ def test_a_failed_tool_and_a_missing_field_are_errors() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(TrimtabError, match="does not answer as an OpenEnv server"):
+    with pytest.raises(TrimtabError, match="is not an OpenEnv server"):
         build(EnvironmentSpec("openenv", {"url": "http://127.0.0.1:1"}))
     with pytest.raises(TrimtabError, match="environment 'openenv': option 'url' is missing"):
         build(EnvironmentSpec("openenv", {}))
