@@ -49,8 +49,8 @@ class WorkerProcess:
     """Runs `python -P -m module` in a new session; the module talks to this process through `Parent`.
 
     Ctrl-C in the terminal does not reach the child, and it is not a rank of torchrun. It ends with this process,
-    however that ends, and with everything it started. One thread at a time sends and receives. `close` and `kill` may be called
-    from another one, and then `send` and `receive` raise.
+    however that ends, and with everything it started. One thread at a time sends and receives. `close` and `kill` may
+    be called from another one, and then `send` and `receive` raise.
 
     Args:
         module: the `__main__` module of the child; that of this process is not imported.
