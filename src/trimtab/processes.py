@@ -67,6 +67,7 @@ class WorkerProcess:
             self._output = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._output)
         output = 2 if show_output else self._output
+        own = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith(TORCHRUN_PREFIX)}
         with child_end:
             self.process = subprocess.Popen(
                 # -P: a module in the working directory must not shadow an installed one.
@@ -75,7 +76,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**_environment(), **(environment or {})},
+                env={**own, **(environment or {})},
                 start_new_session=True,
             )
         self.kill = weakref.finalize(self, _kill, self._connection, self.process, os.getpid())
@@ -220,14 +221,6 @@ def _limit_transfers(connection: Connection) -> None:
     with _as_socket(connection) as end:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TRANSFER_TIMEOUT, 0))
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
-    }
 
 
 def _kill(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:

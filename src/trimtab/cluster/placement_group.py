@@ -92,7 +92,11 @@ def reserve_slots(config: Config) -> Iterator[ActorSlots]:
                 f"({config.ray.strategy}); it has {cpus:g} CPU, {gpus:g} GPU in all: lower [ray], add nodes, or wait "
                 "for other jobs"
             )
-        yield _slots(config, group)
+        slots, bundle = {}, 0
+        for kind, (count, cpus, gpus) in _requirements(config).items():
+            slots[kind] = tuple(ActorSlot(group, bundle + index, cpus, gpus) for index in range(count))
+            bundle += count
+        yield ActorSlots(**slots)
     finally:
         remove_placement_group(group)
 
@@ -114,11 +118,3 @@ def _requirements(config: Config) -> dict[str, tuple[int, float, float]]:
         "engines": (0 if config.engine.type == "server" else ray.engines, ray.engine_cpus, ray.engine_gpus),
         "rewards": (ray.rewards, ray.reward_cpus, 0.0),
     }
-
-
-def _slots(config: Config, group: Any) -> ActorSlots:
-    slots, bundle = {}, 0
-    for kind, (count, cpus, gpus) in _requirements(config).items():
-        slots[kind] = tuple(ActorSlot(group, bundle + index, cpus, gpus) for index in range(count))
-        bundle += count
-    return ActorSlots(**slots)

@@ -91,7 +91,9 @@ class RayTransport:
     def __init__(self, spec: Mapping[str, Any], slot: ActorSlot, publisher: WeightPublisher, config: RayConfig) -> None:
         self._slot, self._publisher, self._config = slot, publisher, config
         self._spec = {**spec, "threads": slot.threads}
-        self._files = _model_files(Path(spec["model"]))
+        files = [item for item in Path(spec["model"]).iterdir() if item.is_file()]
+        # Weights are published.
+        self._files = {item.name: item.read_bytes() for item in files if item.suffix != WEIGHTS_SUFFIX}
         self._start()
 
     def _start(self) -> None:
@@ -188,13 +190,6 @@ def build_engines(config: Config, spec: Mapping[str, Any], slots: Sequence[Actor
     for transport in transports:
         transport.wait_until_started()
     return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]
-
-
-def _model_files(folder: Path) -> dict[str, bytes]:
-    """Returns the files of a model's folder except its weights, which are published."""
-    return {
-        item.name: item.read_bytes() for item in folder.iterdir() if item.is_file() and item.suffix != WEIGHTS_SUFFIX
-    }
 
 
 def _pickle(value: Any) -> bytes:

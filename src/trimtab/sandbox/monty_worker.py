@@ -55,7 +55,10 @@ class _Interpreters:
     def run(self, session: int, code: str, *, keep: bool) -> Answer:
         interpreter = self._open.get(session)
         if interpreter is None:
-            interpreter = self._open[session] = self._start()
+            interpreter = self._open[session] = self._monty.checkout(
+                limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
+                os_policy={"sleep": "zero"},  # code that sleeps would only block a worker
+            ).__enter__()
         output = _Output(self._limits.max_output)
         answer = Answer("")
         try:
@@ -72,12 +75,6 @@ class _Interpreters:
         if (interpreter := self._open.pop(session, None)) is not None:
             with contextlib.suppress(MontyError, RuntimeError):  # its process has ended already
                 interpreter.__exit__(None, None, None)
-
-    def _start(self) -> MontySession:
-        return self._monty.checkout(
-            limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
-            os_policy={"sleep": "zero"},  # code that sleeps would only block a worker
-        ).__enter__()
 
     def _describe(self, error: MontyError) -> Answer:
         if isinstance(error, MontyCrashedError):

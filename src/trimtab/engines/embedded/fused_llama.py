@@ -133,7 +133,8 @@ def _fuse_layer(block: Any) -> _Layer:
         norm_k=getattr(attention, "k_norm", None),
         out=attention.o_proj,
         norm_mid=block.post_attention_layernorm,
-        feed=_mixture(mlp) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
+        # A mixture of experts needs a batch dimension.
+        feed=(lambda hidden: mlp(hidden[None])[0]) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
     )
 
 
@@ -146,11 +147,6 @@ def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
         return mlp.down_proj(mlp.act_fn(gate) * up)
 
     return feed
-
-
-def _mixture(block: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns the model's own mixture module, which needs a batch dimension."""
-    return lambda hidden: block(hidden.unsqueeze(0)).squeeze(0)
 
 
 def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:

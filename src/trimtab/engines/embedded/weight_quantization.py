@@ -91,22 +91,15 @@ def matrices(model: Any) -> tuple[str, ...]:
     names = []
     for name, parameter in model.named_parameters():
         owner = owners.get(id(parameter))
-        if owner is None or parameter.ndim < 2 or _is_router(owner):
+        # transformers names the classes that choose the experts of a token `...Router`.
+        if owner is None or parameter.ndim < 2 or type(owner).__name__.endswith("Router"):
             continue
-        if not isinstance(owner, nn.Linear) and not _is_experts(owner, parameter):
+        # Experts may be a stack (experts, outputs, inputs) of matrices, transformers' layout by default.
+        stacked = parameter.ndim == 3 and hasattr(owner, "num_experts") and not getattr(owner, "is_transposed", False)
+        if not isinstance(owner, nn.Linear) and not stacked:
             raise TrimtabError(
                 f"weight {name!r} belongs to a {type(owner).__name__}, whose rows cannot be rounded one by one; "
                 'set engine.quantize = "none" and engine.noise = 0 for this model'
             )
         names.append(name)
     return tuple(names)
-
-
-def _is_router(module: nn.Module) -> bool:
-    """Whether the module chooses the experts of a token: transformers names these classes `...Router`."""
-    return type(module).__name__.endswith("Router")
-
-
-def _is_experts(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether the parameter is a stack (experts, outputs, inputs) of matrices, transformers' layout by default."""
-    return parameter.ndim == 3 and hasattr(module, "num_experts") and not getattr(module, "is_transposed", False)

@@ -53,7 +53,11 @@ class WeightFolder:
         temporary = folder.with_name(f".{folder.name}")
         try:
             temporary.mkdir(parents=True, mode=0o755)
-            save_file({name: self._cast(tensor) for name, tensor in tensors.items()}, temporary / FILE)
+            cast = {
+                name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else None).contiguous()
+                for name, tensor in tensors.items()
+            }
+            save_file(cast, temporary / FILE)
             # safetensors creates it with mode 0600; the servers may run as another user.
             (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
@@ -82,10 +86,6 @@ class WeightFolder:
     def remove(self) -> None:
         self._finalizer()
         self.current = None
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().to("cpu")
-        return (tensor.to(self._dtype) if tensor.is_floating_point() else tensor).contiguous()
 
 
 def entries(folder: Path) -> tuple[Path, list[Entry]]:
