@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab.cluster.actors import ActorSlot
 from trimtab.config import Config, RayConfig
