@@ -26,7 +26,7 @@ class _Turn:
 
 
 class TurnExchange:
-    """The turns in progress of one batch. Call `results` once for each decoding step.
+    """The turns in progress of one batch. Call `join` once for each decoding step.
 
     Args:
         handler: decides what follows a turn.
@@ -56,13 +56,22 @@ class TurnExchange:
         row.waiting = True
         self._turns.append(_Turn(row, self._step + DELAY))
 
-    def results(self, *, idle: bool) -> list[tuple[DecodingRow, TurnResult]]:
-        """Returns the results that join now, in the order in which their turns ended.
+    def join(self, max_tokens: int, *, idle: bool) -> list[DecodingRow]:
+        """Applies the results that join now, in the order in which their turns ended; returns the rows that go on.
 
         Args:
-            idle: no row is being decoded. Steps up to the next result are skipped, and the list is empty only if the
-                call was aborted or nothing is outstanding.
+            idle: no row is being decoded. Steps up to the next result that continues a row are skipped, and the list is
+                empty only if the call was aborted or nothing is outstanding.
         """
+        while True:
+            results = self._results(idle=idle)
+            for row, result in results:
+                row.end_turn(result, max_tokens)
+            rows = [row for row, _ in results if not row.complete]
+            if rows or not (idle and results):
+                return rows
+
+    def _results(self, *, idle: bool) -> list[tuple[DecodingRow, TurnResult]]:
         self._step += 1
         if idle and self._turns:
             self._step = max(self._step, self._turns[0].due)
@@ -106,7 +115,6 @@ def resume_turns(
     for row in rows:
         if row.turn_start < len(row.ids) and stop.ended([row.ids[row.turn_start :]])[0]:
             exchange.submit(row, row.completion(version, stop))
-    while results := exchange.results(idle=True):
-        for row, result in results:
-            row.end_turn(result, sampling.max_tokens)
+    while joined := exchange.join(sampling.max_tokens, idle=True):
+        for row in joined:
             row.append_observation(truncated=sampling.truncated)

@@ -51,7 +51,8 @@ class DecodingLoop:
             decoded = [i for i, row in enumerate(self.rows) if row.active]
             append_sampled(self.rows, decoded, sampled)
             self._detect_ends([self.rows[i] for i in decoded])
-            self._join_results()
+            if self.exchange is not None:
+                self.exchange.join(self.sampling.max_tokens, idle=not any(row.active for row in self.rows))
             if all(row.complete for row in self.rows):
                 return
             if self.abort is not None and self.abort.is_set():
@@ -77,18 +78,6 @@ class DecodingLoop:
                 row.finish, row.complete = "stop", True
             else:
                 row.complete = row.is_full(self.sampling.max_tokens, max_turn_tokens)
-
-    def _join_results(self) -> None:
-        """Applies the results of turns that are due; waits for one while no row can be decoded."""
-        if self.exchange is None:
-            return
-        while True:
-            idle = not any(row.active for row in self.rows)
-            results = self.exchange.results(idle=idle)
-            for row, result in results:
-                row.end_turn(result, self.sampling.max_tokens)
-            if not (idle and results) or any(row.active for row in self.rows):
-                return
 
     def _remove_finished(self, tokens: Tensor) -> Tensor:
         """Removes complete rows if they are many; returns the token that every remaining row is to run."""

@@ -100,7 +100,10 @@ class VllmEngine:
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
         def joining(idle: bool) -> list[Request]:
-            joined = [*new_rows, *_joined_rows(exchange, sampling, idle=idle and not new_rows)]
+            joined = [] if exchange is None else exchange.join(sampling.max_tokens, idle=idle and not new_rows)
+            for row in joined:
+                row.append_observation(truncated=sampling.truncated)
+            joined = [*new_rows, *joined]
             new_rows.clear()
             requests = []
             for row in joined:
@@ -256,21 +259,6 @@ def _most_probable(logps: Mapping[int, float], count: int) -> TopRow:
         if math.isfinite(logp):
             ids[place], values[place] = id_, logp
     return ids, values
-
-
-def _joined_rows(exchange: TurnExchange | None, sampling: SamplingParams, *, idle: bool) -> list[DecodingRow]:
-    """Returns the rows that go on with another turn now; waits for one while nothing is running (`idle`)."""
-    rows: list[DecodingRow] = []
-    while exchange is not None:
-        results = exchange.results(idle=idle)
-        for row, result in results:
-            row.end_turn(result, sampling.max_tokens)
-            row.append_observation(truncated=sampling.truncated)
-            if not row.complete:
-                rows.append(row)
-        if not (idle and results) or rows:
-            break
-    return rows
 
 
 def _start(folder: Path | str, config: EngineConfig) -> VllmRunner:
