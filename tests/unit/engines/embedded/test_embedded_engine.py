@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, processed, prompt, prompts, tiny, tokenizer, tokens
 
-from trimtab.engines.embedded import decoder, decoding_loop, embedded_engine
+from trimtab.engines.embedded import decoder
 from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
@@ -130,22 +130,10 @@ def test_equal_arguments_give_equal_tokens_whatever_happened_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_other_rows_of_the_batch_do_not_change_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_samples_do_not_change_the_first_ones(name: str) -> None:
     engine, asked = make(name), prompts(LENGTHS)
-    sampling = SamplingParams(max_tokens=16, stop=("a",), stop_ids=(7, 8, 9))
-    whole = tokens(engine.generate(asked, 6, sampling, seed=5))
-    assert tokens(engine.generate(asked, 2, sampling, seed=5)) == [group[:2] for group in whole]
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding_loop, "COMPACT_SHARE", 2)  # finished rows never leave
-        assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding_loop, "COMPACT_SHARE", 0)  # they leave at once
-        assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
-    with monkeypatch.context() as patch:
-        patch.setattr(embedded_engine, "CACHE_BYTES", 100_000)
-        rows = [DecodingRow(p, s, np.zeros(1)) for p in range(4) for s in range(6)]
-        assert len(engine._batches(rows, asked, 16)) > 2
-        assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
+    whole = tokens(engine.generate(asked, 6, STOPS, seed=5))
+    assert tokens(engine.generate(asked, 2, STOPS, seed=5)) == [group[:2] for group in whole]
 
 
 def test_stops_and_text() -> None:
