@@ -16,7 +16,7 @@ DELAY = 8
 # Seconds that decoding waits for results that are due. A later one joins when it is known; roundings may then differ
 # between two runs.
 MAX_WAIT = 1.0
-POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal
+POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal, or of a result that is not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.engines.embedded.decoding_rows import DecodingRow, mark_aborted
-from trimtab.engines.server.request_dispatch import POLL_INTERVAL, RequestDispatch
+from trimtab.engines.server.request_dispatch import RequestDispatch
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult
 from trimtab.engines.stopping import StopChecker
+from trimtab.engines.turn_exchange import POLL_INTERVAL
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
 
 

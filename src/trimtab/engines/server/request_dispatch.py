@@ -22,7 +22,7 @@ from trimtab.engines.server.server_protocol import CompletionRequest, Completion
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal
 
-# Seconds between two checks of the abort signal and of the results of turns.
+# Seconds between two checks of the abort signal.
 POLL_INTERVAL = 0.02
 # Failed checks after which a server counts as lost; four seconds in all, so that short failures do not count.
 MAX_FAILED_CHECKS = 5
