@@ -14,7 +14,6 @@ import torch
 from tests.e2e import stopped_trainer
 from tests.support.processes import gone
 from tests.support.ray_support import Cluster, local_cluster
-from tests.support.turns import ScriptedTurns
 
 pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
@@ -151,17 +150,6 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
     finally:
         engine.transport._publisher = engines[1].transport._publisher
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
-
-
-def test_turns_of_an_actor_are_those_of_the_same_engine_here(engines, prompts, model, config) -> None:
-    here, engine = build(engine_spec(config, model[1])), engines[0]
-    for one in (here, engine):
-        one.update_weights(weights(model), 3)
-    sampling = SamplingParams(max_tokens=40, stop=("3", "12"), stop_ids=(7, 8))
-    expected = here.generate(prompts, 3, sampling, seed=5, turns=ScriptedTurns(40, vocabulary=13))
-    there = engine.generate(prompts, 3, sampling, seed=5, turns=ScriptedTurns(40, vocabulary=13))
-    assert repr(rows(there)) == repr(rows(expected))  # nan is not equal to itself
-    assert any(c.loss_mask is not None for group in there for c in group)
 
 
 def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompts, model) -> None:

@@ -18,7 +18,7 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.server import call_responses, request_dispatch, server_pool
+from trimtab.engines.server import call_responses
 from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.models.load import LoadedModel, load
@@ -204,31 +204,6 @@ class TestWire:
         engine.close()
         assert list(tmp_path.iterdir()) == []
 
-    def test_an_interrupted_call_keeps_its_tokens_and_goes_on_from_them(
-        self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        served = served[:1]
-        engine, interrupt = engine_over(laboratory, served), threading.Event()
-        forced = replace(SAMPLING, ignore_stop=True)
-        served[0].configure(after=1, tokens=3)
-        with ThreadPoolExecutor() as pool:
-            call = pool.submit(engine.generate, prompts, 2, forced, seed=SEED, abort=interrupt)
-            served[0].wait_for_held(2 * len(prompts))
-            interrupt.set()
-            begun = call.result()
-        assert {(one.finish_reason, len(one.response_ids)) for row in begun for one in row} == {("abort", 3)}
-        served[0].configure()
-        engine.update_weights(changed(laboratory).items(), 5)
-        done = engine.generate(prompts, 2, forced, seed=SEED, prefixes=begun)
-        for prompt, row, old in zip(prompts, done, begun, strict=True):
-            for one, first in zip(row, old, strict=True):
-                assert one.response_ids.tolist()[:3] == first.response_ids.tolist()
-                assert one.policy_version.tolist() == [0] * 3 + [5] * 17
-                assert one.finish_reason == "length"
-                assert_log_probs(other_model(laboratory), prompt, one, start=3)
-        again = engine.generate(prompts, 2, forced, seed=SEED, prefixes=done)
-        assert repr(again) == repr(done)
-
     def test_each_turn_is_a_request_with_all_ids_so_far(
         self,
         laboratory: LoadedModel,
@@ -244,30 +219,6 @@ class TestWire:
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompts, SAMPLES, TURNS, seed=SEED, turns=FailingTurns(34, vocabulary=13))
         assert_equal_turns(engine.generate(prompts, SAMPLES, TURNS, seed=SEED, turns=scripted()), reference)
-
-    def test_turns_that_are_interrupted_go_on_under_other_weights(
-        self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        engine, interrupt, handler = engine_over(laboratory, served[:1]), threading.Event(), scripted()
-        # Two responses get to their second turn, which the server holds after two tokens; the others to their first.
-        served[0].configure(after=3, tokens=2)
-        with ThreadPoolExecutor() as pool:
-            call = pool.submit(engine.generate, prompts, 2, TURNS, seed=SEED, turns=handler, abort=interrupt)
-            served[0].wait_for_held(2 * len(prompts))
-            interrupt.set()
-            begun = call.result()
-        assert [len(one.response_ids) > 2 for one in chain(*begun)].count(True) == 2
-        served[0].configure()
-        engine.update_weights(changed(laboratory).items(), 5)
-        done = engine.generate(prompts, 2, TURNS, seed=SEED, prefixes=begun, turns=handler)
-        for one, first in zip(chain(*done), chain(*begun), strict=True):
-            n = len(first.response_ids)
-            assert one.finish_reason != "abort"
-            assert one.response_ids.tolist()[:n] == first.response_ids.tolist()
-            assert one.policy_version.tolist()[:n] == first.policy_version.tolist()
-            assert set(one.policy_version.tolist()[n:]) <= {5, EXTERNAL_VERSION}
-            assert (one.policy_version == EXTERNAL_VERSION).tolist() == (~one.sampled).tolist()
-            assert np.isnan(one.logp_behavior).tolist() == (~one.sampled).tolist()
 
     def test_log_probs_from_before_the_temperature_are_refused(
         self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]
@@ -289,15 +240,6 @@ class TestWire:
         with pytest.raises(TrimtabError, match=advice) as raised:
             engine.update_weights(laboratory.model.named_parameters(), 1)
         assert not isinstance(raised.value, EngineDeadError)
-
-
-def assert_log_probs(laboratory: LoadedModel, prompt: Prompt, one: Completion, start: int) -> None:
-    """From `start` on, log-probs are those of a full forward of this model."""
-    ids = torch.tensor(np.concatenate([prompt.ids, one.response_ids]))[None]
-    with torch.no_grad():
-        logits = laboratory.model(ids).logits[0, len(prompt.ids) - 1 : -1]
-    logp = logits.log_softmax(-1).gather(-1, torch.tensor(one.response_ids)[:, None])[:, 0]
-    np.testing.assert_allclose(one.logp_behavior[start:], logp[start:].numpy(), atol=1e-4)
 
 
 class TestKills:
@@ -405,18 +347,6 @@ class TestKills:
         assert len(alone.logged("answered")) == len(prompts) * SAMPLES + again
         assert len(set(alone.logged("answered"))) == len(prompts) * SAMPLES
 
-    def test_a_restart_between_calls_is_noticed(
-        self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        alone = servers[1]  # with another server it might come too late to get any work
-        engine = engine_over(laboratory, [alone])
-        engine.update_weights(changed(laboratory).items(), 3)
-        alone.kill()
-        alone.start()
-        completions = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
-        assert_equal(completions, expected(other_model(laboratory), prompts), version=3)
-        assert len(alone.logged("answered")) == len(prompts) * SAMPLES
-
     def test_another_model_in_its_place_is_refused(
         self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt], tmp_path: Path
     ) -> None:
@@ -454,18 +384,3 @@ def test_truncated_sampling_is_refused(
 ) -> None:
     with pytest.raises(TrimtabError, match="which tokens were kept"):
         engine_over(laboratory, servers).generate(prompts, 1, replace(SAMPLING, top_p=0.9), seed=SEED)
-
-
-def test_greedy_log_probs_are_zero(
-    laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
-) -> None:
-    for one in servers:
-        one.configure(logp=-0.1)
-    [row] = engine_over(laboratory, servers).generate(prompts[:1], 1, replace(SAMPLING, temperature=0.0), seed=SEED)
-    assert not row[0].logp_behavior.any()
-    assert row[0].logp_behavior.size
-
-
-def test_waits_between_checks_are_short_in_these_tests() -> None:
-    """Kills above cost what these say, not minutes."""
-    assert server_pool.INITIAL_BACKOFF * (2**request_dispatch.MAX_FAILED_CHECKS - 1) < 10

@@ -173,23 +173,6 @@ def test_one_wrong_answer_of_five_is_said_and_not_trained_on(
         np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"logp": 2.0}, "got 2.0"),
-        ({"logp": None}, "got None"),
-        ({"logp": 0.0}, "log-prob 0 for all 20 tokens, sampled at temperature 1"),
-        ({"factor": 2}, "returned 40 tokens, asked for 20"),
-    ],
-)
-def test_a_server_whose_answers_are_all_wrong_ends_the_call(
-    laboratory: LoadedModel, server: ServerProcess, prompts: list[Prompt], options: dict[str, Any], said: str
-) -> None:
-    server.configure(**options)
-    assert said in message_of_a_call(laboratory, server, prompts)
-    assert len(server.logged("answered")) == MAX_WRONG_ANSWERS
-
-
 def test_log_probs_of_0_are_possible(laboratory: LoadedModel, server: ServerProcess, prompts: list[Prompt]) -> None:
     """At temperature 0, for a few tokens, and as a result of rounding."""
     engine = engine_over(laboratory, [server])

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import EOS, PIECES, processed, tokenizer, tokens
+from tests.support.engines import PIECES, processed, tokens
 from tests.support.turns import ScriptedTurns
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
-from trimtab.engines.stopping import StopChecker
 from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
-from trimtab.types import EXTERNAL_VERSION, Completion, SamplingParams
+from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -77,27 +76,6 @@ def test_greedy_takes_the_likeliest_and_its_log_prob_is_zero(engine: Any) -> Non
         assert completion.logp_behavior.tolist() == [0.0] * 8
 
 
-def test_a_response_ends_at_the_token_that_completes_a_stop(engine: Any) -> None:
-    sampling = SamplingParams(max_tokens=40, stop=("\n", "ab"), stop_ids=(20,))
-    rule = StopChecker(tokenizer(), {EOS}, sampling)
-    done = all_of(engine.generate(prompts([5, 9, 17, 30]), 12, sampling, seed=3))
-    last = set()
-    for completion in done:
-        ids = completion.response_ids.tolist()
-        ended = [rule.ended([ids[: n + 1]])[0] for n in range(len(ids))]
-        assert ended == [False] * (len(ids) - 1) + [completion.finish_reason == "stop"]
-        assert completion.finish_reason == "stop" or len(ids) == 40
-        assert len(completion.logp_behavior) == len(ids)
-        assert "\n" not in completion.text
-        assert "ab" not in completion.text
-        last.add(PIECES[ids[-1]] if completion.finish_reason == "stop" else "")
-    assert len(last) >= 4  # several stops, and the length, really ended responses
-    forced = all_of(
-        engine.generate(prompts([5]), 8, SamplingParams(max_tokens=40, stop=("\n",), ignore_stop=True), seed=3)
-    )
-    assert {len(completion.response_ids) for completion in forced} == {40}
-
-
 def test_tokens_depend_on_seed_prompt_and_sample_alone(engine: Any) -> None:
     asked = prompts([5, 40, 21])
     whole = tokens(engine.generate(asked, 3, FORCED, seed=11))
@@ -118,26 +96,6 @@ def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
                 exact = processed(model, prompt, completion, FORCED)
                 chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
                 np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=2e-4)
-
-
-def test_bad_weights_are_refused_and_change_nothing(engine: Any) -> None:
-    before = tokens(engine.generate(prompts([5]), 4, FORCED, seed=0))
-    good = dict(policy(seed=1).named_parameters())
-    name = "model.layers.0.mlp.up_proj.weight"
-    nan = good[name].detach().clone()
-    nan[3, 4] = float("nan")
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({key: value for key, value in good.items() if key != name}, "is missing"),
-        (good | {"model.layers.9.mlp.up_proj.weight": nan}, "is not in the engine's model"),
-        (good | {name: nan[:7]}, "has shape"),
-        (good | {name: nan}, "non-finite"),
-        (good | {"lm_head.weight": torch.zeros_like(good["model.embed_tokens.weight"])}, "differs from its twin"),
-    ]
-    for weights, message in cases:
-        with pytest.raises(TrimtabError, match=message):
-            engine.update_weights(weights.items(), 99)
-        assert engine.policy_version == 7
-    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
 
 
 def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
@@ -211,22 +169,6 @@ def test_tokens_run_through_the_model_are_counted(engine: Any) -> None:
 
 
 TURNS = SamplingParams(max_tokens=70, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
-
-
-def test_turns_continue_the_response_so_far(engine: Any) -> None:
-    asked = prompts([5, 40, 70])
-    got = engine.generate(asked, 3, TURNS, seed=3, turns=ScriptedTurns(70))
-    assert tokens(got) == tokens(engine.generate(asked, 3, TURNS, seed=3, turns=ScriptedTurns(70)))
-    observed = 0
-    for prompt, group in zip(asked, got, strict=True):
-        for one in group:
-            exact = processed(policy(), prompt, one, TURNS)
-            chosen = exact[torch.arange(len(one.response_ids)), torch.from_numpy(one.response_ids)].numpy()
-            np.testing.assert_allclose(one.logp_behavior[one.sampled], chosen[one.sampled], atol=1e-4)
-            assert np.isnan(one.logp_behavior[~one.sampled]).all()
-            assert (one.policy_version == np.where(one.sampled, 7, EXTERNAL_VERSION)).all()
-            observed += int((~one.sampled).sum())
-    assert observed > 20
 
 
 def test_a_turn_runs_only_what_the_prefix_cache_lacks(engine: Any) -> None:
