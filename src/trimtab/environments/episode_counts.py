@@ -40,8 +40,7 @@ class EpisodeCounts:
         """Returns what the first call raised where all calls failed, else None."""
         if not self.first_errors or self.tool_errors < self.calls:
             return None
-        count = f"all {self.calls} calls of tools" if self.calls > 1 else "the only call of a tool"
-        return f"{count} failed, the first: {self.first_errors[0]}"
+        return f"all {self.calls} calls of tools failed, the first: {self.first_errors[0]}"
 
     def as_dict(self) -> dict[str, float]:
         """Returns calls of an episode, the share of calls that raised, the share of void episodes, and failed ones.

@@ -225,11 +225,11 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
             FREE,
             ["'p1'", "versions"],
         ),
-        ([[Completion.empty()], [prefix_of([11])]], TRUNCATED, ["'p1'", "has no sampling masks", "top_p"]),
+        ([[Completion.empty()], [prefix_of([11])]], TRUNCATED, ["'p1'", "must have sampling masks", "top_p"]),
         (
             [[Completion.empty()], [prefix_of([11], sampling_mask=(np.array([11]),))]],
             FREE,
-            ["'p1'", "has sampling masks", "not truncated"],
+            ["'p1'", "must have sampling masks", "and only there"],
         ),
     ],
 )

@@ -266,13 +266,13 @@ def validate_prefixes(
             )
         if sampling.truncated != (prefix.sampling_mask is not None):
             raise TrimtabError(
-                f"{name} {'has no' if sampling.truncated else 'has'} sampling masks, but the sampling is "
-                f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
+                f"{name} must have sampling masks where top_p or top_k truncates the sampling, and only there: draw it "
+                "under the same top_p and top_k"
             )
         if (prefix.top is None) == (sampling.top_logprobs > 0):
             raise TrimtabError(
-                f"{name} {'has no' if prefix.top is None else 'has'} most probable ids, but top_logprobs is "
-                f"{sampling.top_logprobs}: draw the prefix under the same top_logprobs"
+                f"{name} must have most probable ids where top_logprobs asks for them, and only there: draw it under "
+                "the same top_logprobs"
             )
         run = len(prompt.ids) + length - 1
         if prefix.routed_experts is not None and len(prefix.routed_experts) != run:

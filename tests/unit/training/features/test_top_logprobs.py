@@ -97,7 +97,7 @@ def test_the_engine_returns_the_head_that_the_trainer_scores(sampling: SamplingP
     [[whole]] = engine.generate([prompt], 1, sampling, seed=1, prefixes=[[prefix]])
     assert whole.top is not None
     np.testing.assert_array_equal(whole.top.ids[:3], group[0].top.ids[:3])
-    with pytest.raises(TrimtabError, match="has no most probable ids, but top_logprobs is 4"):
+    with pytest.raises(TrimtabError, match="must have most probable ids where top_logprobs"):
         engine.generate([prompt], 1, sampling, seed=1, prefixes=[[replace(prefix, top=None)]])
 
 
