@@ -63,12 +63,8 @@ class RayScorer(Scorer):
         """
         packed = [_encode_sample(*item) for item in items]
         sendable = [index for index, sample in enumerate(packed) if sample is not None]
-        edges = [len(sendable) * part // len(self._hosts) for part in range(len(self._hosts) + 1)]
-        parts = {
-            number: sendable[edges[number] : edges[number + 1]]
-            for number in range(len(self._hosts))
-            if edges[number] < edges[number + 1]
-        }
+        count = len(self._hosts)
+        parts = {number: part for number in range(count) if (part := sendable[number::count])}
         scores = [
             Score(None, {}, f"problem {problem.id!r}: its `extra` is not JSON and cannot be sent to a reward actor")
             for problem, _ in items
