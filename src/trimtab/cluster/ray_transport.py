@@ -23,7 +23,8 @@ from trimtab.cluster.object_store_weights import (
     unpack,
 )
 from trimtab.config import Config, RayConfig
-from trimtab.engines.remote.engine_host import CallResult, EndedTurn, EngineHost, HandledTurn
+from trimtab.engines.remote.engine_host import CallResult, EngineHost
+from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError
 from trimtab.types import Engine

@@ -1,7 +1,5 @@
 """The other side of a `RemoteEngine`: hosts one engine and answers calls.
 
-The `TurnHandler` of a call is in the caller's process, so turns and their results are messages.
-
 `python -m trimtab.engines.remote.engine_host` is the process of a `ProcessTransport`: the main thread answers, a second
 thread reads the connection and sends heartbeats.
 """
@@ -14,68 +12,20 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Nothing that imports torch, which takes seconds without a heartbeat.
+from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
 from trimtab.errors import TrimtabError
 from trimtab.processes import Message, Parent
-from trimtab.types import Completion, Engine, TurnResult
+from trimtab.types import Completion, Engine
 
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 
 # The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
 # `decoded_tokens` and `prefilled_tokens` of the hosted engine.
 CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
-
-
-class EndedTurn(NamedTuple):
-    """The arguments of `TurnHandler.submit` in call number `call`; from the host to the caller."""
-
-    call: int
-    prompt: int
-    sample: int
-    completion: Completion
-
-
-class HandledTurn(NamedTuple):
-    """What follows a turn of call number `call`; from the caller to the host."""
-
-    call: int
-    prompt: int
-    sample: int
-    result: TurnResult
-
-
-class HostedTurns:
-    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread.
-
-    Args:
-        call: the number of the call.
-        send: sends a turn to the caller.
-    """
-
-    def __init__(self, call: int, max_turn_tokens: int, send: Callable[[EndedTurn], None]) -> None:
-        self.max_turn_tokens = max_turn_tokens
-        self._call, self._send = call, send
-        self._results: dict[tuple[int, int], TurnResult] = {}
-        self._changed = threading.Condition()
-
-    def submit(self, prompt: int, sample: int, completion: Completion) -> None:
-        # The caller decides whether the response ends: not known yet, and the engine does not wait for the answer.
-        self._send(EndedTurn(self._call, prompt, sample, completion))
-
-    def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
-        with self._changed:
-            self._changed.wait_for(lambda: (prompt, sample) in self._results, timeout)
-            return self._results.pop((prompt, sample), None)
-
-    def handled(self, turn: HandledTurn) -> None:
-        """Takes a result; one of an earlier call, which was aborted, is ignored."""
-        if turn.call == self._call:
-            with self._changed:
-                self._results[turn.prompt, turn.sample] = turn.result
-                self._changed.notify_all()
 
 
 class EngineHost:

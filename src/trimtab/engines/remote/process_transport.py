@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trimtab.engines.remote.engine_host import CallResult, EndedTurn, HandledTurn
+from trimtab.engines.remote.engine_host import CallResult
+from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.engines.remote.remote_engine import TransportLost
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.processes import TRANSFER_TIMEOUT, WorkerProcess

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
-from trimtab.engines.remote.engine_host import CallResult, EndedTurn, HandledTurn
+from trimtab.engines.remote.engine_host import CallResult
+from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 

@@ -14,7 +14,8 @@ from tests.support.engines import prompts
 from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab.engines.remote import remote_engine
-from trimtab.engines.remote.engine_host import CallResult, EndedTurn, EngineHost, HandledTurn, HostedTurns
+from trimtab.engines.remote.engine_host import CallResult, EngineHost
+from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
 from trimtab.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, TurnResult
