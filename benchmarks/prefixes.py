@@ -41,8 +41,9 @@ import torch
 
 from trimtab.config import Config, load_config
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.collector import Collector
 from trimtab.rollout.prefixes import PrefixPool
+from trimtab.rollout.prompts import PromptStream
 from trimtab.rollout.source import SyncSource
 from trimtab.runs.directory import RunDirectory
 from trimtab.training.loop import Trainer

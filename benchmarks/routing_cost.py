@@ -21,9 +21,9 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import score
 from trimtab.models.routing import router_info
-from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.prompts import PromptStream
 from trimtab.runs import trajectories
-from trimtab.runs.expert_column import stored_bytes
+from trimtab.runs.binary_columns import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.sft import laboratory_folder

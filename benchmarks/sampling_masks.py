@@ -3,7 +3,7 @@
     python benchmarks/sampling_masks.py [--models laboratory smollm2-135m-instruct] [--tokens 64]
 
 For every truncation: how many ids a token was drawn from; bytes a token in a parquet file, for several forms of the
-column (`runs/sampling_mask_column.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler
+column (`runs/binary_columns.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler
 in float32, pi from the trainer in float32 with the sets and without. Without them every ratio is too small by the mass
 of the set under pi: their mean is the mean kept mass, however exact the arithmetic.
 """
@@ -23,7 +23,7 @@ import torch
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, LABORATORY, load
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.runs import sampling_mask_column
+from trimtab.runs import binary_columns
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
@@ -101,7 +101,7 @@ def _sizes(rows: Sequence[Completion], vocabulary: int) -> dict[str, int]:
         "lists of int64": _lists(rows, np.dtype(np.int64)),
         f"lists of {narrow}": _lists(rows, narrow),
         "bit sets": pa.array([_bits(row, vocabulary) for row in rows], pa.binary()),
-        "steps": sampling_mask_column.encode(rows),
+        "steps": binary_columns.encode_masks(rows),
     }
     return {form: _written(column) for form, column in columns.items()}
 

@@ -25,7 +25,7 @@ from trimtab.engines.remote.process_transport import ProcessTransport
 from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.engines.remote.shared_weights import share
 from trimtab.models.load import LABORATORY, LoadedModel, load
-from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.prompts import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Engine, SamplingParams

@@ -30,7 +30,7 @@ from trimtab.engines.remote.shared_weights import share
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.models.load import load
 from trimtab.rewards import Response
-from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.prompts import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.types import Problem, Prompt, SamplingParams
 

@@ -14,7 +14,8 @@ from trimtab.config import load_config
 from trimtab.models.laboratory import build
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.collector import Collector
+from trimtab.rollout.prompts import PromptStream
 from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams, TurnHandler
 
 _, TOKENIZER = build(0)

@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
 from trimtab.evaluation.result_store import PartFile
 from trimtab.rewards import Scorer
-from trimtab.rollout.truncation import prefix_tokens
+from trimtab.rollout.prefixes import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
 # Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.report.groups import Group, format_value, join_names
 from trimtab.report.summary_columns import accuracy_of
-from trimtab.runs.origins import setting
+from trimtab.runs.provenance import setting
 from trimtab.runs.reader import Run
 
 PROBLEMS = "eval.problems"

@@ -17,8 +17,7 @@ from trimtab.pages.render import beside, number, short
 from trimtab.report import perturbation_verdict
 from trimtab.report.clipping import objective_of
 from trimtab.report.learning_verdict import collapse, equal_parts, nothing_learned, reward_rose
-from trimtab.runs.metric_catalog import metric
-from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_range
+from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside", ""]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.pages.render import number, short
-from trimtab.runs.metric_ranges import judge
+from trimtab.runs.metric_catalog import judge
 from trimtab.runs.reader import Run
 
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5

@@ -20,9 +20,8 @@ from trimtab.report.line_charts import draw_chart
 from trimtab.report.perturbation_verdict import perturbation_verdict
 from trimtab.report.token_section import token_section
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_catalog import Metric, metric
-from trimtab.runs.metric_ranges import bounds
-from trimtab.runs.origins import described, duration
+from trimtab.runs.metric_catalog import Metric, bounds, metric
+from trimtab.runs.provenance import described, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
 
 # Shown first when several metrics are outside their range.

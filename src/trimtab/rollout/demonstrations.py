@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.config import GOLD, DemonstrationConfig
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.tasks.file import read_rows
+from trimtab.tasks.data_sets import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams, Task
 
 

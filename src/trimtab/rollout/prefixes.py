@@ -1,4 +1,4 @@
-"""The pool of historical prefixes of a SOUP run (arXiv 2601.21476, 3.2).
+"""The historical prefixes of a SOUP run (arXiv 2601.21476, 3.2): their pool, and the rules that truncate responses.
 
 A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the engine still has the weights that
 sampled it. These are the historical policy, from which the prefixes of all other batches of the cycle are sampled. So
@@ -7,18 +7,75 @@ no second copy of weights is needed: a prefix in batch j is j - 1 batches of upd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from trimtab.config import PrefixConfig
-from trimtab.errors import TrimtabError
-from trimtab.rollout.truncation import Rule, build, prefix_tokens
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.plugins import check_arguments, load_function
 from trimtab.runs import trajectories
 from trimtab.seeds import derive
-from trimtab.types import Completion, Engine, Prompt, SamplingParams, Trajectory
+from trimtab.types import Completion, Engine, FloatArray, IntArray, Prompt, SamplingParams, Trajectory
+
+# (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
+Truncation = Callable[[IntArray, FloatArray | None, float], int]
+
+_ARGUMENTS = {"response_ids": "array", "entropy": "array or None", "uniform": "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget."""
+
+    name: str
+    tokens_to_keep: Truncation
+    whole: bool
+
+    def prefix(self, completion: Completion, uniform: float) -> Completion:
+        """Returns the prefix of a whole response.
+
+        Raises:
+            TrimtabError: the rule's result is not an int that leaves at least one token to sample.
+        """
+        n = len(completion.response_ids)
+        kept = self.tokens_to_keep(completion.response_ids, completion.entropy, uniform)
+        if isinstance(kept, bool) or not isinstance(kept, int | np.integer) or not 0 <= kept < max(n, 1):
+            raise TrimtabError(
+                f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
+                f"it must return how many to keep, an int from 0 to {max(n - 1, 0)}"
+            )
+        return completion.truncated(int(kept))
+
+
+def build_rule(config: PrefixConfig) -> Rule:
+    """Returns the rule of a recipe: `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
+
+    Raises:
+        TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
+    """
+    rule, ratio, top = config.rule, config.ratio, config.top
+    if rule == "length":
+        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), config.whole)
+    if rule == "entropy":
+        return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
+    if ":" not in rule:
+        raise TrimtabError(
+            f"unknown prefix rule {rule!r}{did_you_mean(rule, ['length', 'entropy'])}, or write module:function"
+        )
+    function = load_function(rule, "prefix rule")
+    check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
+
+    def tokens_to_keep(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
+        try:
+            return function(ids, entropy, uniform)
+        except Exception as error:
+            raise TrimtabError(f"prefix rule {rule!r} failed: {type(error).__name__}: {error}") from error
+
+    return Rule(rule, tokens_to_keep, True)
 
 
 @dataclass
@@ -42,7 +99,7 @@ class PrefixPool:
     _observed_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._rule = build(self.config)
+        self._rule = build_rule(self.config)
 
     @property
     def batches(self) -> int:
@@ -145,3 +202,22 @@ class PrefixPool:
                 "no response was observed since the last refill: the budget is a share of their mean length"
             )
         return prefix_tokens(self.config.ratio, self._observed_tokens / self._observed)
+
+
+def prefix_tokens(ratio: float, length: float) -> int:
+    """floor(ratio * length), with a tolerance for products that are whole except for rounding (0.29 * 100)."""
+    return math.floor(ratio * length + 1e-9)
+
+
+def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) -> int:
+    """Number of tokens before a random one of the `top` positions of highest entropy, which is sampled again.
+
+    Uses all positions if the response has fewer. Ties go to earlier positions.
+
+    Raises:
+        TrimtabError: the engine reported no entropy.
+    """
+    if entropy is None:
+        raise TrimtabError('prefix rule "entropy" needs entropies, which this engine does not report; use "length"')
+    highest = np.argsort(-entropy, kind="stable")[:top]
+    return int(highest[int(uniform * len(highest))]) if len(highest) else 0

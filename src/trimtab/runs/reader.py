@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
-from trimtab.runs.origins import read_origins
+from trimtab.runs.provenance import read_origins
 
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.files import open_parquet
-from trimtab.runs import atomic, expert_column, sampling_mask_column
+from trimtab.runs import atomic, binary_columns
 from trimtab.types import (
     EXTERNAL_VERSION,
     Completion,
@@ -138,8 +138,8 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
         "limits": pa.array([_record(s, _LIMITS_TYPE) for s in samplings], _LIMITS_TYPE),
-        "kept": sampling_mask_column.encode(completions) if kept else None,
-        "routes": expert_column.encode(trajectories) if kept else None,
+        "kept": binary_columns.encode_masks(completions) if kept else None,
+        "routes": binary_columns.encode_experts(completions) if kept else None,
         **(_top_columns(completions) if kept else {}),
     }
     buffer = io.BytesIO()
@@ -187,8 +187,8 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         finish_reason=value("finish"),
         text=value("text"),
         entropy=None if external else optional("entropy"),
-        sampling_mask=sampling_mask_column.decode(optional("kept")),
-        routed_experts=expert_column.decode(optional("routes")),
+        sampling_mask=binary_columns.decode_mask(optional("kept")),
+        routed_experts=binary_columns.decode_experts(optional("routes")),
         loss_mask=sampled if observed else None,
         top=None if ids is None else TopTokens(ids.reshape(shape), optional("top_logps").reshape(shape)),
     )

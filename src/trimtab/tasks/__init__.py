@@ -1,4 +1,4 @@
-"""Tasks: `build(name, **options) -> Task`, one file per kind; see docs/tasks.md."""
+"""Tasks: `build(name, **options) -> Task`, a class per kind, whose fields are its options; see docs/tasks.md."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trimtab.errors import TrimtabError, did_you_mean, explain
+from trimtab.tasks.task import TaskOptions
 from trimtab.types import Problem, Prompt, Task
 
 _KINDS = {
-    "arithmetic": "trimtab.tasks.arithmetic",
-    "sort": "trimtab.tasks.sort",
-    "swap-sort": "trimtab.tasks.swap_sort",
-    "program": "trimtab.tasks.program",
-    "reasoning-gym": "trimtab.tasks.reasoning_gym",
-    "file": "trimtab.tasks.file",
-    "hf": "trimtab.tasks.hub",
-    "mixture": "trimtab.tasks.mixture",
+    "arithmetic": ("arithmetic", "Arithmetic"),
+    "file": ("data_sets", "File"),
+    "hf": ("data_sets", "HuggingFace"),
+    "mixture": ("mixture", "MixtureOptions"),
+    "program": ("laboratory", "Program"),
+    "reasoning-gym": ("reasoning_gym", "ReasoningGym"),
+    "sort": ("laboratory", "Sort"),
+    "swap-sort": ("laboratory", "SwapSort"),
 }
 
 
@@ -29,17 +30,17 @@ def names() -> list[str]:
     return sorted(_KINDS)
 
 
-def build(name: str, **options: Any) -> Task:
-    """Returns the task `name`; `options` are the fields of `Options` in its file.
+def build(name: str, **keywords: Any) -> Task:
+    """Returns the task `name`; the keywords are the fields of its class.
 
     Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
     """
-    kind = _module(name)
+    kind = _kind(name)
     try:
-        checked = kind.Options(**options)
+        checked = kind(**keywords)
     except ValidationError as error:
-        raise TrimtabError(f"task {name!r}: {explain(error, _fields(kind))}") from None
-    return kind.build(checked)
+        raise TrimtabError(f"task {name!r}: {explain(error, options(name))}") from None
+    return checked.build()
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
@@ -56,14 +57,12 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
 
 def options(name: str) -> dict[str, FieldInfo]:
     """Returns type, default and description of every option, for help texts and `trimtab recipes --keys`."""
-    return _fields(_module(name))
+    return {field.alias or key: field for key, field in _kind(name).model_fields.items()}
 
 
-def _module(name: str) -> Any:
+def _kind(name: str) -> type[TaskOptions]:
+    """Returns the class whose fields are the options of a kind of task; only its module is imported."""
     if name not in _KINDS:
         raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
-    return importlib.import_module(_KINDS[name])
-
-
-def _fields(module: Any) -> dict[str, FieldInfo]:
-    return {field.alias or key: field for key, field in module.Options.model_fields.items()}
+    module, kind = _KINDS[name]
+    return getattr(importlib.import_module(f"trimtab.tasks.{module}"), kind)

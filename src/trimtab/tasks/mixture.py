@@ -34,7 +34,7 @@ class Part(BaseModel):
     weight: float = Field(1.0, gt=0, le=1e6)
 
 
-class Options(TaskOptions):
+class MixtureOptions(TaskOptions):
     part: list[Part] = Field(
         min_length=1,
         description="a table for each task: `name`, its kind; `weight` (default 1), its share; `label` (default: the "
@@ -48,6 +48,32 @@ class Options(TaskOptions):
         if len(set(labels)) < len(labels):
             raise ValueError(f"the labels {', '.join(labels)} are not all different: give each task a label of its own")
         return part
+
+    def build(self) -> Mixture:
+        weights = {part.label or part.name: part.weight for part in self.part}
+        built = (tasks.build(part.name, **(part.model_extra or {})) for part in self.part)
+        parts = dict(zip(weights, built, strict=True))
+        stops = {part.stop for part in parts.values()}
+        if len(stops) > 1:
+            raise TrimtabError(
+                f"task 'mixture': its tasks end responses in different ways ({', '.join(map(repr, sorted(stops)))}), "
+                "and a run has one: give all the same style, or stop"
+            )
+        if empty := [label for label, part in parts.items() if not len(part.train)]:
+            raise TrimtabError(f"task 'mixture': {', '.join(empty)} has no training problem: lower its holdout")
+        specs = {
+            label: [{**spec.options, "name": spec.name, "weight": spec.weight} for spec in part.rewards]
+            for label, part in parts.items()
+        }
+        timeout = max(sum(spec.timeout for spec in part.rewards) for part in parts.values())
+        return Mixture(
+            name="mixture",
+            parts=parts,
+            train=_mixed({label: part.train for label, part in parts.items()}, weights),
+            test=_interleaved({label: part.test for label, part in parts.items()}, weights),
+            rewards=(RewardSpec("by-task", timeout=timeout, options={"rewards": specs}),),
+            stop=stops.pop(),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,33 +108,6 @@ class Mixture:
     def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str) -> Mixture:
         parts = {label: part.with_tools(stop, schemas, instructions, description) for label, part in self.parts.items()}
         return replace(self, parts=parts, stop=self.stop + stop)
-
-
-def build(options: Options) -> Mixture:
-    weights = {part.label or part.name: part.weight for part in options.part}
-    built = (tasks.build(part.name, **(part.model_extra or {})) for part in options.part)
-    parts = dict(zip(weights, built, strict=True))
-    stops = {part.stop for part in parts.values()}
-    if len(stops) > 1:
-        raise TrimtabError(
-            f"task 'mixture': its tasks end responses in different ways ({', '.join(map(repr, sorted(stops)))}), and a "
-            "run has one: give all the same style, or stop"
-        )
-    if empty := [label for label, part in parts.items() if not len(part.train)]:
-        raise TrimtabError(f"task 'mixture': {', '.join(empty)} has no training problem: lower its holdout")
-    specs = {
-        label: [{**spec.options, "name": spec.name, "weight": spec.weight} for spec in part.rewards]
-        for label, part in parts.items()
-    }
-    timeout = max(sum(spec.timeout for spec in part.rewards) for part in parts.values())
-    return Mixture(
-        name="mixture",
-        parts=parts,
-        train=_mixed({label: part.train for label, part in parts.items()}, weights),
-        test=_interleaved({label: part.test for label, part in parts.items()}, weights),
-        rewards=(RewardSpec("by-task", timeout=timeout, options={"rewards": specs}),),
-        stop=stops.pop(),
-    )
 
 
 def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> Sequence[Problem]:

@@ -26,79 +26,79 @@ CHAT = Chat(
 )
 
 
-class Options(StyleOptions):
+class ReasoningGym(StyleOptions):
     dataset: str = Field(description="a reasoning-gym dataset, e.g. chain_sum")
     config: dict[str, Any] = Field(default_factory=dict, description="its own options, without seed and size")
     size: int = Field(4096, ge=1, description="problems in the training split")
     holdout: int = Field(128, ge=1, description="problems in the test split")
 
+    def build(self) -> BuiltTask:
+        where = f"reasoning-gym {self.dataset!r}"
+        train_seed, test_seed = 2 * SEED_STRIDE * self.seed, SEED_STRIDE * (2 * self.seed + 1)
+        draws = self._problems(test_seed, DRAWS * self.holdout, "test")
+        test: dict[str, Problem] = {}
+        for problem in draws:
+            test.setdefault(problem.question, problem)
+            if len(test) == self.holdout:
+                break
+        else:
+            raise TrimtabError(
+                f"{where}: only {len(test)} different questions in {len(draws)} draws, holdout wants {self.holdout}; "
+                "lower holdout or widen its config"
+            )
+        excluded = set(test)
+        shot_count = self.examples if self.style == "few-shot" else 0
+        source = self._problems(train_seed, self.size + shot_count, "train")
 
-def build(options: Options) -> BuiltTask:
-    where = f"reasoning-gym {options.dataset!r}"
-    train_seed, test_seed = 2 * SEED_STRIDE * options.seed, SEED_STRIDE * (2 * options.seed + 1)
-    draws = _problems(options, test_seed, DRAWS * options.holdout, "test")
-    test: dict[str, Problem] = {}
-    for problem in draws:
-        test.setdefault(problem.question, problem)
-        if len(test) == options.holdout:
-            break
-    else:
-        raise TrimtabError(
-            f"{where}: only {len(test)} different questions in {len(draws)} draws, holdout wants {options.holdout}; "
-            "lower holdout or widen its config"
+        def train(index: int) -> Problem:
+            for attempt in range(REDRAWS):
+                problem = source[(index + attempt * STEP) % len(source)]
+                if problem.question not in excluded:
+                    return problem
+            raise TrimtabError(
+                f"{where}: nearly every question is in the test split; lower holdout or widen its config"
+            )
+
+        shots = [train(self.size + offset) for offset in range(shot_count)]
+        if any(not problem.answer for problem in shots):
+            raise TrimtabError(f"{where}: it has no written answers to show; use style = 'chat', or examples = 0")
+        excluded.update(problem.question for problem in shots)
+        template = build_template(self, shots, CHAT)
+        stop, max_tokens = limits(self, template, shots, [problem.answer for problem in test.values()], where)
+        tag = {"tag": "answer"} if isinstance(template, Chat) and template.answer == CHAT.answer else {}
+        return BuiltTask(
+            name=f"reasoning-gym/{self.dataset}",
+            train=Procedural(self.size, train),
+            test=list(test.values()),
+            template=template,
+            rewards=(RewardSpec("reasoning-gym", options=tag),),
+            stop=stop,
+            max_tokens=max_tokens,
         )
-    excluded = set(test)
-    shot_count = options.examples if options.style == "few-shot" else 0
-    source = _problems(options, train_seed, options.size + shot_count, "train")
 
-    def train(index: int) -> Problem:
-        for attempt in range(REDRAWS):
-            problem = source[(index + attempt * STEP) % len(source)]
-            if problem.question not in excluded:
-                return problem
-        raise TrimtabError(f"{where}: nearly every question is in the test split; lower holdout or widen its config")
+    def _problems(self, seed: int, size: int, split: str) -> Procedural:
+        """Returns the problems of one generated data set."""
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
-    shots = [train(options.size + offset) for offset in range(shot_count)]
-    if any(not problem.answer for problem in shots):
-        raise TrimtabError(f"{where}: it has no written answers to show; use style = 'chat', or examples = 0")
-    excluded.update(problem.question for problem in shots)
-    template = build_template(options, shots, CHAT)
-    stop, max_tokens = limits(options, template, shots, [problem.answer for problem in test.values()], where)
-    tag = {"tag": "answer"} if isinstance(template, Chat) and template.answer == CHAT.answer else {}
-    return BuiltTask(
-        name=f"reasoning-gym/{options.dataset}",
-        train=Procedural(options.size, train),
-        test=list(test.values()),
-        template=template,
-        rewards=(RewardSpec("reasoning-gym", options=tag),),
-        stop=stop,
-        max_tokens=max_tokens,
-    )
-
-
-def _problems(options: Options, seed: int, size: int, split: str) -> Procedural:
-    """Returns the problems of one generated data set."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    name, where = options.dataset, f"reasoning-gym {options.dataset!r}"
-    if name not in DATASETS:
-        raise TrimtabError(f"reasoning-gym has no dataset {name!r}{did_you_mean(name, DATASETS)}")
-    try:
-        entries = reasoning_gym.create_dataset(name, seed=seed, size=size, **options.config)
-    except Exception as error:  # each dataset checks its config in its own way, mostly with assertions
-        raise TrimtabError(f"{where}: config refused: {error or type(error).__name__}") from None
-
-    def make(index: int) -> Problem:
+        name, where = self.dataset, f"reasoning-gym {self.dataset!r}"
+        if name not in DATASETS:
+            raise TrimtabError(f"reasoning-gym has no dataset {name!r}{did_you_mean(name, DATASETS)}")
         try:
-            entry = entries[index]
-        except Exception as error:
-            raise TrimtabError(f"{where}: cannot make problem {index}: {type(error).__name__}: {error}") from None
-        return Problem(
-            id=f"{name}-{split}-{index}",
-            question=entry["question"],
-            answer="" if entry["answer"] is None else str(entry["answer"]),
-            extra={"dataset": name, "config": options.config, "seed": seed, "size": size, "index": index},
-        )
+            entries = reasoning_gym.create_dataset(name, seed=seed, size=size, **self.config)
+        except Exception as error:  # each dataset checks its config in its own way, mostly with assertions
+            raise TrimtabError(f"{where}: config refused: {error or type(error).__name__}") from None
 
-    return Procedural(size, make)
+        def make(index: int) -> Problem:
+            try:
+                entry = entries[index]
+            except Exception as error:
+                raise TrimtabError(f"{where}: cannot make problem {index}: {type(error).__name__}: {error}") from None
+            return Problem(
+                id=f"{name}-{split}-{index}",
+                question=entry["question"],
+                answer="" if entry["answer"] is None else str(entry["answer"]),
+                extra={"dataset": name, "config": self.config, "seed": seed, "size": size, "index": index},
+            )
+
+        return Procedural(size, make)

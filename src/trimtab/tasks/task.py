@@ -10,13 +10,17 @@ from pydantic import BaseModel, ConfigDict
 
 from trimtab.errors import TrimtabError
 from trimtab.tasks.templates import Chat, Template, beginning
-from trimtab.types import Problem, RewardSpec
+from trimtab.types import Problem, RewardSpec, Task
 
 
 class TaskOptions(BaseModel):
     """Keywords of a kind of task: unknown ones are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def build(self) -> Task:
+        """Returns the task. Raises `TrimtabError` for options that do not fit each other or the data."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -112,28 +116,3 @@ class Procedural(Sequence[Problem]):
 
     def __iter__(self) -> Iterator[Problem]:
         return map(self._make, range(self._size))
-
-
-TRAIN_SIZE = 1_000_000
-
-
-def drawn_splits(
-    draw: Callable[[str, int], str], make: Callable[[str, str], Problem], holdout: int
-) -> tuple[Procedural, list[Problem]]:
-    """Returns a million training problems, computed on access, and `holdout` test problems that are not among them.
-
-    `draw(split, index)` returns a random question, and `make(question, name)` its problem.
-    """
-    test: dict[str, None] = {}
-    for index in range(100 * holdout):
-        if len(test) < holdout:
-            test[draw("test", index)] = None
-
-    def train(index: int) -> Problem:
-        text, redraw = draw("train", index), 0
-        while text in test:
-            redraw += 1
-            text = draw(f"train-again-{redraw}", index)
-        return make(text, f"train-{index}")
-
-    return Procedural(TRAIN_SIZE, train), [make(text, f"test-{index}") for index, text in enumerate(test)]

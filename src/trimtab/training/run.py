@@ -24,14 +24,14 @@ from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
-from trimtab.rollout import prefixes, truncation
+from trimtab.rollout import prefixes
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
-from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.collector import Collector
 from trimtab.rollout.demonstrations import Demonstrations
 from trimtab.rollout.environment_section import environment_spec, refuse_unused_rewards
-from trimtab.rollout.prompt_lengths import Survey, smallest_context
+from trimtab.rollout.prompts import PromptStream, Survey, smallest_context
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
@@ -194,7 +194,7 @@ def check(
     built = objective or custom_objective.resolve(config)[1]
     check_recipe(config, built, current_ranks().size)
     if config.prefix is not None:
-        truncation.build(config.prefix)  # loads a user's function
+        prefixes.build_rule(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
     episodes = environment_spec(config, environment)
     multi_turn = None if episodes is None else environments.build(episodes)

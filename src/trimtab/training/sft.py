@@ -19,8 +19,8 @@ from trimtab.models.bundled import cache_root
 from trimtab.models.load import LABORATORY, TOOLS, LoadedModel, default_device, load
 from trimtab.models.logprobs import score
 from trimtab.models.quiet import silence_transformers
-from trimtab.rollout.collector import PromptStream
 from trimtab.rollout.demonstrations import encode_demonstration
+from trimtab.rollout.prompts import PromptStream
 from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.observer import NullObserver, Observer

@@ -23,7 +23,8 @@ from trimtab.models.laboratory import build
 from trimtab.rollout import async_source, engine_thread
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, Group, PromptStream
+from trimtab.rollout.collector import Collector, Group
+from trimtab.rollout.prompts import PromptStream
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams

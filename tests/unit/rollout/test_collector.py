@@ -15,7 +15,8 @@ from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, Group, PromptStream, RolloutStats, oldest
+from trimtab.rollout.collector import Collector, Group, RolloutStats, oldest
+from trimtab.rollout.prompts import PromptStream
 from trimtab.rollout.schedule import STALE
 from trimtab.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams

@@ -11,8 +11,7 @@ import pytest
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
-from trimtab.rollout.collector import PromptStream
-from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, smallest_context
+from trimtab.rollout.prompts import MAX_SURVEYED, PromptStream, Survey, smallest_context
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.held_out import EvalTask, HeldOut

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError
-from trimtab.rollout.truncation import Rule, before_high_entropy, build, prefix_tokens
+from trimtab.rollout.prefixes import Rule, before_high_entropy, build_rule, prefix_tokens
 from trimtab.types import Completion, FinishReason
 
 
@@ -28,7 +28,7 @@ def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None 
 
 
 def rule(name: str, ratio: float = 0.5, top: int = 32, whole: bool = True) -> Rule:
-    return build(PrefixConfig(rule=name, ratio=ratio, top=top, whole=whole))
+    return build_rule(PrefixConfig(rule=name, ratio=ratio, top=top, whole=whole))
 
 
 @pytest.mark.parametrize(

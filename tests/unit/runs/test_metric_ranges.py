@@ -18,8 +18,7 @@ from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.output.words import outside
 from trimtab.pages.render import beside, number
 from trimtab.report.run_report import write_report
-from trimtab.runs.metric_catalog import metric, sections
-from trimtab.runs.metric_ranges import band_text, bounds, judge, k3_range, k3_ranges
+from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
 
 
 def test_both_ends_of_a_band_are_healthy() -> None:

@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
-from trimtab.runs.origins import described, duration, read_origins
+from trimtab.runs.provenance import described, duration, read_origins
 
 START: dict[str, Any] = {
     "command": "trimtab train quickstart --out 'runs/<b>'",

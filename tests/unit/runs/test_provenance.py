@@ -19,7 +19,7 @@ from trimtab.config import load_config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.origins import read_origins
+from trimtab.runs.provenance import read_origins
 
 CONFIG = load_config("laboratory")
 

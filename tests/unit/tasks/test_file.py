@@ -52,21 +52,16 @@ def test_columns_ids_and_extras(tmp_path):
     assert [spec.name for spec in task.rewards] == ["numeric"]
 
 
-def test_parquet_and_jsonl_give_the_same_task(file, tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "sums.parquet")
-    one, two = (tasks.build("file", path=path) for path in (file, tmp_path / "sums.parquet"))
-    assert (list(one.train), list(one.test)) == (list(two.train), list(two.test))
-
-
-def test_csv_and_jsonl_give_the_same_task(file, tmp_path):
+def test_jsonl_parquet_and_csv_give_the_same_task(file, tmp_path):
     rows = [*ROWS, {"question": 'Say "two, three"\nand stop.', "answer": "007"}]
     jsonl(file, rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sums.parquet")
     with (tmp_path / "sums.csv").open("w", newline="", encoding="utf-8-sig") as out:
         writer = csv.DictWriter(out, ["question", "answer"])
         writer.writeheader()
         writer.writerows(rows)
-    one, two = (tasks.build("file", path=path) for path in (file, tmp_path / "sums.csv"))
-    assert (list(one.train), list(one.test)) == (list(two.train), list(two.test))
+    one, *others = (tasks.build("file", path=tmp_path / f"sums.{kind}") for kind in ("jsonl", "parquet", "csv"))
+    assert all((list(one.train), list(one.test)) == (list(other.train), list(other.test)) for other in others)
 
 
 def test_scores_in_a_csv_are_numbers_and_an_empty_cell_is_none(tmp_path):
@@ -127,6 +122,8 @@ def test_the_reward_follows_what_the_prompt_asks_for(tmp_path, style, template, 
 
 GOOD = '{"question": "a?", "answer": "1"}\n'
 FEW = {"style": "few-shot"}
+PARTS = {"question": "{Body} {Question}", "answer_pattern": "^([0-9]+)"}
+WHOLE = '{"Body": "b", "Question": "q", "answer": "9 (apples)"}\n'
 DAMAGE = {
     "broken JSON": (GOOD + '{"question": "b?", "ans', {}, "from row 2 on (Unterminated string"),
     "not an object": (GOOD + "[1, 2]\n", {}, "row 2: a JSON list, not an object"),
@@ -138,23 +135,34 @@ DAMAGE = {
     "not a number": (GOOD + '{"question": "b", "answer": "x"}', {"answer_format": "number"}, "row 2, column 'answer'"),
     "same id": (GOOD + GOOD, {"id": "answer"}, "row 2: id '1' is also that of row 1"),
     "empty": ("\n\n", {}, "no rows"),
+    "empty array": ("[]", {}, "no rows"),
     "too few": (GOOD, {**FEW, "examples": 4, "holdout": 0}, "4 worked examples are wanted but the training split"),
     "ends early": ('{"question": "b", "answer": "1\\n2"}', {**FEW, "examples": 0}, "contains the stop string '\\n'"),
     "system turn": (GOOD, {"style": "plain", "system": "Hi"}, "only style = 'chat' has a system turn"),
+    "array of numbers": (f"[{GOOD}, 7]", {}, "row 2: a JSON int, not an object"),
+    "broken array": ('[{"question": "a"},\n{"question": ]', {}, "from row 1 on (Expecting value: line 2 column 14"),
+    "array without answer": (f'[{GOOD}, {{"question": "b"}}]', {}, "row 2: no column 'answer'"),
+    "part gone": (WHOLE + WHOLE.replace("Body", "Bdy"), PARTS, "row 2: no column 'Body' (did you mean 'Bdy'"),
+    "part empty": (WHOLE + WHOLE.replace('"b"', '" "'), PARTS, "row 2: column 'Body' has no question text"),
+    "part null": (WHOLE.replace('"q"', "null"), PARTS, "row 1: column 'Question' has no question text"),
+    "no match": (WHOLE + WHOLE.replace("9 ", ""), PARTS, "row 2, column 'answer': answer_pattern '^([0-9]+)' finds no"),
+    "empty group": (WHOLE, {**PARTS, "answer_pattern": "9(x?)"}, "row 1, column 'answer': answer_pattern"),
+    "group left out": (WHOLE, {**PARTS, "answer_pattern": "9|(x)"}, "row 1, column 'answer': answer_pattern"),
+    "text in group": (WHOLE, {**PARTS, "answer_pattern": r"\((\w+)", "answer_format": "number"}, "row 1, column"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_line_that_names_file_and_row(tmp_path, damage):
     text, options, words = DAMAGE[damage]
-    path = tmp_path / "bad.jsonl"
+    path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(TrimtabError) as error:
         tasks.build("file", path=path, **{"style": "plain", "holdout": 1, **options})
     message = str(error.value)
     assert words in message
     assert "\n" not in message
-    assert "bad.jsonl" in message or damage == "system turn"
+    assert "bad.json" in message or damage == "system turn"
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -186,32 +194,6 @@ def test_extra_columns_must_be_json(tmp_path):
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"], "blob": [b"\x00"]}), tmp_path / "x.parquet")
     with pytest.raises(TrimtabError, match="column 'blob' holds a bytes"):
         tasks.build("file", path=tmp_path / "x.parquet", extra=["blob"])
-
-
-REAL = {
-    "gsm8k-train": ("gsm8k", 7473, "72"),
-    "gsm8k-test": ("gsm8k", 1319, "18"),
-    "mawps-addsub": ("mawps", 395, "43"),
-    "mawps-singleop": ("mawps", 562, "14"),
-    "aime24": ("aime", 30, "204"),
-    "amc23": ("amc", 40, "27"),
-    "minerva_math": ("minerva", 272, "1.6"),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_every_real_row_has_its_gold_answer(benchmark_data, name):
-    schema, count, first = REAL[name]
-    task = tasks.build("file", path=benchmark_data / f"{name}.jsonl", format=schema, style="plain", holdout=1)
-    assert len(task.test) == count
-    assert task.test[0].answer == first
-    for problem in task.test:
-        assert problem.question == problem.question.strip() != ""
-        assert problem.answer
-        if schema != "minerva":
-            float(problem.answer)
-            assert not problem.answer.endswith(".0")
-        assert problem.answer.count("{") == problem.answer.count("}")
 
 
 def test_gsm8k_answers_agree_with_its_calculator_notes(benchmark_data):

@@ -12,7 +12,7 @@ from trimtab import rewards, tasks
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response
-from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.prompts import PromptStream
 from trimtab.tasks import mixture
 from trimtab.types import Problem
 

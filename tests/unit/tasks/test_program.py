@@ -10,7 +10,7 @@ from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response, Scorer
 from trimtab.sandbox.python_pool import sandbox_unavailable
-from trimtab.tasks.program import build_problem
+from trimtab.tasks.laboratory import program_problem
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.types import Problem, RewardSpec
@@ -35,8 +35,8 @@ def python() -> Iterator[Scorer]:
 
 
 def test_the_gold_program_is_the_run_length_code_and_runs_of_twenty_are_split() -> None:
-    assert build_problem("5557700000", "x").answer == "352750."
-    assert build_problem("1" * 20, "x").answer == "919121."
+    assert program_problem("5557700000", "x").answer == "352750."
+    assert program_problem("1" * 20, "x").answer == "919121."
     assert all(len(problem.answer) <= TASK.max_tokens for problem in TASK.test)
     questions = {problem.question for problem in TASK.test}
     assert len(questions) == 50

@@ -16,8 +16,9 @@ from trimtab.models.laboratory import build
 from trimtab.models.logprobs import score
 from trimtab.objectives import PolicyLogps, objective
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, Group, PromptStream
+from trimtab.rollout.collector import Collector, Group
 from trimtab.rollout.demonstrations import Demonstrations
+from trimtab.rollout.prompts import PromptStream
 from trimtab.rollout.source import SyncSource
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.learner import Learner

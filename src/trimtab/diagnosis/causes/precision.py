@@ -24,7 +24,7 @@ from trimtab.diagnosis.causes.noise_groups import direction, drift_between_steps
 from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
-from trimtab.runs.metric_ranges import k3_ranges
+from trimtab.runs.metric_catalog import k3_ranges
 
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "

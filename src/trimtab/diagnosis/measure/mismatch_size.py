@@ -16,7 +16,7 @@ from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.objectives.metrics import Metrics
-from trimtab.runs.metric_ranges import k3_range
+from trimtab.runs.metric_catalog import k3_range
 
 CLUSTERS = 2048
 """Largest number of clusters that are resampled; more are merged evenly."""

@@ -14,7 +14,7 @@ from trimtab.diagnosis.records import MismatchSize, View
 from trimtab.pages.charts import draw, log_labels
 from trimtab.pages.render import short
 from trimtab.pages.svg import BLUE, CYCLE, GREEN, INK, ORANGE, SKY, STYLES, VERMILLION, log_scale, short_power
-from trimtab.runs.metric_ranges import k3_ranges
+from trimtab.runs.metric_catalog import k3_ranges
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}

@@ -20,7 +20,7 @@ from trimtab.diagnosis.records import Cause, Diagnosis
 from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
 from trimtab.pages.render import render
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_ranges import band_text, judge
+from trimtab.runs.metric_catalog import band_text, judge
 
 ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
 TILES = 4

@@ -11,7 +11,7 @@ from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.output import compared, words
 from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.runs.metric_ranges import band_text
+from trimtab.runs.metric_catalog import band_text
 
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
 MAIN = 5

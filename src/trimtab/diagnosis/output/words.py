@@ -13,7 +13,7 @@ from trimtab.diagnosis.records import Cause, DataSummary, Diagnosis, Measured, M
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
 from trimtab.pages.render import beside, number, short, short_exponent
-from trimtab.runs.metric_ranges import K3, band_text, bounds, judge, k3_ranges
+from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_ranges
 
 FIGURES = {
     "k3": ("k3, nats per token", "KL divergence of sampler and trainer; 0 where they agree; look here first"),

@@ -14,7 +14,7 @@ from trimtab.diagnosis.records import Settings
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
 from trimtab.findings import Finding
-from trimtab.runs.origins import read_origins
+from trimtab.runs.provenance import read_origins
 
 _TRAJECTORIES = "trajectories"
 """The folder of a run directory that holds its files; config.toml lies beside it."""

@@ -13,7 +13,7 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import TokenScores
 from trimtab.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
-from trimtab.runs.expert_column import stored_bytes
+from trimtab.runs.binary_columns import stored_bytes
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.types import ExpertArray, Trajectory

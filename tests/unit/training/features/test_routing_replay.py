@@ -28,7 +28,7 @@ from trimtab.objectives import objective
 from trimtab.objectives.from_section import from_section
 from trimtab.rollout.collector import RolloutStats
 from trimtab.runs import trajectories
-from trimtab.runs.expert_column import stored_bytes
+from trimtab.runs.binary_columns import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
 from trimtab.training.features import build_features
 from trimtab.training.features.feature import Feature, ForwardPass, StepRecord

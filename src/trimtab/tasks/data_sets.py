@@ -1,7 +1,7 @@
-"""A JSONL, JSON, CSV or parquet file as a task; see `RowOptions` for its columns.
+"""Data sets as tasks: a JSONL, JSON, CSV or parquet file, or a Hugging Face dataset; see `RowOptions` for columns.
 
-Not read with `datasets.load_dataset`: it gives a column one type, so that a CSV cell "007" becomes 7, the text
-"2020-01-01" a date and a forgotten column None, and its row numbers leave out empty lines.
+A file is not read with `datasets.load_dataset`: it gives a column one type, so that a CSV cell "007" becomes 7, the
+text "2020-01-01" a date and a forgotten column None, and its row numbers leave out empty lines.
 """
 
 from __future__ import annotations
@@ -19,20 +19,49 @@ from trimtab.errors import TrimtabError
 from trimtab.files import open_parquet, regular_file
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
 from trimtab.tasks.task import BuiltTask
+from trimtab.types import Problem
 
 
-class Options(RowOptions):
+class File(RowOptions):
     path: Path = Field(description="JSONL (.jsonl, .ndjson, .json), a JSON array (.json), .csv or .parquet file")
     test_path: Path | None = Field(None, description="another file for the test split; then holdout is not used")
 
+    def build(self) -> BuiltTask:
+        path, other = self.path, self.test_path
+        problems = read_problems(read_rows(path), self, str(path), path.stem)
+        if other is None:
+            return build_task(path.stem, self, problems, None, str(path))
+        held_out = read_problems(read_rows(other), self.for_test_split, str(other), other.stem)
+        return build_task(other.stem, self, problems, held_out, str(path))
 
-def build(options: Options) -> BuiltTask:
-    problems = read_problems(read_rows(options.path), options, str(options.path), options.path.stem)
-    if options.test_path is None:
-        return build_task(options.path.stem, options, problems, None, str(options.path))
-    path = options.test_path
-    held_out = read_problems(read_rows(path), options.for_test_split, str(path), path.stem)
-    return build_task(path.stem, options, problems, held_out, str(options.path))
+
+class HuggingFace(RowOptions):
+    dataset: str = Field(description="hub name, e.g. openai/gsm8k, or a local folder")
+    config: str | None = Field(None, description="its configuration, e.g. main")
+    split: str = Field("train", description="the split that is trained on")
+    test_split: str | None = Field(None, description="another split for testing; then holdout is not used")
+    files: str | None = Field(
+        None, description="one file of the data set, or a pattern, e.g. train/math__*.parquet; they are the split train"
+    )
+
+    def build(self) -> BuiltTask:
+        held_out = None if self.test_split is None else self._problems(self.test_split, self.for_test_split)
+        problems = self._problems(self.split, self)
+        name = self.dataset.rstrip("/").rpartition("/")[2]
+        return build_task(name, self, problems, held_out, f"dataset {self.dataset!r}")
+
+    def _problems(self, split: str, options: RowOptions) -> list[Problem]:
+        import datasets
+
+        where = f"dataset {self.dataset!r}, split {split!r}"
+        try:
+            rows: Any = datasets.load_dataset(self.dataset, self.config, split=split, data_files=self.files)
+        except Exception as error:  # network, missing names, damaged files: each library layer has its own classes
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TrimtabError(
+                f"{where}: cannot load it: {reason}; check the names, or the network and HF_HUB_OFFLINE"
+            ) from None
+        return read_problems(enumerate(rows, start=1), options, where, split)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -1,22 +1,97 @@
-"""Prompt lengths: the limit that a context sets, and the distribution over a task."""
+"""The prompts of a run: their order, the length that a context leaves them, and their lengths over the task."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.rollout.collector import PromptStream
 from trimtab.seeds import derive
-from trimtab.types import SamplingParams
+from trimtab.types import Prompt, SamplingParams, Task
 
 MAX_SURVEYED = 2000
 """Largest number of problems in a survey: a task may have a million."""
 KEY = "sampling.max_prompt_tokens"
+
+
+@dataclass
+class PromptStream:
+    """Prompts of the training split, in an order that is a pure function of (seed, position).
+
+    A prompt of more than `max_prompt` tokens is replaced by another. `replaced` has the positions of replaced prompts,
+    `logged` the number of them that metrics have counted.
+    """
+
+    task: Task
+    tokenizer: Any
+    seed: int
+    position: int = 0
+    max_prompt: int | None = None
+    replaced: set[int] = field(default_factory=set)
+    logged: int = 0
+    _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = self.at(self.position, count)
+        self.position += count
+        return prompts
+
+    def at(self, position: int, count: int) -> list[Prompt]:
+        """The `count` prompts from `position` on; does not change the position of the stream."""
+        return [self._prompt(position + offset) for offset in range(count)]
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.task.train))
+        order = self._order
+        if order is None or order[0] != epoch:
+            rng = np.random.default_rng(derive(self.seed, "order", epoch))
+            self._order = order = (epoch, rng.permutation(len(self.task.train)))
+        prompt = self._encoded(int(order[1][index]))
+        if self.fits(prompt):
+            return prompt
+        self.replaced.add(position)
+        return self._replacement(position)
+
+    def _replacement(self, position: int) -> Prompt:
+        """A prompt that is short enough; a pure function of (seed, position), like the order."""
+        rng = np.random.default_rng(derive(self.seed, "replacement", position))
+        for index in rng.permutation(len(self.task.train)).tolist():
+            prompt = self._encoded(index)
+            if self.fits(prompt):
+                return prompt
+        raise TrimtabError(
+            f"no training problem has a prompt of at most {self.max_prompt} tokens (sampling.max_prompt_tokens): "
+            "raise it, lower sampling.max_tokens, or take another task"
+        )
+
+    def newly_replaced(self) -> int:
+        """Number of prompts that were replaced since the last call. One taken again after a resume counts once."""
+        total = len(self.replaced)
+        new, self.logged = total - self.logged, total
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """The counts for a checkpoint, as JSON."""
+        return {"replaced": sorted(self.replaced), "logged": self.logged}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.replaced, self.logged = set(state["replaced"]), state["logged"]
+
+    def _encoded(self, index: int) -> Prompt:
+        return tasks.encode(self.task, self.task.train[index], self.tokenizer)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt is short enough."""
+        return self.max_prompt is None or len(prompt.ids) <= self.max_prompt
 
 
 def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
