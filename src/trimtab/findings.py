@@ -10,16 +10,12 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    status: ok, note (may matter) or fail (must be repaired). name: what was checked. detail: what was found.
-    next_step: what to do about it; empty if nothing.
-    """
-
-    status: Status
-    name: str
-    detail: str
-    next_step: str = ""
+    status: Status  # ok, note (may matter) or fail (must be repaired)
+    name: str  # what was checked
+    detail: str  # what was found
+    next_step: str = ""  # what to do about it; empty if nothing
 
     @property
     def text(self) -> str:

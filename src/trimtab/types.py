@@ -86,24 +86,15 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeOutcome:
-    """What happened in the environment of a multi-turn response.
+    """What happened in the environment of a multi-turn response."""
 
-    Attributes:
-        prompt: of this response, with what `reset` returned.
-        calls, tool_errors: calls that were made, and those that raised or could not be made.
-        void: the last turn is neither a call nor an answer.
-        failure: why the response is dropped: the environment raised or hung.
-        reward: from the environment; None where the rewards of the recipe score the response.
-        tool_error: the first error that a call raised, as the model read it.
-    """
-
-    prompt: Prompt
+    prompt: Prompt  # of this response, with what `reset` returned
     calls: int = 0
-    tool_errors: int = 0
-    void: bool = False
-    failure: str | None = None
-    reward: float | None = None
-    tool_error: str | None = None
+    tool_errors: int = 0  # calls that raised or could not be made
+    void: bool = False  # the last turn is neither a call nor an answer
+    failure: str | None = None  # why the response is dropped: the environment raised or hung
+    reward: float | None = None  # from the environment; None where the rewards of the recipe score the response
+    tool_error: str | None = None  # the first error that a call raised, as the model read it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

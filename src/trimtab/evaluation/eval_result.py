@@ -45,52 +45,40 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """The counts of one batch of problems. Its samples themselves are not kept.
+    """The counts of one batch of problems. Its samples themselves are not kept."""
 
-    `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
-    length limit, `tokens` their response tokens and `prefix` how many of these another model wrote. `too_long` counts
-    problems whose prompt did not fit: they are in `problems` with every sample wrong, and in no other count. `episodes`
-    is None without an environment.
-    """
-
-    problems: tuple[ProblemResult, ...]
-    answers: int
-    cut: int
-    tokens: int
-    prefix: int
-    failures: int
+    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
+    answers: int  # samples
+    cut: int  # samples that ended at the length limit
+    tokens: int  # response tokens of all samples
+    prefix: int  # those of them that another model wrote
+    failures: int  # samples whose reward failed
     errors: tuple[str, ...]
     seconds: float
-    too_long: int = 0  # absent in files of older versions, where such a prompt was an error
-    episodes: EpisodeCounts | None = None
+    # Problems whose prompt did not fit: in `problems` with every sample wrong, and in no other count. Files of older
+    # versions do not have it: such a prompt was an error.
+    too_long: int = 0
+    episodes: EpisodeCounts | None = None  # None without an environment
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of one model on one task.
-
-    Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
-    `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
-    samples cut by the length limit; `tokens` is the mean number of response tokens, `prefix` of those a relay model
-    wrote. `too_long` counts problems whose prompt does not fit the context: they were not sampled, and all their
-    samples count as wrong with a reward of 0. `prompt` describes the prompt style. `episodes` is None without an
-    environment; its failed episodes are in `failures`.
-    """
+    """The result of one model on one task. Accuracy is the mean over problems of correct / scored (avg@n)."""
 
     task: str
     samples: int
     temperature: float
     seed: int
-    problems: tuple[ProblemResult, ...]
-    failures: int
+    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
+    failures: int  # samples whose reward failed, failed episodes included: they are in no other number
     errors: tuple[str, ...]
-    truncated: float
-    tokens: float
-    prefix: float
+    truncated: float  # share of samples cut by the length limit
+    tokens: float  # mean number of response tokens
+    prefix: float  # mean number of those that a relay model wrote
     seconds: float
-    too_long: int
-    prompt: str
-    episodes: EpisodeCounts | None = None
+    too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
+    prompt: str  # its style
+    episodes: EpisodeCounts | None = None  # None without an environment
 
     @classmethod
     def of(

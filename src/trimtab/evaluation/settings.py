@@ -41,26 +41,17 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an evaluation.
+    """Settings of an evaluation."""
 
-    Args:
-        samples: responses to each problem.
-        greedy: measure one greedy response as well.
-        temperature: default: greedy for one sample, 1 for several.
-        problems: limits each task to its first test problems.
-        dtype: type of the engine's weights.
-        relay_ratio: share of its response that a relay model keeps.
-    """
-
-    samples: int = 1
-    greedy: bool = False
-    temperature: float | None = None
+    samples: int = 1  # responses to each problem
+    greedy: bool = False  # measure one greedy response as well
+    temperature: float | None = None  # default: greedy for one sample, 1 for several
     top_p: float = 1.0
     max_tokens: int | None = None
-    problems: int | None = None
+    problems: int | None = None  # limits each task to its first test problems
     seed: int = 0
-    dtype: str = "bfloat16"
-    relay_ratio: float = 0.5
+    dtype: str = "bfloat16"  # of the engine's weights
+    relay_ratio: float = 0.5  # share of its response that a relay model keeps
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -35,13 +35,10 @@ CLOSE, ROUGH = 1.5, 3.0
 
 @dataclass(frozen=True, slots=True)
 class MismatchLevel:
-    """The size and tail of a mismatch, as means over the steps of a run.
+    """The size and tail of a mismatch, as means over the steps of a run."""
 
-    k3: nats per token. tail: the larger |log| of the 1% and the 99% quantile of the token ratio.
-    """
-
-    k3: float
-    tail: float
+    k3: float  # nats per token
+    tail: float  # the larger |log| of the 1% and the 99% quantile of the token ratio
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> MismatchLevel:
@@ -81,13 +78,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class MismatchMatch:
-    """The result of a search: all candidates tried, and the chosen ones.
-
-    chosen: the nearest numeric mechanism and the nearest lag if they are close to the target; if neither is, the nearer
-    of the two.
-    """
+    """The result of a search."""
 
     target: MismatchLevel
+    # The nearest numeric mechanism and the nearest lag if they are close to the target, else the nearer of the two.
     chosen: tuple[Candidate, ...]
     tried: tuple[Candidate, ...]
 

@@ -20,13 +20,10 @@ from trimtab.training.run import check
 
 @dataclass(frozen=True, slots=True)
 class RecipeComparison:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    runs: the run directories of each objective. metrics: the last step's metrics by `<objective>/seed<k>`.
-    """
-
-    runs: dict[str, list[Path]]
-    metrics: dict[str, Any]
+    runs: dict[str, list[Path]]  # run directories of each objective
+    metrics: dict[str, Any]  # the last step's metrics by `<objective>/seed<k>`
 
 
 def run_recipe_comparison(

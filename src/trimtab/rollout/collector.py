@@ -26,41 +26,26 @@ Group = list[Trajectory]
 
 @dataclass
 class RolloutStats:
-    """Counts and durations of generation and scoring since the last batch.
+    """Counts and durations of generation and scoring since the last batch."""
 
-    Attributes:
-        generated, response_tokens: responses that the engines sampled, and their tokens.
-        decoded, prefilled: tokens that the engines ran, by their own counters.
-        traces, traces_dropped, traces_missing: demonstrations that joined a group; that were too long; prompts without.
-        failed_rewards: responses without a reward, because a reward failed or the environment did.
-        dropped: responses with a log-prob that is not finite.
-        stale: responses that became too old for every batch.
-        discarded_lengths: tokens that had been sampled for each response that was given up, for whatever reason.
-        groups, no_signal, refilled: groups that were scored; those of equal rewards; those sampled in their place.
-        restarts, interrupted: engines that were started again; responses that new weights interrupted.
-        episodes: multi-turn responses and their calls.
-        errors: messages for the user.
-        seconds_generating, seconds_scoring, seconds_waiting: durations.
-    """
-
-    generated: int = 0
-    response_tokens: int = 0
-    decoded: int = 0
+    generated: int = 0  # responses that the engines sampled
+    response_tokens: int = 0  # their tokens
+    decoded: int = 0  # tokens that the engines ran, by their own counters
     prefilled: int = 0
-    traces: int = 0
-    traces_dropped: int = 0
-    traces_missing: int = 0
-    failed_rewards: int = 0
-    dropped: int = 0
-    stale: int = 0
-    discarded_lengths: list[int] = field(default_factory=list)
-    groups: int = 0
-    no_signal: int = 0
-    refilled: int = 0
-    restarts: int = 0
-    interrupted: int = 0
-    episodes: EpisodeCounts = field(default_factory=EpisodeCounts)
-    errors: list[str] = field(default_factory=list)
+    traces: int = 0  # demonstrations that joined a group
+    traces_dropped: int = 0  # demonstrations that were too long
+    traces_missing: int = 0  # prompts without one
+    failed_rewards: int = 0  # responses without a reward, because a reward failed or the environment did
+    dropped: int = 0  # responses with a log-prob that is not finite
+    stale: int = 0  # responses that became too old for every batch
+    discarded_lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given up
+    groups: int = 0  # groups that were scored
+    no_signal: int = 0  # those of equal rewards
+    refilled: int = 0  # those sampled in their place
+    restarts: int = 0  # engines that were started again
+    interrupted: int = 0  # responses that new weights interrupted
+    episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls
+    errors: list[str] = field(default_factory=list)  # messages for the user
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
     seconds_waiting: float = 0.0

@@ -58,23 +58,14 @@ class GroupEntry:
 
 @dataclass
 class Schedule:
-    """The states of all groups of a run.
+    """The states of all groups of a run."""
 
-    Args:
-        prompts: groups in a batch.
-        updates: optimizer updates in a step, the largest number between two batches.
-        max_lag: largest age of a token when it is consumed, in updates.
-        ahead: whether groups are generated before the trainer waits for them.
-        in_order: a batch consists of the next `prompts` groups; otherwise of the first `prompts` that are ready.
-        max_no_signal: groups without signal after which a batch is made of the groups there are. None: unlimited.
-    """
-
-    prompts: int
-    updates: int
-    max_lag: float = math.inf
-    ahead: bool = True
-    in_order: bool = True
-    max_no_signal: int | None = None
+    prompts: int  # groups in a batch
+    updates: int  # optimizer updates in a step, the largest number between two batches
+    max_lag: float = math.inf  # largest age of a token when it is consumed, in updates
+    ahead: bool = True  # whether groups are generated before the trainer waits for them
+    in_order: bool = True  # a batch is the next `prompts` groups; otherwise the first `prompts` that are ready
+    max_no_signal: int | None = None  # groups without signal after which a batch is made of the groups there are
     drawn: int = 0
     latest: float = math.inf  # nothing is admitted before the first call of `wait`
     waiting: bool = False

@@ -26,36 +26,28 @@ State = Literal["healthy", "outside", ""]
 
 @dataclass(frozen=True)
 class Range:
-    """A named part of a metric's scale: values above the previous range, up to `high`, and their meaning.
-
-    low: where typical values start, if that is not the end of the previous range.
-    """
+    """A named part of a metric's scale: values above the previous range, up to `high`, and their meaning."""
 
     name: str
     high: float
     text: str
-    low: float | None = None
+    low: float | None = None  # where typical values start, if that is not the end of the previous range
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the catalog.
-
-    low, high: bounds of the healthy band, if it can be given in numbers; healthy: the band in words.
-    ranges: named parts of the whole scale in ascending order, for metrics that need more than one bound.
-    of: another metric; the bounds then apply to the metric divided by it.
-    """
+    """One row of the catalog."""
 
     key: str
     what: str
     formula: str
     unit: str
-    healthy: str
+    healthy: str  # the healthy band in words
     action: str
-    low: float | None = None
+    low: float | None = None  # bounds of the band, if it can be given in numbers
     high: float | None = None
-    ranges: tuple[Range, ...] = ()
-    of: str = ""
+    ranges: tuple[Range, ...] = ()  # of the whole scale, ascending, for metrics that need more than one bound
+    of: str = ""  # another metric; the bounds then apply to the metric divided by it
 
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`.

@@ -24,25 +24,20 @@ Status = Literal["done", "diverged", "failed"]
 class RunSummary:
     """The summary of one run; None means not measured.
 
-    status: `done`; `diverged` if training stopped because updates were no longer finite, which is a valid result;
-    `failed` for any other error (`error` has the message).
-    curve: held-out greedy accuracy by step, step 0 before training. accuracy: its last value, None unless done.
-    reward: mean over the last tenth of the steps. k3 .. log_ratio_seq: mismatch at the last step that measured it, and
-    its worst value over the run (the lowest ESS). clipped, rejected: mean share of tokens. seconds: wall-clock time
-    including start and evaluations.
+    A mismatch is that of the last step that measured it, and the worst one of the run (the lowest ESS).
     """
 
-    status: Status
+    status: Status  # diverged: updates were no longer finite, a valid result; failed: any other error
     error: str = ""
     steps: int = 0
     updates: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall clock, with start and evaluations
     accuracy_before: float | None = None
-    accuracy: float | None = None
+    accuracy: float | None = None  # the last value of the curve; None unless done
     accuracy_best: float | None = None
     curve_steps: tuple[int, ...] = ()
-    curve: tuple[float, ...] = ()
-    reward: float | None = None
+    curve: tuple[float, ...] = ()  # held-out greedy accuracy by step, step 0 before training
+    reward: float | None = None  # mean over the last tenth of the steps
     k3: float | None = None
     k3_worst: float | None = None
     chi2: float | None = None
@@ -52,8 +47,8 @@ class RunSummary:
     log_ratio_seq: float | None = None
     log_ratio_seq_worst: float | None = None
     grad_norm_max: float | None = None
-    clipped: float | None = None
-    rejected: float | None = None
+    clipped: float | None = None  # mean share of tokens
+    rejected: float | None = None  # mean share of tokens
     skipped: int = 0
 
 

@@ -2,8 +2,7 @@
 
 One row per trajectory. The documented columns come first; the others hold the rest of a `trimtab.types.Trajectory`, so
 that reading returns bit for bit what was written. Tokens of observations have NaN log-probs and `EXTERNAL_VERSION`.
-`Problem.extra` is left out: a trajectory is already scored, and its
-problem can be looked up in the task by `prompt_id`.
+`Problem.extra` is left out: the trajectory is scored, and its problem can be looked up in the task by `prompt_id`.
 """
 
 from __future__ import annotations
@@ -53,19 +52,18 @@ _LIMITS_TYPE = pa.struct(
 class Row:
     """A trajectory with the values that training added. Per-token arrays have the length of `response_ids`.
 
-    `drift` holds mismatch and staleness, the means of log π_old/μ and log π/π_old (`StepStatistics.drifts`).
-    `logp_current` is of the clean policy at the first update of the batch, `logp_perturbed` of the perturbed policy at
-    the same update (ALP). A value must be present in all rows of a file or in none; the entropy of external traces is
-    written as NaN.
+    A value must be present in all rows of a file or in none; the entropy of external traces is written as NaN.
     """
 
     trajectory: Trajectory
     logp_proximal: FloatArray | None = None
-    logp_current: FloatArray | None = None
+    logp_current: FloatArray | None = None  # of the clean policy at the first update of the batch
     advantage: float | None = None
     proximal_version: int | None = None
-    logp_perturbed: FloatArray | None = None
-    drift: FloatArray | None = None
+    logp_perturbed: FloatArray | None = None  # of the perturbed policy at the same update (ALP)
+    drift: FloatArray | None = (
+        None  # means of log π_old/μ (mismatch) and log π/π_old (staleness), as in `StepStatistics`
+    )
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
