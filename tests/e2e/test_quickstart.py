@@ -72,18 +72,8 @@ def test_trajectories_have_the_columns_of_the_contract(run: tuple[Path, str]) ->
 
 
 def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "trimtab",
-        "eval",
-        str(run[0]),
-        "--task",
-        "arithmetic",
-        "--problems",
-        "16",
-        "--json",
-    ]
+    words = ["eval", str(run[0]), "--task", "arithmetic", "--problems", "16", "--json"]
+    command = [sys.executable, "-m", "trimtab", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [result] = json.loads(done.stdout)["results"]

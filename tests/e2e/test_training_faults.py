@@ -110,12 +110,6 @@ def test_a_gradient_of_the_noise_that_is_not_finite_is_skipped(tmp_path: Path, m
     assert_finite(tmp_path / "run")
 
 
-@pytest.mark.parametrize("override", ["perturbation.std=1e39", "perturbation.std=101", "perturbation.lr=1000"])
-def test_a_perturbation_out_of_all_proportion_is_refused(override: str) -> None:
-    with pytest.raises(TrimtabError, match=f"{override.partition('=')[0]}.*: .*less than or equal"):
-        noisy(override)
-
-
 def assert_finite(run: Path) -> None:
     saved = store.latest(run / "checkpoints")
     assert saved is not None
@@ -139,28 +133,6 @@ def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> Non
     assert best.value == max(scores.values())
     assert best.step == min(step for step, score in scores.items() if score == best.value)
     assert checkpoint_folder(tmp_path / "run" / "checkpoints", best.step).is_dir()
-
-
-@pytest.mark.parametrize(
-    "override", ["optim.betas=[1.5,2]", "optim.lr=inf", "trainer.steps=true", "advantage.kind=foo"]
-)
-def test_values_of_a_wrong_kind_are_refused(override: str) -> None:
-    with pytest.raises(TrimtabError, match=override.partition("=")[0]):
-        recipe(override)
-
-
-def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
-    train(recipe("trainer.steps=1"), out=tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(TrimtabError, match="already holds a run"):
-        train(recipe("trainer.steps=1"), out=tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
-def test_resuming_with_another_recipe_is_refused(tmp_path: Path) -> None:
-    train(recipe("trainer.steps=1"), out=tmp_path / "run")
-    with pytest.raises(TrimtabError, match=r"another recipe.*lr = 0.5"):
-        train(recipe("trainer.steps=1", "optim.lr=0.5"), out=tmp_path / "run", resume=True)
 
 
 def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
@@ -252,15 +224,7 @@ def test_lora_trains_only_adapters_and_exports_merged_weights(tmp_path: Path) ->
     assert not any("lora" in name for name in merged)
 
 
-def test_top_p_rollouts_are_replayed_and_ratios_start_at_one(tmp_path: Path) -> None:
-    config = recipe("sampling.top_p=0.8", "sampling.temperature=0.9", "trainer.steps=1")
-    train(config, out=tmp_path / "run")
-    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert row["mismatch/abs_diff_max"] < 1e-4
-    assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "cispo", "seq-bypass", "seq-mis", "opsm", "m2po", "oapl"])
+@pytest.mark.parametrize("name", ["dr-grpo", "gspo", "seq-bypass", "opsm", "m2po"])
 def test_objectives_train_through_the_real_loop(name: str, tmp_path: Path) -> None:
     overrides = [f"objective.name={name}", "trainer.minibatches=2", "trainer.epochs=2", "trainer.steps=2"]
     data = recipe(*overrides).model_dump(exclude_none=True)
@@ -269,7 +233,7 @@ def test_objectives_train_through_the_real_loop(name: str, tmp_path: Path) -> No
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["updates"] for row in rows] == [4, 8]
     assert all(np.isfinite(row["optim/grad_norm"]) for row in rows)
-    expected = "current" if name in {"seq-bypass", "m2po", "oapl"} else "proximal"
+    expected = "current" if name in {"seq-bypass", "m2po"} else "proximal"
     assert {row["mismatch/anchor"] for row in rows} == {expected}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trimtab.rollout.schedule import NO_SIGNAL, STALE, GroupRange, Schedule
 
 STEPS = 8
+EXAMPLES = max(30, settings().max_examples)
 
 
 @dataclass
@@ -147,7 +148,7 @@ SIZES = {
 
 
 @given(**SIZES, sync_every=st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_in_order_every_batch_is_the_next_groups_and_young_enough(
     chance: Random, prompts: int, updates: int, spare: int, lanes: int, sync_every: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_in_order_every_batch_is_the_next_groups_and_young_enough(
 
 
 @given(**SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_out_of_order_what_is_too_old_is_dropped_and_counted(
     chance: Random, prompts: int, updates: int, spare: int, lanes: int
 ) -> None:
@@ -171,7 +172,7 @@ def test_out_of_order_what_is_too_old_is_dropped_and_counted(
 
 
 @given(**SIZES, signal=st.floats(0.0, 1.0), in_order=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_groups_without_signal_are_replaced_within_bounds(
     chance: Random, prompts: int, updates: int, spare: int, lanes: int, signal: float, in_order: bool
 ) -> None:
@@ -182,7 +183,7 @@ def test_groups_without_signal_are_replaced_within_bounds(
 
 
 @given(**{name: SIZES[name] for name in ("chance", "prompts", "updates", "lanes")})
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=EXAMPLES)
 def test_without_a_lag_generation_and_training_take_turns(
     chance: Random, prompts: int, updates: int, lanes: int
 ) -> None:
