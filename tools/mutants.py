@@ -72,15 +72,15 @@ def main() -> int:
     for area in options.areas:
         candidates = list(mutants(area))
         chosen += rng.sample(candidates, min(len(candidates), options.count // len(options.areas)))
-    start = time.monotonic()
+    start, caught = time.monotonic(), list[bool]()
     with ThreadPoolExecutor(options.processes) as pool:
-        caught = list(pool.map(is_caught, chosen))
+        for mutant, is_found in zip(chosen, pool.map(is_caught, chosen), strict=True):
+            caught.append(is_found)
+            if not is_found:
+                print(f"survived: {mutant.file.relative_to(ROOT)}: {mutant.line}", flush=True)
     for area in options.areas:
         results = [result for mutant, result in zip(chosen, caught, strict=True) if mutant.area == area]
         print(f"{area:12} {sum(results)} of {len(results)} caught")
-    for mutant, result in zip(chosen, caught, strict=True):
-        if not result:
-            print(f"survived: {mutant.file.relative_to(ROOT)}: {mutant.line}")
     print(f"{sum(caught)} of {len(caught)} caught in {time.monotonic() - start:.0f} s")
     return 0
 

@@ -17,7 +17,8 @@ def main() -> None:
     try:
         _require_packages(sys.argv[1] if len(sys.argv) > 1 else "")
     except TrimtabError as error:
-        sys.exit(_refused(error))
+        print(f"trimtab: {error}", file=sys.stderr)  # as every command does
+        sys.exit(2)
     from trimtab.cli.main import main as run
 
     run()
@@ -31,12 +32,6 @@ def _require_packages(command: str) -> None:
         if command in TRAINING:
             require_extra("train", f"trimtab {command}")
         raise
-
-
-def _refused(error: TrimtabError) -> int:
-    """Prints the error as every command does; returns the exit code of a user error."""
-    print(f"trimtab: {error}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":
