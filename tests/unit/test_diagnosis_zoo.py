@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ def importable() -> Iterator[None]:
     sys.path.remove(folder)
 
 
+@functools.cache
 def exact(kind: str, level: int = 1, size: float = 0.05) -> Any:
     from zoo.synthetic import synthetic
 
