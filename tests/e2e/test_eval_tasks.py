@@ -51,14 +51,13 @@ def test_prompts_of_real_rows(benchmark_data, tokenizer, name, style):
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("style", ["chat", "few-shot"])
-def test_the_gold_text_of_every_real_row_is_paid_in_full(benchmark_data, name, style):
-    """All rows of all files under the task's own reward, and nothing for a wrong number."""
+@pytest.mark.parametrize("rows", [30, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_gold_text_of_every_real_row_is_paid_in_full(benchmark_data, name, style, rows):
+    """All files under the task's own reward, and nothing for a wrong number. Symbolic comparisons are slow."""
     path = benchmark_data / f"{name}.jsonl"
     task = tasks.build("file", path=path, format=SCHEMAS[name], style=style, holdout=1, examples=0)
-    if (style, name) in {("chat", "gsm8k-test"), ("few-shot", "minerva_math")}:
-        task.test[60:] = []  # the other style takes every row; symbolic comparisons are slow
-    right = [(problem, Response(task.gold(problem), "stop", 9)) for problem in task.test]
-    wrong = [(problem, Response(task.template.target("12345.678"), "stop", 9)) for problem in task.test[:40]]
+    right = [(problem, Response(task.gold(problem), "stop", 9)) for problem in task.test[:rows]]
+    wrong = [(problem, Response(task.template.target("12345.678"), "stop", 9)) for problem in task.test[:20]]
     with rewards.build([reward._replace(timeout=60.0) for reward in task.rewards], task) as scorer:
         scores = scorer.score(right + wrong)
     assert [score.error for score in scores if score.error] == []
@@ -80,6 +79,7 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
     json.dumps(result.as_dict())
 
 
+@pytest.mark.slow
 def test_the_quickstart_task_starts_where_it_should():
     """Two-digit addition: wrong most of the time, but right often enough to learn from."""
     # In one rounding .17 of 64 were right, .03 of 192 samples, 4 of 24 problems sometimes; another one draws others.
