@@ -240,7 +240,8 @@ class RewardSpec(NamedTuple):
 class Task(Protocol):
     """A source of problems. Both splits are finite, indexable and deterministic, and have no problem in common."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def train(self) -> Sequence[Problem]: ...
