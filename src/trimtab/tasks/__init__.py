@@ -18,10 +18,10 @@ _KINDS = {
     "file": ("data_sets", "File"),
     "hf": ("data_sets", "HuggingFace"),
     "mixture": ("mixture", "MixtureOptions"),
-    "program": ("laboratory", "Program"),
+    "program": ("laboratory_tasks", "Program"),
     "reasoning-gym": ("reasoning_gym", "ReasoningGym"),
-    "sort": ("laboratory", "Sort"),
-    "swap-sort": ("laboratory", "SwapSort"),
+    "sort": ("laboratory_tasks", "Sort"),
+    "swap-sort": ("laboratory_tasks", "SwapSort"),
 }
 
 

@@ -11,7 +11,7 @@ from trimtab.environments import EnvironmentSpec, build
 from trimtab.environments.formats import Call
 from trimtab.environments.swap_environment import SwapEnvironment, SwapFormat
 from trimtab.errors import TrimtabError
-from trimtab.tasks.laboratory import fewest_swaps, transcript
+from trimtab.tasks.laboratory_tasks import fewest_swaps, transcript
 
 ROWS = st.integers(3, 6).flatmap(lambda n: st.permutations("0123456789").map(lambda row: "".join(row[:n])))
 

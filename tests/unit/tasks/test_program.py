@@ -10,7 +10,7 @@ from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response, Scorer
 from trimtab.sandbox.python_pool import sandbox_unavailable
-from trimtab.tasks.laboratory import program_problem
+from trimtab.tasks.laboratory_tasks import program_problem
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.types import Problem, RewardSpec
