@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"rollout", "engines", "environments", "models", "tasks", "rewards", "runs", "intervals", "seeds"},
     "lab": {"training", "diagnosis", "runs", "objectives", "config", "processes"},
     "models": set(),
+    "monitor": {"objectives", "corrections", "diagnosis", "findings"},
     "objectives": {"corrections", "plugins"},
     "pages": set(),
     "planning": {"config", "runs"},
@@ -57,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 # Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
 # package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
 LINES = {
-    "adapters": 2_145,
+    "adapters": 2_175,
     "bitwise": 734,
     "cli": 2_764,
     "cluster": 1_037,
@@ -69,6 +70,7 @@ LINES = {
     "evaluation": 1_147,
     "lab": 1_010,
     "models": 3_929,
+    "monitor": 590,
     "objectives": 3_079,
     "pages": 301,
     "planning": 860,
@@ -79,10 +81,12 @@ LINES = {
     "sandbox": 2_136,
     "tasks": 1_630,
     "training": 4_795,
-    "trimtab": 1_514,
+    "trimtab": 1_517,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
-    path for package in ("adapters", "corrections", "objectives") for path in sorted((ROOT / package).rglob("*.py"))
+    path
+    for package in ("adapters", "corrections", "monitor", "objectives")
+    for path in sorted((ROOT / package).rglob("*.py"))
 ]
 SINCE_311 = {
     *("StrEnum", "UTC", "Self", "Never", "LiteralString", "NotRequired", "Required", "Unpack", "batched"),

@@ -12,7 +12,10 @@ from tests.support.installed import PROJECT, closure, modules_of, own_trainer, r
 
 from trimtab.errors import EXTRAS, TrimtabError, require_extra
 
-CORE = ("trimtab", "trimtab.corrections", "trimtab.objectives", "trimtab.adapters", "trimtab.errors", "trimtab.plugins")
+CORE = (
+    *("trimtab", "trimtab.corrections", "trimtab.objectives", "trimtab.adapters", "trimtab.monitor"),
+    *("trimtab.errors", "trimtab.findings", "trimtab.plugins"),
+)
 # An adapter may subclass a class of its trainer, which is then imported first.
 PEERS = frozenset({"areal", "miles", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime", "tinker", "trl", "verl"})
 IMPORT_ALL = f"""

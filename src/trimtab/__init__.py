@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trimtab.diagnosis.pipeline import diagnose
     from trimtab.errors import TrimtabError, TrimtabWarning
     from trimtab.evaluation import pass_at_k
+    from trimtab.monitor import Monitor
     from trimtab.objectives import Objective, PolicyLogps, advantages, correct, mismatch, objective
 
 _EXPORTS = {
@@ -30,6 +31,7 @@ _EXPORTS = {
     "trimtab.diagnosis.pipeline": ("diagnose",),
     "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
     "trimtab.evaluation": ("pass_at_k",),
+    "trimtab.monitor": ("Monitor",),
     "trimtab.objectives": (
         "Objective",
         "PolicyLogps",
@@ -53,6 +55,7 @@ __all__ = [
     "Band",
     "Config",
     "Divergence",
+    "Monitor",
     "Objective",
     "PolicyLogps",
     "TrimtabError",

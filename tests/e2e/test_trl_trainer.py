@@ -76,6 +76,10 @@ def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
     assert len(result["files"]) == 60
     diagnosis = trimtab.diagnose(tmp_path / "logps")
     assert 0.02 < diagnosis.measured.size.mismatch["k3"] < 0.1
+    steps = [row["k3"] for row in diagnosis.measured.size.by_step]
+    assert result["observed"] == pytest.approx(steps, rel=1e-4)
+    assert "mean-ratio" in result["alarms"]  # Noise on log-probs is not a distribution: the mean ratio is exp(.3² / 2).
+    assert "trimtab/mismatch/k3" in result["metrics"]
 
 
 def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:

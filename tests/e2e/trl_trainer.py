@@ -28,6 +28,7 @@ from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.trl import GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
+from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps, objective, objectives
 
 PROMPTS = ["3141592653=", "2718281828=", "1414213562=", "1732050807="]
@@ -287,9 +288,12 @@ def unscored(folder: Path) -> dict[str, Any]:
 
 def train(folder: Path) -> dict[str, Any]:
     """`icepop` trains: the reward rises, and the log has our metrics."""
-    own = {"objective": objective("icepop"), "dump": folder / "logps"}
+    alarms: list[str] = []
+    monitor = Monitor(folder / "monitor", on_alarm=lambda alarm: alarms.append(alarm.name))
+    own = {"objective": objective("icepop"), "dump": folder / "logps", "monitor": monitor}
     trainer = build(GRPOTrainer, folder, steps=60, own=own, gradient_accumulation_steps=4)
     trainer.train()
+    monitor.close()
     log = [row for row in trainer.state.log_history if "reward" in row]
     return {
         "first": sum(row["reward"] for row in log[:5]) / 5,
@@ -297,6 +301,8 @@ def train(folder: Path) -> dict[str, Any]:
         "metrics": sorted(key for key in log[-1] if key.startswith("trimtab/")),
         "log": log[-1],
         "files": sorted(path.name for path in (folder / "logps").iterdir()),
+        "alarms": alarms,
+        "observed": [json.loads(line)["mismatch/k3"] for line in (folder / "monitor" / "metrics.jsonl").open()],
     }
 
 

@@ -13,7 +13,7 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,21 +35,29 @@ FORWARD = (
 """Inputs of vision models that the forward pass takes as they are."""
 
 
+class Observer(Protocol):
+    """A `trimtab.Monitor`."""
+
+    def observe(self, **batch: Any) -> dict[str, float]: ...
+
+
 @dataclass
 class Update:
-    """What is known and collected over the micro-batches of one update."""
+    """What is known and collected over the micro-batches of one update. observed: the figures of the monitor."""
 
     step: int
     state: State
     metrics: Metrics | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    observed: dict[str, float] = field(default_factory=dict)
 
 
 class GRPOTrainer(PlainTrainer):
     """A `trl.GRPOTrainer` whose loss is a Trimtab objective.
 
     objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
-    update after each generation, which `trimtab diagnose` reads. Other parameters are those of TRL.
+    update after each generation, which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, which is shown the same
+    batches; its figures go to TRL's log. Other parameters are those of TRL.
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
     all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
@@ -59,7 +67,12 @@ class GRPOTrainer(PlainTrainer):
     """
 
     def __init__(
-        self, *args: Any, objective: str | Objective = "grpo", dump: str | Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        objective: str | Objective = "grpo",
+        dump: str | Path | None = None,
+        monitor: Observer | None = None,
+        **kwargs: Any,
     ) -> None:
         if "unsloth" in sys.modules:
             raise TrimtabError(
@@ -68,6 +81,7 @@ class GRPOTrainer(PlainTrainer):
         _check_signature()
         self._objective = build("trl", objective, {})
         self._dump = None if dump is None else Dump(dump)
+        self._monitor = monitor
         self._update: Update | None = None
         given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
         settings = given.get("args") or _TRL.GRPOConfig()
@@ -124,9 +138,11 @@ class GRPOTrainer(PlainTrainer):
 
     def _check_sampler(self, behavior: Tensor | None) -> None:
         """Raises `TrimtabError` where the sampler's log-probs are needed and TRL does not have them."""
-        if behavior is not None or not ("behavior" in self._objective.needs or self._dump is not None):
+        readers = {"dump": self._dump, "monitor": self._monitor}
+        used = [name for name, reader in readers.items() if reader is not None]
+        if behavior is not None or not ("behavior" in self._objective.needs or used):
             return
-        reader = self._objective.name if "behavior" in self._objective.needs else "dump"
+        reader = self._objective.name if "behavior" in self._objective.needs else used[0]
         raise TrimtabError(
             f"{reader} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
         )
@@ -159,9 +175,11 @@ class GRPOTrainer(PlainTrainer):
         first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) < window
         if self._dump is not None and first_after_generation:
             update.rows += _dumped(inputs, logps)
+        if self._monitor is not None and first_after_generation:
+            update.observed = self._monitor.observe(step=update.step, **_observed(inputs, logps))
         if (self._step + 1) % window:
             return
-        self._log("train", update.metrics.finalize())
+        self._log("train", update.metrics.finalize() | update.observed)
         if self._dump is not None and update.rows:
             self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
 
@@ -199,6 +217,18 @@ def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
         "prompt_id": [" ".join(map(str, ids[mask.bool()].tolist())) for ids, mask in prompts],
     }
     return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
+
+
+def _observed(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]:
+    assert logps.proximal is not None
+    advantage = _advantage(inputs)
+    return {
+        "logp_train": logps.proximal.detach(),
+        "logp_rollout": logps.behavior,
+        "mask": _mask(inputs),
+        "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
+        "response_ids": inputs["completion_ids"],
+    }
 
 
 def _check_signature() -> None:

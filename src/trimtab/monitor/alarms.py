@@ -1,0 +1,173 @@
+"""The rules that raise an alarm from the figures of the steps so far. Pure functions; no state, no input or output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+from trimtab.findings import Finding
+from trimtab.monitor.step_figures import MeanRatio
+
+WINDOW = 20
+"""Steps that the newest ones are compared with."""
+EXACT = 1e-7
+"""k3 below which trainer and sampler compute the same up to rounding of float32."""
+JUMP = 4.0
+"""How many times the largest k3 of the window both of the last two steps must reach (`benchmarks/monitor.py`)."""
+RISE = 5.0
+"""How many times its median in the first steps the median k3 of the last ones must reach."""
+RATIO_ERRORS, RATIO_DISTANCE, RATIO_STEPS = 6.0, 0.005, 10
+"""The mean ratio is off where it is this many standard errors and this far from 1, over so many steps."""
+HEAVY_TAIL = 0.5
+"""Effective sample size of tokens below which a standard error of the mean ratio says nothing."""
+LARGE_K3 = 0.1
+"""k3 beyond everything published for a working setup (1e-5 to 1e-1)."""
+NORM_FALL = 0.35
+"""Share of its first median that the gradient norm must fall to. Miles reports .07 to .02 before a collapse."""
+LENGTH_RISE, TRUNCATED, TRUNCATED_RISE = 2.0, 0.2, 0.15
+RECENT = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step. figures: by name, such as `mismatch/k3`; ratio: the sums behind the mean ratio."""
+
+    number: int
+    figures: Mapping[str, float]
+    ratio: MeanRatio
+
+
+@dataclass(frozen=True)
+class Alarm(Finding):
+    """A finding at a step."""
+
+    step: int = -1
+
+
+def alarms(steps: Sequence[Step]) -> list[Alarm]:
+    """Returns the alarms at the last of the steps, which are in order."""
+    found = [finding for rule in RULES if (finding := rule(steps)) is not None]
+    return [Alarm(one.status, one.name, one.detail, one.next_step, step=steps[-1].number) for one in found]
+
+
+def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:
+    """Two steps in a row far above all before them: the sampler stays behind, whatever its versions say."""
+    k3 = [max(step.figures["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
+    if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
+        return None
+    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
+    ages = [step.figures.get("age", math.nan) for step in steps[-WINDOW:]]
+    if any(map(math.isnan, ages)):
+        return Finding(
+            "fail", "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
+        )
+    if max(ages[-2:]) > max(ages[:-2]) + 0.5:
+        return Finding(
+            "note", "stale", f"{detail}; the sampler's weights got older", "publish weights more often, or correct"
+        )
+    return Finding(
+        "fail",
+        "undelivered",
+        f"{detail}, while the version says that the sampler's weights are as new as before",
+        "compare the weights in the sampler with the trainer's: a checksum, or log-probs of a fixed text",
+    )
+
+
+def k3_rises(steps: Sequence[Step]) -> Finding | None:
+    """Slow growth of k3 over many steps, to more than is published for dense models."""
+    if len(steps) < 2 * WINDOW:
+        return None
+    first, last = (median(part, "mismatch/k3") for part in (steps[:WINDOW], steps[-WINDOW:]))
+    if not (last > RISE * max(first, EXACT) and last > 1e-3):
+        return None
+    detail = f"k3 {last:.1e} per token over the last {WINDOW} steps, {first:.1e} over the first {WINDOW}"
+    return Finding("note", "k3-rising", detail, "run `trimtab diagnose` on the sample")
+
+
+def k3_is_large(steps: Sequence[Step]) -> Finding | None:
+    k3 = median(steps[-RECENT:], "mismatch/k3")
+    if len(steps) < RECENT or not k3 > LARGE_K3:
+        return None
+    return Finding(
+        "fail",
+        "k3-large",
+        f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)",
+        "run `trimtab diagnose` on the sample",
+    )
+
+
+def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
+    """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
+    recent = steps[-RATIO_STEPS:]
+    if min(step.figures["mismatch/ess_token"] for step in recent) < HEAVY_TAIL:
+        return None
+    values = {name: float(value) for name, value in reduce(add, (step.ratio for step in recent)).summary().items()}
+    mean, error = values[""], values["/error"]
+    if not abs(mean - 1) > max(RATIO_ERRORS * error, RATIO_DISTANCE):
+        return None
+    detail = f"the mean of trainer / sampler is {mean:.4f} +- {error:.4f} and must be 1 for correct log-probs"
+    advice = "compare temperature, top-p and top-k on both sides, and run `trimtab diagnose` on the sample"
+    return Finding("fail", "mean-ratio", detail, advice)
+
+
+def few_samples_count(steps: Sequence[Step]) -> Finding | None:
+    ess = median(steps[-RECENT:], "mismatch/ess_token")
+    if len(steps) < RECENT or not ess < HEAVY_TAIL:
+        return None
+    detail = f"effective sample size {ess:.2f} of the tokens: under importance weights most of the batch is lost"
+    return Finding("note", "ess", detail, "refresh the sampler more often, or lower the mismatch")
+
+
+def gradient_norm_falls(steps: Sequence[Step]) -> Finding | None:
+    if len(steps) < 2 * WINDOW:
+        return None
+    first, last = median(steps[:WINDOW], "grad_norm"), median(steps[-WINDOW:], "grad_norm")
+    if not last < NORM_FALL * first:
+        return None
+    detail = f"gradient norm {last:.2g} over the last {WINDOW} steps, {first:.2g} over the first {WINDOW}"
+    return Finding("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses")
+
+
+def responses_grow(steps: Sequence[Step]) -> Finding | None:
+    if len(steps) < 2 * RECENT:
+        return None
+    first, last = (median(part, "response/length") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
+    cut_first, cut = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
+    if cut > TRUNCATED and cut - cut_first > TRUNCATED_RISE:
+        detail = f"{cut:.0%} of the responses are cut at the limit, {cut_first:.0%} in the first steps"
+        return Finding("note", "truncation", detail, "raise the limit, or look at what long responses are rewarded for")
+    if last > LENGTH_RISE * first:
+        detail = f"responses have {last:.0f} tokens, {first:.0f} in the first steps"
+        return Finding("note", "length", detail, "look at samples: longer answers, or repetition?")
+    return None
+
+
+def missing_log_probs(steps: Sequence[Step]) -> Finding | None:
+    figures = steps[-1].figures
+    missing = figures["nonfinite"]
+    if missing <= 0.001 * (missing + figures["mismatch/tokens"]):
+        return None
+    share = missing / (missing + figures["mismatch/tokens"])
+    advice = "leave these tokens out of the loss, and find out on which side they are missing"
+    return Finding("note", "non-finite", f"{share:.1%} of the trained tokens have no finite log-prob", advice)
+
+
+def median(steps: Sequence[Step], name: str) -> float:
+    """Returns the median of a figure; NaN where a step does not have it."""
+    values = sorted(step.figures.get(name, math.nan) for step in steps)
+    return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+
+
+RULES: tuple[Callable[[Sequence[Step]], Finding | None], ...] = (
+    weights_do_not_arrive,
+    k3_rises,
+    k3_is_large,
+    mean_ratio_is_off,
+    few_samples_count,
+    gradient_norm_falls,
+    responses_grow,
+    missing_log_probs,
+)

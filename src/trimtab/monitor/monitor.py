@@ -1,0 +1,214 @@
+"""`trimtab.Monitor`: three lines in any training loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
+from trimtab.findings import Finding
+from trimtab.monitor.alarms import WINDOW, Alarm, Step, alarms
+from trimtab.monitor.response_sample import Sample
+from trimtab.monitor.step_figures import MeanRatio, over_ranks, step_figures
+from trimtab.objectives import Metrics
+
+VERDICTS = {"ok": "pass", "note": "warn", "fail": "fail"}
+
+
+class Monitor:
+    """Measures the mismatch of trainer and sampler at every step, raises alarms, and keeps a sample.
+
+        monitor = trimtab.Monitor(out="logs")
+        logger.log(monitor.observe(logp_train=new, logp_rollout=old, mask=mask, step=step))   # in the loop
+        monitor.close()
+
+    out: a folder for `metrics.jsonl` (one object per step), `sample.jsonl` (which `trimtab diagnose` reads) and
+        `diagnose.html`; None writes nothing.
+    every: measures the steps whose number is a multiple of it.
+    on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
+    sample_tokens: trained tokens of the sample, on each rank.
+    process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
+        `torch.distributed` is initialized.
+
+    Memory does not grow with the number of steps. An alarm is raised once, and again after its reason went away.
+    """
+
+    def __init__(
+        self,
+        out: str | Path | None = None,
+        *,
+        every: int = 1,
+        on_alarm: Callable[[Alarm], None] | None = None,
+        sample_tokens: int = 200_000,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, not {every}")
+        self._group = process_group
+        self._distributed = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank(process_group) if self._distributed else 0
+        self._out = None if out is None else Path(out)
+        if self._out is not None:
+            self._out.mkdir(parents=True, exist_ok=True)
+        self._every = every
+        self._on_alarm = on_alarm or _warn
+        self._sample = Sample(sample_tokens, seed=self._rank)
+        self._open: tuple[int, Metrics] | None = None
+        self._first: list[Step] = []
+        self._last: deque[Step] = deque(maxlen=WINDOW)
+        self._active: set[str] = set()
+        self._worst: dict[str, Alarm] = {}
+        self._steps = 0
+
+    @torch.no_grad()
+    def observe(
+        self,
+        *,
+        logp_train: Float[Tensor, "batch time"],
+        logp_rollout: Float[Tensor, "batch time"],
+        mask: Bool[Tensor, "batch time"],
+        step: int,
+        version: int | Tensor | None = None,
+        group: Tensor | None = None,
+        reward: Tensor | None = None,
+        advantage: Tensor | None = None,
+        response_ids: Tensor | None = None,
+        truncated: Tensor | None = None,
+        grad_norm: float | None = None,
+    ) -> dict[str, float]:
+        """Adds a batch or micro-batch of a step, and returns the figures of that step so far, for a logger.
+
+        logp_train: of the weights before the update. logp_rollout: as the sampler reported it. mask: the trained
+            tokens, bool.
+        version: of the weights that sampled, in the unit of `step`: one number, (batch,) or (batch, time).
+        group: (batch,) the number of the prompt. reward, advantage, truncated (bool): (batch,).
+        response_ids: (batch, time). grad_norm: that of the step before.
+
+        Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
+        `ValueError` for a mask that is not bool and for shapes that differ.
+        """
+        if step % self._every:
+            return {}
+        if self._open is not None and self._open[0] != step:
+            self._finish()
+        here = step_figures(
+            logp_train,
+            logp_rollout,
+            mask,
+            age=None if version is None else step - _column(version, mask),
+            **{
+                "reward/mean": _float(reward),
+                "response/truncated": _float(truncated),
+                "grad_norm": None if grad_norm is None else torch.tensor([float(grad_norm)], device=mask.device),
+            },
+        )
+        here = over_ranks(here, self._group) if self._distributed else here
+        self._open = (step, here if self._open is None else self._open[1] + here)
+        tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
+        if isinstance(version, Tensor) and version.shape == mask.shape:
+            tokens["policy_version"], version = version, None
+        rows = {"step": step, "policy_version": version, "group": group, "reward": reward, "advantage": advantage}
+        self._sample.add(mask, tokens, rows)
+        return self._figures(self._open[1])
+
+    @property
+    def verdict(self) -> Finding:
+        """What the alarms so far amount to: `ok`, `note` (may matter) or `fail`."""
+        alarms_so_far = sorted(self._worst.values(), key=lambda one: one.step)
+        status = max((one.status for one in alarms_so_far), key=list(VERDICTS).index, default="ok")
+        detail = "; ".join(f"{one.name} at step {one.step}" for one in alarms_so_far)
+        return Finding(status, "monitor", detail or f"no alarm in {self._steps} steps")
+
+    def close(self) -> Finding:
+        """Judges the last step, writes the sample and its page, and returns the verdict."""
+        if self._open is not None:
+            self._finish()
+        if self._out is not None and len(self._sample):
+            name = "sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl"
+            self._sample.write(self._out / name)
+            if self._distributed:
+                dist.barrier(self._group)
+            if self._rank == 0:
+                self._write_page(self._out)
+        return self.verdict
+
+    def _finish(self) -> None:
+        assert self._open is not None
+        number, metrics = self._open
+        self._open = None
+        ratio = metrics.parts["mean_ratio"]
+        assert isinstance(ratio, MeanRatio)
+        step = Step(number, self._figures(metrics), _on_cpu(ratio))
+        self._steps += 1
+        self._last.append(step)
+        if len(self._first) < WINDOW:
+            self._first.append(step)
+        found = alarms(self._history())
+        for one in found:
+            if one.name not in self._active:
+                self._worst.setdefault(one.name, one)
+                if self._rank == 0:
+                    self._on_alarm(one)
+        self._active = {one.name for one in found}
+        if self._out is not None and self._rank == 0:
+            names = [one.name for one in found]
+            with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": number, **_json_numbers(step.figures), "alarms": names}) + "\n")
+
+    def _history(self) -> list[Step]:
+        """The first and the last steps, each once."""
+        return [step for step in self._first if step.number < self._last[0].number] + list(self._last)
+
+    def _figures(self, metrics: Metrics) -> dict[str, float]:
+        figures = metrics.finalize() | {"monitor/alarms": float(len(self._worst))}
+        if self._steps >= WINDOW:
+            figures["monitor/verdict"] = float(list(VERDICTS).index(self.verdict.status))
+        return figures
+
+    def _write_page(self, out: Path) -> None:
+        missing = [name for name in EXTRAS["diagnose"] if importlib.util.find_spec(name) is None]
+        if missing:
+            _say(f"no page: {install_hint('diagnose')}, then `trimtab diagnose {out}`")
+            return
+        from trimtab.diagnosis.output.html_page import write_page
+        from trimtab.diagnosis.pipeline import diagnose
+
+        files = sorted(out.glob("sample*.jsonl"))
+        write_page(diagnose(files), out / "diagnose.html", f"trimtab diagnose {out}", None)
+
+
+def _column(version: int | Tensor, mask: Tensor) -> Tensor:
+    if not isinstance(version, Tensor):
+        return torch.full((len(mask),), float(version), device=mask.device)
+    return version.to(mask.device, torch.float64)
+
+
+def _float(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.double()
+
+
+def _on_cpu(ratio: MeanRatio) -> MeanRatio:
+    return MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()})
+
+
+def _json_numbers(figures: Mapping[str, float]) -> dict[str, Any]:
+    return {name: value if abs(value) < float("inf") else None for name, value in figures.items()}
+
+
+def _warn(alarm: Alarm) -> None:
+    _say(f"step {alarm.step}: {alarm.name}: {alarm.text}")
+
+
+def _say(text: str) -> None:
+    # The line of the training loop: behind `_warn`, `_finish`, `observe` and the decorator of `observe`.
+    warnings.warn(text, TrimtabWarning, stacklevel=6)

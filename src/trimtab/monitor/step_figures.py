@@ -1,0 +1,98 @@
+"""The statistics of one training step that the monitor keeps, mergeable over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from trimtab.corrections.statistics import Count, Mean, Mergeable, total
+from trimtab.objectives import Metrics, mismatch
+
+
+@dataclass(frozen=True, eq=False)
+class MeanRatio(Mergeable):
+    """The mean of the ratio trainer/sampler with its standard error over responses.
+
+    E_sampler[trainer / sampler] = 1 for the log-probs of the distribution that was sampled, whatever its rounding.
+    Sums over responses of e, the sum of ratio - 1 over the trained tokens of a response, and n, their number.
+    """
+
+    excess: Tensor  # e
+    tokens: Tensor  # n
+    excess_square: Tensor
+    excess_tokens: Tensor
+    tokens_square: Tensor
+    responses: Tensor
+
+    @classmethod
+    def of(cls, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> MeanRatio:
+        """Returns the sums of log-ratios that are 0 where the mask is False."""
+        e = torch.expm1(log_ratio.double().clamp(-20, 20)).sum(1)
+        n = mask.sum(1).double()
+        return cls(total(e), total(n), total(e * e), total(e * n), total(n * n), total(n > 0))
+
+    def summary(self) -> dict[str, Tensor]:
+        mean = self.excess / self.tokens
+        variance = self.excess_square - 2 * mean * self.excess_tokens + mean.square() * self.tokens_square
+        error = (variance.clamp(min=0) * self.responses / (self.responses - 1)).sqrt() / self.tokens
+        return {"": 1 + mean, "/error": error}
+
+
+def step_figures(
+    logp_train: Float[Tensor, "batch time"],
+    logp_rollout: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    **means: Tensor | None,
+) -> Metrics:
+    """Returns the statistics of a batch.
+
+    means: values (batch,), or (batch, time) of which the trained tokens count, by the name of their mean; None is left
+    out. Trained tokens without a finite log-prob are left out and counted. Raises `ValueError` for a mask that is not
+    bool and for shapes that differ.
+    """
+    if mask.dtype != torch.bool or not logp_train.shape == logp_rollout.shape == mask.shape:
+        shapes = ", ".join(str(tuple(one.shape)) for one in (logp_train, logp_rollout, mask))
+        raise ValueError(
+            f"logp_train, logp_rollout and mask must be (batch, time) and mask bool: {shapes}, {mask.dtype}"
+        )
+    finite = mask & torch.isfinite(logp_train) & torch.isfinite(logp_rollout)
+    train, rollout = (torch.where(finite, logp.detach(), 0.0) for logp in (logp_train, logp_rollout))
+    trained = mask.any(1)
+    parts: dict[str, Mergeable] = {
+        "mismatch/": mismatch(train, rollout, finite).parts[""],
+        "mean_ratio": MeanRatio.of(train - rollout, finite),
+        "nonfinite": Count(total(mask & ~finite)),
+        "response/length": Mean(total(mask), total(trained)),
+    }
+    for name, values in means.items():
+        if values is not None:
+            where = mask if values.shape == mask.shape else torch.isfinite(values)
+            parts[name] = Mean.of(torch.where(where, values, 0).double(), where)
+    return Metrics(parts)
+
+
+def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:
+    """Returns the metrics of all ranks merged, in one collective. Every rank has the same names."""
+    tensors = [getattr(part, field.name) for part in metrics.parts.values() for field in fields(part)]
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+    gathered = flat.new_empty(dist.get_world_size(group) * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    return reduce(add, (_unpacked(one, metrics) for one in gathered.view(-1, flat.numel())))
+
+
+def _unpacked(flat: Tensor, like: Metrics) -> Metrics:
+    parts, start = {}, 0
+    for name, part in like.parts.items():
+        values = {}
+        for field in fields(part):
+            tensor = getattr(part, field.name)
+            values[field.name] = flat[start : start + tensor.numel()].view(tensor.shape).to(tensor.dtype)
+            start += tensor.numel()
+        parts[name] = replace(part, **values)
+    return Metrics(parts)

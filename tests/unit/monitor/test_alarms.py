@@ -1,0 +1,122 @@
+"""The rules of the monitor on planted histories: each fires for its reason and is silent for its neighbors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from trimtab.monitor.alarms import RATIO_STEPS, WINDOW, Step, alarms
+from trimtab.monitor.step_figures import MeanRatio
+
+NUMBERS = {"mismatch/ess_token": 0.99, "mismatch/tokens": 1000.0, "nonfinite": 0.0, "response/length": 100.0}
+
+
+def ratio(mean: float = 1.0, spread: float = 0.1, responses: int = 100, tokens: int = 10) -> MeanRatio:
+    """Responses of equal length, half of them above the mean and half below."""
+    excess = [tokens * (mean - 1 + sign * spread) for sign in (1, -1)]
+    half = responses / 2
+    sums = {
+        "excess": half * sum(excess),
+        "tokens": responses * tokens,
+        "excess_square": half * sum(one * one for one in excess),
+        "excess_tokens": half * sum(one * tokens for one in excess),
+        "tokens_square": responses * tokens**2,
+        "responses": responses,
+    }
+    return MeanRatio(**{name: torch.tensor(float(value), dtype=torch.float64) for name, value in sums.items()})
+
+
+def history(k3: Sequence[float] = (1e-4,) * 50, of: MeanRatio | None = None, **figures: Sequence[float]) -> list[Step]:
+    columns = {name.replace("__", "/"): values for name, values in figures.items()}
+    return [
+        Step(
+            number,
+            {**NUMBERS, "mismatch/k3": value, **{name: values[number] for name, values in columns.items()}},
+            of or ratio(),
+        )
+        for number, value in enumerate(k3)
+    ]
+
+
+def names(steps: Sequence[Step]) -> list[str]:
+    return [one.name for one in alarms(steps)]
+
+
+def test_nothing_is_said_of_even_noise() -> None:
+    assert names(history()) == []
+    assert names(history([1e-12] * 50)) == []
+    assert names(history([1e-4])) == []
+
+
+@pytest.mark.parametrize(
+    ("ages", "name"),
+    [([0.0] * 12, "undelivered"), ([0.0] * 10 + [1.0, 2.0], "stale"), ([math.nan] * 12, "k3-jump")],
+)
+def test_two_steps_far_above_all_before(ages: list[float], name: str) -> None:
+    steps = history([1e-4] * 10 + [1e-3, 3e-3], age=ages)
+    assert names(steps) == [name]
+    assert alarms(steps)[0].step == 11
+    assert names(steps[:-1]) == []
+
+
+def test_one_step_or_a_smaller_jump_is_noise() -> None:
+    assert names(history([1e-4] * 10 + [1e-2, 1e-4], age=[0.0] * 12)) == []
+    assert names(history([1e-4] * 9 + [2e-4, 7e-4, 7e-4], age=[0.0] * 12)) == []
+
+
+def test_rounding_of_float32_does_not_count_as_a_reference() -> None:
+    assert names(history([1e-13] * 5 + [9e-13, 9e-13], age=[0.0] * 7)) == []
+    assert names(history([1e-13] * 5 + [1e-5, 1e-5], age=[0.0] * 7)) == ["undelivered"]
+
+
+def test_slow_growth() -> None:
+    slow = [1e-3 * 1.05**step for step in range(60)]
+    assert names(history(slow)) == ["k3-rising"]
+    assert names(history([value / 100 for value in slow])) == []  # below what dense models have
+
+
+def test_k3_beyond_all_working_setups() -> None:
+    assert names(history([0.12] * 5)) == ["k3-large"]
+    assert names(history([0.12] * 4)) == []
+    assert names(history([0.08] * 5)) == []
+
+
+def test_the_mean_ratio() -> None:
+    # A step has a standard error of .1 / 10, ten steps one of .01 / sqrt(10) = .0032: six of them are .019.
+    assert names(history(of=ratio(mean=0.975))) == ["mean-ratio"]
+    assert names(history(of=ratio(mean=0.985))) == []
+    assert names(history(of=ratio(mean=0.996, spread=1e-4))) == []  # certain, and too small to matter
+    few = history([1e-4] * RATIO_STEPS, of=ratio(mean=0.975), mismatch__ess_token=[0.4] * RATIO_STEPS)
+    assert "mean-ratio" not in names(few)
+
+
+def test_effective_sample_size() -> None:
+    assert names(history(mismatch__ess_token=[0.4] * 50)) == ["ess"]
+    assert names(history(mismatch__ess_token=[0.6] * 50)) == []
+
+
+def test_gradient_norm() -> None:
+    assert names(history(grad_norm=[0.07] * 25 + [0.02] * 25)) == ["gradient-norm"]
+    assert names(history(grad_norm=[0.07] * 25 + [0.03] * 25)) == []
+    assert names(history(grad_norm=[0.07] * 49 + [math.nan])) == []
+
+
+def test_responses_that_grow() -> None:
+    assert names(history(response__length=[100.0] * 45 + [201.0] * 5)) == ["length"]
+    assert names(history(response__length=[100.0] * 45 + [199.0] * 5)) == []
+    assert names(history(response__truncated=[0.02] * 45 + [0.25] * 5)) == ["truncation"]
+    assert names(history(response__truncated=[0.22] * 50)) == []
+
+
+def test_missing_log_probs() -> None:
+    assert names(history(nonfinite=[2.0] * 50)) == ["non-finite"]
+    assert names(history(nonfinite=[1.0] * 50)) == []
+
+
+def test_the_standard_error_of_the_mean_ratio() -> None:
+    values = ratio(mean=1.02, spread=0.1, responses=WINDOW).summary()
+    assert float(values[""]) == pytest.approx(1.02)
+    assert float(values["/error"]) == pytest.approx(0.1 / math.sqrt(WINDOW - 1))

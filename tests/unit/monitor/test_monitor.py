@@ -1,0 +1,173 @@
+"""`trimtab.Monitor` in a loop: its figures, its alarms, what it writes, and that its memory is bounded."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import trimtab
+from trimtab.monitor import Alarm, Monitor
+from trimtab.monitor.response_sample import Sample
+
+ROWS, TIME = 32, 24
+
+
+def batch(step: int, *, noise: float = 0.02, drift: float = 0.0) -> dict[str, Any]:
+    """Tokens drawn from noisy logits, with the log-probs of the noisy sampler and of the trainer."""
+    random = torch.Generator().manual_seed(step)
+    logits = 2 * torch.randn(ROWS, TIME, 20, generator=random, dtype=torch.float64)
+    rollout = (logits + noise * torch.randn(logits.shape, generator=random)).log_softmax(-1)
+    train = (logits + drift * torch.randn(logits.shape, generator=random)).log_softmax(-1)
+    ids = torch.multinomial(rollout.exp().view(-1, 20), 1, generator=random).view(ROWS, TIME, 1)
+    lengths = torch.randint(1, TIME + 1, (ROWS, 1), generator=random)
+    return {
+        "logp_train": train.gather(-1, ids)[..., 0],
+        "logp_rollout": rollout.gather(-1, ids)[..., 0],
+        "mask": torch.arange(TIME) < lengths,
+        "step": step,
+        "version": step,
+        "reward": torch.rand(ROWS, generator=random),
+        "group": torch.arange(ROWS) // 4,
+        "response_ids": ids[..., 0],
+    }
+
+
+def test_figures_are_those_of_mismatch_and_of_any_split() -> None:
+    one = batch(0)
+    whole = Monitor().observe(**one)
+    expected = trimtab.mismatch(one["logp_train"], one["logp_rollout"], one["mask"]).finalize()
+    assert {name: whole[f"mismatch/{name}"] for name in expected} == pytest.approx(expected)
+    assert whole["response/length"] == pytest.approx(float(one["mask"].sum(1).double().mean()))
+    assert whole["reward/mean"] == pytest.approx(float(one["reward"].double().mean()))
+    split = Monitor()
+    for part in (slice(0, 10), slice(10, ROWS)):
+        last = split.observe(**{k: v[part] if isinstance(v, torch.Tensor) else v for k, v in one.items()})
+    assert last == pytest.approx(whole)
+
+
+def test_tokens_without_a_log_prob_are_left_out_and_counted() -> None:
+    one = batch(0)
+    clean = Monitor().observe(**one)
+    holes = one | {"logp_rollout": one["logp_rollout"].clone(), "mask": one["mask"].clone()}
+    holes["logp_rollout"][0, 0] = torch.nan
+    found = Monitor().observe(**holes)
+    assert found["nonfinite"] == 1
+    assert found["mismatch/tokens"] == clean["mismatch/tokens"] - 1
+    assert found["response/length"] == clean["response/length"]
+
+
+def test_lost_weights_are_an_alarm_within_three_steps_and_only_once() -> None:
+    raised: list[Alarm] = []
+    monitor = Monitor(on_alarm=raised.append)
+    for step in range(30):
+        monitor.observe(**batch(step, drift=0.0 if step < 20 else 0.1 * (step - 19)))
+    verdict = monitor.close()
+    assert [one.name for one in raised].count("undelivered") == 1
+    assert raised[0].name == "undelivered"
+    assert 20 < raised[0].step <= 22
+    assert verdict.status == "fail"
+
+
+def test_no_alarm_without_a_fault_and_a_verdict_after_twenty_steps() -> None:
+    raised: list[Alarm] = []
+    monitor = Monitor(on_alarm=raised.append)
+    figures = [monitor.observe(**batch(step)) for step in range(40)]
+    assert raised == []
+    assert monitor.verdict.status == "ok"
+    assert "monitor/verdict" not in figures[19]
+    assert figures[20]["monitor/verdict"] == 0
+
+
+def test_an_alarm_is_a_warning_by_default() -> None:
+    monitor = Monitor()
+    for step in range(5):
+        monitor.observe(**batch(step, drift=1.5))
+    with pytest.warns(trimtab.TrimtabWarning) as warned:
+        monitor.close()
+    assert "step 4: k3-large" in " ".join(str(one.message) for one in warned)
+
+
+def test_only_multiples_of_every_are_measured() -> None:
+    monitor = Monitor(every=5)
+    assert [bool(monitor.observe(**batch(step))) for step in range(11)] == [step % 5 == 0 for step in range(11)]
+
+
+def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path)
+    parts = [batch(step) for step in range(3)]
+    figures = [monitor.observe(**part) for part in parts]
+    monitor.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["mismatch/k3"] for line in lines] == [one["mismatch/k3"] for one in figures]
+    rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * ROWS
+    tokens = sum(sum(row["loss_mask"]) for row in rows)
+    assert tokens == sum(int(part["mask"].sum()) for part in parts)
+    assert "<html" in (tmp_path / "diagnose.html").read_text()
+    found = trimtab.diagnose(tmp_path / "sample.jsonl").measured.size.by_step
+    for here, row in zip(figures, found, strict=True):
+        for name in ("k1", "k3", "ess_token", "ess_seq", "ratio_mean"):
+            assert row[name] == pytest.approx(here[f"mismatch/{name}"], rel=1e-5)  # files keep float32
+
+
+def test_the_sample_is_bounded_and_fair() -> None:
+    sample, mask = Sample(limit=2000, seed=0), torch.ones(10, 10, dtype=torch.bool)
+    for step in range(1000):
+        sample.add(mask, {"logp_behavior": -torch.rand(10, 10)}, {"step": step})
+        assert len(sample) <= 260
+    steps = np.array([row["step"] for _, row in sample._rows])
+    assert 190 <= len(sample) <= 260
+    # The mean of 200 uniform numbers in [0, 1000) is 500 with a standard error of 20.
+    assert abs(steps.mean() - 500) < 80
+
+
+def test_faults_of_the_caller() -> None:
+    one = batch(0)
+    with pytest.raises(ValueError, match=r"mask bool: .*int64"):
+        Monitor().observe(**one | {"mask": one["mask"].long()})
+    with pytest.raises(ValueError, match=r"\(32, 23\)"):
+        Monitor().observe(**one | {"logp_rollout": one["logp_rollout"][:, 1:]})
+    with pytest.raises(ValueError, match="every"):
+        Monitor(every=0)
+
+
+def ranks(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    monitor = Monitor(f"{folder}/logs")
+    part = slice(0, 10) if rank == 0 else slice(10, ROWS)
+    for step in range(2):
+        one = batch(step)
+        figures = monitor.observe(**{k: v[part] if isinstance(v, torch.Tensor) else v for k, v in one.items()})
+    monitor.close()
+    Path(f"{folder}/rank-{rank}.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=ranks, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return tmp_path
+
+
+def test_two_ranks_have_the_figures_of_the_whole_batch(two_ranks: Path) -> None:
+    monitor = Monitor()
+    expected = [monitor.observe(**batch(step)) for step in range(2)][-1]
+    for rank in range(2):
+        assert json.loads((two_ranks / f"rank-{rank}.json").read_text()) == pytest.approx(expected)
+    rows = [path.read_text().count("\n") for path in sorted((two_ranks / "logs").glob("sample_rank_*.jsonl"))]
+    assert rows == [20, 2 * ROWS - 20]
+    assert (two_ranks / "logs" / "diagnose.html").exists()
