@@ -84,7 +84,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
             trainer = sampler + 0.01 * torch.randn(16, 8, generator=make)
             columns = {"rollout_logprobs": sampler.tolist(), "logp_proximal": trainer.tolist(), "step": [step] * 16}
             pq.write_table(pa.table(columns), tmp_path / "dumps" / f"step-{step}.parquet")
-        return {}
+        mask, rewards = torch.ones(16, 8, dtype=torch.bool), torch.rand(16, generator=make)
+        batches = [(trainer, sampler, mask, rewards, torch.arange(16) // 4, version) for version in range(3)]
+        return {"batches": batches, "log": lambda scalars, _step: scalars["mismatch/k3"]}
 
     def tasks() -> dict[str, Any]:
         row = {"question": "How many?", "answer": "Six dozen.\n#### 72"}
