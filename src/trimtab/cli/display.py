@@ -118,34 +118,33 @@ class RunsDisplay:
         self._bar.console.print(line, soft_wrap=True)
 
 
+FIGURES = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("calls", "episode/calls", "{:.2f}"),
+    ("tool errors", "episode/tool_errors", "{:.1%}"),
+    ("void", "episode/void", "{:.1%}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("k3", "mismatch/k3", "{:.1e}"),
+    ("ESS", "mismatch/ess_token", "{:.3f}"),
+    ("clipped", "clipped", "{:.2%}"),
+    ("rejected", "rejected", "{:.2%}"),
+    ("roll tok/s", "tokens_per_second/rollout", "{:,.0f}"),
+    ("train tok/s", "tokens_per_second/train", "{:,.0f}"),
+    ("s/step", "time/step", "{:.1f}"),
+)
+"""What a line shows of a step: name, key of the metric, and format."""
+
+
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
-    """Returns the metrics shown in the display as pairs of name and text; absent ones are left out."""
-    shown: list[tuple[str, str]] = []
-    for name, key, style in (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("calls", "episode/calls", "{:.2f}"),
-        ("tool errors", "episode/tool_errors", "{:.1%}"),
-        ("void", "episode/void", "{:.1%}"),
-        ("loss", "sft/loss", "{:.4f}"),
-        ("k3", "mismatch/k3", "{:.1e}"),
-        ("ESS", "mismatch/ess_token", "{:.3f}"),
-    ):
-        value = number(metrics, key)
-        if value is not None:
-            shown.append((name, style.format(value)))
-    clips = [number(metrics, f"clip/{side}") for side in ("low", "high", "dual")]
-    if any(value is not None for value in clips):
-        shown.append(("clipped", f"{sum(value or 0.0 for value in clips):.2%}"))
+    """Returns the metrics shown of a step as pairs of name and text; absent ones are left out."""
+    values = dict(metrics)
+    clips = [clip for side in ("low", "high", "dual") if (clip := number(metrics, f"clip/{side}")) is not None]
+    if clips:
+        values["clipped"] = sum(clips)
     if "mismatch/k3" in metrics:  # a reinforcement learning step; without rejection rules the share is 0
-        shown.append(("rejected", f"{number(metrics, 'reject/tokens') or 0.0:.2%}"))
-    for name, phase in (("roll", "rollout"), ("train", "train")):
-        speed = number(metrics, f"tokens_per_second/{phase}")
-        if speed is not None:
-            shown.append((f"{name} tok/s", f"{speed:,.0f}"))
-    seconds = number(metrics, "time/step")
-    if seconds is not None:
-        shown.append(("s/step", f"{seconds:.1f}"))
-    return shown
+        values["rejected"] = number(metrics, "reject/tokens") or 0.0
+    shown = ((name, number(values, key), style) for name, key, style in FIGURES)
+    return [(name, style.format(value)) for name, value, style in shown if value is not None]
 
 
 def number(metrics: Mapping[str, float | str], key: str) -> float | None:

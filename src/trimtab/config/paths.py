@@ -29,35 +29,34 @@ NAMES_OR_FOLDERS = {
     ),
     "task.dataset": (),
 }
+TASK_LISTS = ("eval.task", "task.part")
+"""Lists of tasks, which have the paths of `[task]`."""
 
 
-def resolve_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a recipe's `data` with absolute paths; relative ones are resolved against `folder`.
+def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """Returns a recipe's `data`, or its part below the key `prefix`, with paths resolved against `folder`.
 
     A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
     other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
     because tasks other than `hf` have data sets that are no files.
     """
     resolved = dict(data)
-    for key, names in {**PATH_KEYS, **NAMES_OR_FOLDERS}.items():
-        value = _value_at(resolved, key.split("."))
-        if isinstance(value, str) and value not in names and (key in PATH_KEYS or _is_folder(key, value, folder)):
-            resolved = _with_value(resolved, key.split("."), str(_absolute(value, folder)))
-    for words in (["eval", "task"], ["task", "part"]):  # lists of tasks, which have the paths of [task]
-        others = _value_at(resolved, words)
-        if isinstance(others, list):
-            tasks = [resolve_paths({"task": other}, folder)["task"] for other in others]
-            resolved = _with_value(resolved, words, tasks)
+    for name, value in data.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            resolved[name] = resolve_paths(value, folder, f"{key}.")
+        elif isinstance(value, str) and _is_path(key, value, folder):
+            resolved[name] = str(_absolute(value, folder))
+        elif isinstance(value, list) and key in TASK_LISTS:
+            tasks = (resolve_paths({"task": task}, folder)["task"] for task in value)
+            resolved[name] = list(tasks)
     return resolved
 
 
 def resolve_path(key: str, value: Any, folder: Path) -> Any:
     """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
-    words = key.split(".")
-    data = value
-    for word in reversed(words):
-        data = {word: data}
-    return _value_at(resolve_paths(data, folder), words)
+    section, dot, name = key.rpartition(".")
+    return resolve_paths({name: value}, folder, section + dot)[name]
 
 
 def is_written_as_path(value: str) -> bool:
@@ -65,7 +64,11 @@ def is_written_as_path(value: str) -> bool:
     return value.startswith(("/", ".", "~")) or value.count("/") > 1
 
 
-def _is_folder(key: str, value: str, folder: Path) -> bool:
+def _is_path(key: str, value: str, folder: Path) -> bool:
+    if key in PATH_KEYS:
+        return value not in PATH_KEYS[key]
+    if key not in NAMES_OR_FOLDERS or value in NAMES_OR_FOLDERS[key]:
+        return False
     is_one_word = key == "task.dataset" and "/" not in value
     return is_written_as_path(value) or (not is_one_word and _absolute(value, folder).is_dir())
 
@@ -77,14 +80,3 @@ def _absolute(value: str, folder: Path) -> Path:
         raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
     # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
     return Path(os.path.normpath(folder.resolve() / expanded))
-
-
-def _value_at(data: Any, words: list[str]) -> Any:
-    for word in words:
-        data = data.get(word) if isinstance(data, Mapping) else None
-    return data
-
-
-def _with_value(data: Mapping[str, Any], words: list[str], value: Any) -> dict[str, Any]:
-    first, *rest = words
-    return {**data, first: _with_value(data[first], rest, value) if rest else value}

@@ -138,7 +138,7 @@ def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
     Raises `TrimtabError` when the preset has no such bounds, for too few samples, and for samples that are not finite.
     """
     values = {}
-    for bound in _bounds(preset):
+    for bound in _required_bounds(preset):
         samples = getattr(observed, bound.samples)
         if samples is None:
             raise TrimtabError(f"calibrate: {bound.keyword} is a bound on turns, which are not known here")
@@ -151,8 +151,6 @@ def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
         if not bool(samples.isfinite().all()):
             raise TrimtabError("calibrate: log-probs of the batch are not finite, no bound can be taken from them")
         values[bound.keyword] = bound.estimate(samples, bound.range)
-    if not values:
-        raise TrimtabError(f"objective {preset!r} has no bound that calibrate can find: leave calibrate out")
     return values
 
 
@@ -162,9 +160,7 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     Raises `TrimtabError` for an objective without a bound to calibrate, for a bound that is also given, and for parts
     that replace what has it or judge the same ratio.
     """
-    keywords = bounds_of(name)
-    if not keywords:
-        raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
+    keywords = tuple(bound.keyword for bound in _required_bounds(name))
     conflicts = [key for key in keywords if key in given]
     if conflicts:
         raise TrimtabError(
@@ -183,6 +179,13 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
                 f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
             )
     return keywords
+
+
+def _required_bounds(name: str) -> tuple[_Bound, ...]:
+    """Returns at least one bound, or raises `TrimtabError`."""
+    if not (bounds := tuple(_bounds(name))):
+        raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
+    return bounds
 
 
 def _bounds(name: str) -> Iterator[_Bound]:

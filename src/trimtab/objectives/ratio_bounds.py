@@ -42,20 +42,16 @@ class GrowingClip(Surrogate):
         if not math.isfinite(self.power):
             raise TrimtabError(f"power = {self.power:g}: the bounds grow with n^power, use a finite number")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         scale = terms.sequences.positions.clamp(min=1).to(terms.log_ratio.dtype) ** self.power
         log, advantage = terms.log_ratio.clamp(max=LOG_PREFIX_BOUND), terms.advantage
         clipped = torch.minimum(torch.maximum(log, -self.low * scale), self.high * scale)
         value = torch.minimum(bounded(log).exp() * advantage, bounded(clipped).exp() * advantage)
-        detached_log = log.detach()
-        statistics = {
-            **terms.share("clip/low", (advantage < 0) & (detached_log < -self.low * scale)),
-            **terms.share("clip/high", (advantage > 0) & (detached_log > self.high * scale)),
-        }
+        statistics = terms.clipped(log.detach(), -self.low * scale, self.high * scale)
         if self.dual is not None:
             ceiling = (self.dual * scale).clamp(max=LOG_PREFIX_BOUND)
             value = torch.where(advantage < 0, torch.maximum(value, ceiling.exp() * advantage), value)
-            statistics |= terms.share("clip/dual", (advantage < 0) & (detached_log > ceiling))
+            statistics |= terms.share("clip/dual", (advantage < 0) & (log.detach() > ceiling))
         return value, statistics
 
     def equation(self, ratio: str) -> str:
@@ -65,7 +61,7 @@ class GrowingClip(Surrogate):
     def notes(self) -> tuple[str, ...]:
         return (f"n: position of the token among the trained ones of its response, p = {self.power:g}",)
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level in PREFIX_LEVELS:
             return None
         return f'GrowingClip bounds the ratio of a prefix by its length: use level "prefix", not {ratio.level!r}'
@@ -91,7 +87,7 @@ class Banded(Surrogate):
                 "high of 0 or more"
             )
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio
         below, above = ratio.detach() < 1 - self.low, ratio.detach() > 1 + self.high
         value = torch.where(below | above, 0.0, ratio * terms.advantage)
@@ -123,18 +119,15 @@ class AgedClip(Surrogate):
                 "use a low in [0, 1) and a high of 0 or more"
             )
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.age is not None
         age = terms.age.clamp(min=0).to(terms.log_ratio.dtype)
         log, advantage = bounded(terms.log_ratio), terms.advantage
-        low, high = age * math.log1p(-self.low), age * math.log1p(self.high)
-        clipped = torch.where(age > 0, torch.minimum(torch.maximum(log, low), high), log)
+        low = torch.where(age > 0, age * math.log1p(-self.low), -math.inf)
+        high = torch.where(age > 0, age * math.log1p(self.high), math.inf)
+        clipped = torch.minimum(torch.maximum(log, low), high)
         value = torch.minimum(log.exp() * advantage, clipped.exp() * advantage)
-        detached_log, aged = log.detach(), age > 0
-        return value, {
-            **terms.share("clip/low", aged & (advantage < 0) & (detached_log < low)),
-            **terms.share("clip/high", aged & (advantage > 0) & (detached_log > high)),
-        }
+        return value, terms.clipped(log.detach(), low, high)
 
     def equation(self, ratio: str) -> str:
         return f"min({ratio} A, clip({ratio}, {1 - self.low:g}^d, {1 + self.high:g}^d) A)"
@@ -142,7 +135,7 @@ class AgedClip(Surrogate):
     def notes(self) -> tuple[str, ...]:
         return ("d: age of the token in training steps, 1 for the policy that the step began with",)
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.over == "behavior":
             return None
         return 'AgedClip clips current/behavior by the age of its sampler: use a ratio over "behavior"'

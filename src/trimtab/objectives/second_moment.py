@@ -57,12 +57,7 @@ class SecondMoment(Surrogate):
         # The log is clamped, not the ratio: a token exactly at the cap stays unclipped whatever the rounding of exp.
         clipped = bounded(terms.log_ratio.clamp(-cap, cap)).exp()
         value = torch.minimum(terms.ratio * advantage, clipped * advantage)
-        log = terms.log_ratio.detach()
-        statistics = {
-            **terms.share("clip/low", (advantage < 0) & (log < -cap)),
-            **terms.share("clip/high", (advantage > 0) & (log > cap)),
-        }
-        return value, statistics
+        return value, terms.clipped(terms.log_ratio.detach(), -cap, cap)
 
     def _masked(self, terms: Terms, state: State) -> Value:
         limit = state.second_moment_limit(self.tau).to(terms.logp.dtype)

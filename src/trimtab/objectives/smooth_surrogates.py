@@ -39,7 +39,7 @@ class SoftGate(Surrogate):
         if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
             raise TrimtabError(f"tau = {self.positive:g}, {self.negative:g}: temperatures must be finite and above 0")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         advantage = terms.advantage
         tau = _by_sign(advantage > 0, self.positive, self.negative, advantage)
         gate = torch.sigmoid(tau * torch.expm1(bounded(terms.log_ratio)))
@@ -90,7 +90,7 @@ class GammaWeight(Surrogate):
                     "a larger k2 or a smaller k1"
                 )
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         positive, log = terms.advantage >= 0, bounded(terms.log_ratio.detach())
         power = _by_sign(positive, self.k1_positive, self.k1_negative, log)
         rate = _by_sign(positive, self.k2_positive, self.k2_negative, log)
@@ -107,14 +107,14 @@ class GammaWeight(Surrogate):
             f"(k1, k2) = ({positive[0]:g}, {positive[1]:g}) where A ≥ 0, ({negative[0]:g}, {negative[1]:g}) elsewhere",
         )
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level == "sequence":
             return None
         return (
             f'GammaWeight shapes the product over a response, not a ratio at {ratio.level} level: use level "sequence"'
         )
 
-    def peers(self, level: str) -> Peers:  # noqa: ARG002
+    def peers(self, level: str) -> Peers:
         names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
         options = dict(zip(names, map(repr, values), strict=True))
@@ -148,20 +148,16 @@ class GeometricClip(Surrogate):
                 f"low = {self.low:g}, high = {self.high:g}: the bounds on log r are -low and high, use 0 or more"
             )
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         log, advantage = terms.token_log_ratio, terms.advantage
         clipped = torch.where(advantage > 0, log.clamp(max=self.high), log.clamp(min=-self.low))
         value = bounded(at_level(clipped, terms.sequences, "geometric")).exp() * advantage
-        detached_log = log.detach()
-        return value, {
-            **terms.share("clip/low", (advantage < 0) & (detached_log < -self.low)),
-            **terms.share("clip/high", (advantage > 0) & (detached_log > self.high)),
-        }
+        return value, terms.clipped(log.detach(), -self.low, self.high)
 
-    def equation(self, ratio: str) -> str:  # noqa: ARG002
+    def equation(self, ratio: str) -> str:
         return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "token":
             return f'GeometricClip takes the mean of token ratios itself: use level "token", not {ratio.level!r}'
         return None
@@ -169,7 +165,7 @@ class GeometricClip(Surrogate):
     def unbounded(self) -> Surrogate:
         return GeometricClip(math.inf, math.inf)
 
-    def peers(self, level: str) -> Peers:  # noqa: ARG002
+    def peers(self, level: str) -> Peers:
         bounds = {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
         remark = "# here verl's clip_ratio bounds log r"
         return {"verl": Setting({"policy_loss": "{loss_mode: geo_mean}", **bounds}, (remark,))}
@@ -193,7 +189,7 @@ class QuadraticPenalty(Surrogate):
                 "number > 0"
             )
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.behavior is not None
         advantage, excess = terms.advantage, torch.expm1(bounded(terms.log_ratio))
         sampler = terms.behavior.clamp(max=0).exp()
@@ -204,7 +200,7 @@ class QuadraticPenalty(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio == Ratio("token", "behavior"):
             return None
         return 'QuadraticPenalty bounds the gap between π and μ of a token: use the ratio "token" over "behavior"'

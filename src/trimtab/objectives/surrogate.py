@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.protocols import Peers
-from trimtab.corrections.ratios import bounded
+from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
 from trimtab.objectives.aggregation import Aggregation
@@ -53,6 +53,11 @@ class Terms:
         """Returns the share of trained tokens at which `where` holds, as a metric."""
         return {name: Mean.of(where & self.mask, self.mask)}
 
+    def clipped(self, values: Tensor, low: Tensor | Number, high: Tensor | Number) -> dict[str, Mergeable]:
+        """Returns the shares of trained tokens where a bound holds the update back: `low` at A < 0, `high` at A > 0."""
+        below, above = (self.advantage < 0) & (values < low), (self.advantage > 0) & (values > high)
+        return {**self.share("clip/low", below), **self.share("clip/high", above)}
+
     def share_by_tenth(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
         """Returns the share of trained tokens at which `where` holds in each tenth of the response, as a histogram."""
         return {name: MeanByTenth.of(where & self.mask, self.sequences)}
@@ -87,7 +92,7 @@ class Surrogate(ABC):
         """Returns further lines of the equation: definitions of symbols and warnings."""
         return ()
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
 
@@ -99,7 +104,7 @@ class Surrogate(ABC):
         """Returns the surrogate without its clip or bound."""
         return self
 
-    def peers(self, level: str) -> Peers:  # noqa: ARG002
+    def peers(self, level: str) -> Peers:
         """Returns the settings of the same term in other frameworks; one without an equivalent has no entry.
 
         `level` is that of the ratio.

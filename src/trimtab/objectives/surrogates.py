@@ -35,7 +35,7 @@ class Clipped(Surrogate):
         if self.dual is not None and not self.dual > 1:
             raise TrimtabError(f"dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         ratio, advantage = terms.ratio, terms.advantage
         low, high = 1.0 - self.low, 1.0 + self.high
         value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -103,7 +103,7 @@ class Reinforce(Surrogate):
         if not self.ceiling >= 1:
             raise TrimtabError(f"ceiling = {self.ceiling:g} bounds the ratio itself, use 1 or more")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio.detach()
         value = ratio.clamp(max=self.ceiling) * terms.advantage * terms.logp
         return value, terms.share("clip/high", ratio > self.ceiling)
@@ -141,7 +141,7 @@ class Regression(Surrogate):
         if not 0 < self.beta < math.inf:
             raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use a finite number > 0")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         log = terms.log_ratio.detach()
         residual = self.beta * log - terms.advantage
         share = residual.square() / terms.sequences.spread(terms.sequences.lengths.clamp(min=1))
@@ -151,7 +151,7 @@ class Regression(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"−({self.beta:g}·log {ratio} − A)²/T"
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "sequence":
             return (
                 f"Regression squares the log-ratio of a whole response, not one at {ratio.level} level: use "
@@ -179,7 +179,7 @@ class Shaped(Surrogate):
         if not 0 < self.gamma < math.inf:
             raise TrimtabError(f"gamma = {self.gamma:g}: f(x) = x / (x + gamma) needs a finite number > 0")
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         # pi / (pi + gamma) = sigmoid(log pi - log gamma), which cannot overflow.
         shaped = torch.sigmoid(terms.logp - math.log(self.gamma))
         factor = torch.where(terms.on_policy, terms.ratio, shaped)
@@ -188,7 +188,7 @@ class Shaped(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if not corrected:
             return None
         return "Shaped trains tokens without a behavior policy, which a weight or a mask would read: leave these out"
@@ -201,13 +201,13 @@ class LogProb(Surrogate):
     Its metrics still measure current/proximal (`ratio/`, `update/kl`), which shows how far updates move the policy.
     """
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         return terms.advantage * terms.logp, {}
 
-    def equation(self, ratio: str) -> str:  # noqa: ARG002
+    def equation(self, ratio: str) -> str:
         return "A log π"
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"
 
 
@@ -215,7 +215,7 @@ class LogProb(Surrogate):
 class Unclipped(Surrogate):
     """r A: the plain importance-weighted policy gradient."""
 
-    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+    def __call__(self, terms: Terms, state: State) -> Value:
         return terms.ratio * terms.advantage, {}
 
     def equation(self, ratio: str) -> str:

@@ -49,7 +49,7 @@ class Format(Reward):
         stops = task.stop
         match = compiled.fullmatch if self.whole else compiled.search
 
-        def form(response: Response, problem: Problem) -> float:  # noqa: ARG001
+        def form(response: Response, problem: Problem) -> float:
             return float(match(response.body(stops)) is not None)
 
         return Built(form, isolated=True)  # a pattern can backtrack for hours
@@ -67,8 +67,8 @@ class Length(Reward):
             raise ValueError(f"min = {self.min} is above max = {self.max}; swap them")
         return self
 
-    def build(self, task: Task) -> Built:  # noqa: ARG002
-        def length(response: Response, problem: Problem) -> float:  # noqa: ARG001
+    def build(self, task: Task) -> Built:
+        def length(response: Response, problem: Problem) -> float:
             return float(self.min <= response.tokens <= self.max)
 
         return Built(length, isolated=False)
@@ -93,7 +93,7 @@ class Overlong(Reward):
     def build(self, task: Task) -> Built:
         free = (self.max_tokens or task.max_tokens) - self.cache
 
-        def overlong(response: Response, problem: Problem) -> float:  # noqa: ARG001
+        def overlong(response: Response, problem: Problem) -> float:
             return min(-(response.tokens - free) / self.cache * self.factor, 0.0)
 
         return Built(overlong, isolated=False)

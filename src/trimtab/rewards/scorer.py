@@ -9,7 +9,7 @@ from types import TracebackType
 from trimtab.rewards.reward import Built, Response
 from trimtab.sandbox.function_pool import Call, FunctionPool
 from trimtab.sandbox.function_worker import Outcome, checked, describe
-from trimtab.types import Completion, EpisodeOutcome, Problem
+from trimtab.types import Completion, Problem
 
 Item = tuple[Problem, Response | Completion]
 
@@ -49,13 +49,9 @@ class Scorer:
 
         A response whose environment returned a reward has that one; a response whose environment failed has none.
         """
-        outcomes = [answer.outcome if isinstance(answer, Completion) else None for _, answer in items]
-        scored = [item for item, outcome in zip(items, outcomes, strict=True) if _by_recipe(outcome)]
-        scores = iter(self._score(scored))
-        return [
-            next(scores) if outcome is None or _by_recipe(outcome) else _of_environment(problem, outcome)
-            for (problem, _), outcome in zip(items, outcomes, strict=True)
-        ]
+        known = [_of_environment(*item) for item in items]
+        others = iter(self._score([item for item, score in zip(items, known, strict=True) if score is None]))
+        return [next(others) if score is None else score for score in known]
 
     def _score(self, items: Sequence[Item]) -> list[Score]:
         """Applies the rewards; one score for each item, in order."""
@@ -109,14 +105,14 @@ class Scorer:
         return Score(total.value, parts)
 
 
-def _by_recipe(outcome: EpisodeOutcome | None) -> bool:
-    return outcome is None or (outcome.reward is None and outcome.failure is None)
-
-
-def _of_environment(problem: Problem, outcome: EpisodeOutcome) -> Score:
-    if outcome.reward is None:
+def _of_environment(problem: Problem, answer: Response | Completion) -> Score | None:
+    """Returns the score that follows from an episode's environment; None where the rewards decide."""
+    outcome = answer.outcome if isinstance(answer, Completion) else None
+    if outcome is not None and outcome.reward is not None:
+        return Score(outcome.reward, {"environment": outcome.reward})
+    if outcome is not None and outcome.failure is not None:
         return Score(None, {}, f"problem {problem.id!r}: the environment failed: {outcome.failure}")
-    return Score(outcome.reward, {"environment": outcome.reward})
+    return None
 
 
 def _call(built: Built, problem: Problem, response: Response) -> Outcome:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, compute_correction
+from trimtab.corrections.weights import VERL_LOWEST
 
 
 def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,18 +31,18 @@ def kept(rule, *ratios: float, **fields) -> list[bool]:
     return compute_correction(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
 
 
-def test_truncation_acts_from_above_only():
-    assert weights(Weight("token", "truncate", max=2.0), 0.1, 1.0, 2.0, 3.0) == [0.1, 1.0, 2.0, 2.0]
-
-
-def test_clip_acts_on_both_sides():
-    assert weights(Weight("token", "clip", 0.5, 2.0), 0.1, 0.5, 1.5, 3.0) == [0.5, 0.5, 1.5, 2.0]
-
-
-def test_mask_keeps_the_ratio_inside_and_nothing_outside():
-    weight = Weight("token", "mask", 0.5, 2.0)
-    assert weights(weight, 0.1, 0.6, 1.9, 3.0) == [0.0, 0.6, 1.9, 0.0]
-    assert compute_correction(*row(0.1, 0.6, 1.9, 3.0), weight=weight).keep.tolist() == [[False, True, True, False]]
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (Weight("token", "truncate", max=2.0), [0.1, 0.6, 1.5, 2.0]),
+        (Weight("token", "clip", 0.5, 2.0), [0.5, 0.6, 1.5, 2.0]),
+        (Weight("token", "mask", 0.5, 2.0), [0.0, 0.6, 1.5, 0.0]),
+    ],
+)
+def test_bounds_of_token_weights(weight: Weight, expected: list[float]):
+    assert weights(weight, 0.1, 0.6, 1.5, 3.0) == expected
+    kept = compute_correction(*row(0.1, 0.6, 1.5, 3.0), weight=weight).keep
+    assert kept.tolist() == [[value > 0 for value in expected]], "what a mask makes 0 counts as rejected"
 
 
 def test_sequence_weight_is_the_product_and_geometric_its_root():
@@ -293,3 +294,18 @@ def test_prefix_budget_of_ragged_rows_and_of_packed_sequences(seed: int, quantil
         None, *mixed[:2], current=mixed[2], advantage=mixed[3], sequence_ids=mixed[4].contiguous(), **given
     )
     assert torch.equal(packed.keep.reshape(20, 6).T, expected)
+
+
+def test_the_bounds_of_a_mask_and_of_a_weight_over_the_response() -> None:
+    # verl reads a lower bound of 0 as none: the smallest number it accepts stands for it.
+    masks = [Weight("sequence", "mask", low, 2.0).peers()["verl"].options for low in (0.0, 0.5)]
+    assert [float(options["rollout_is_threshold"].strip('"').partition("_")[0]) for options in masks] == [
+        VERL_LOWEST,
+        0.5,
+    ]
+    # Miles has flags for a token weight that is not normalized, and its helper for all others.
+    weights = [("token", False), ("token", True), ("sequence", False)]
+    flags = [
+        Weight(level, "truncate", max=2.0, normalize=normalize).peers()["Miles"].options for level, normalize in weights
+    ]
+    assert ["--use-tis" in each for each in flags] == [True, False, False]

@@ -11,7 +11,6 @@ from jaxtyping import config
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     OPSM,
     Aggregation,
@@ -21,11 +20,10 @@ from trimtab.objectives import (
     Ratio,
     Regression,
     Unclipped,
-    Weight,
+    mismatch,
     objective,
     objectives,
 )
-from trimtab.objectives.surrogates import Clipped
 
 MASK = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])
 
@@ -186,11 +184,6 @@ def test_an_objective_of_user_defined_parts():
     assert "r_t A" in obj.equation()
 
 
-def test_bypass_refuses_to_count_the_sampler_twice():
-    with pytest.raises(TrimtabError, match="already contains"):
-        Objective("double", Ratio("token", "behavior"), Clipped(), Weight())
-
-
 def test_shapes_and_masks_are_checked_outside_tests_too(monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
@@ -215,3 +208,27 @@ def test_sum_adds_up_the_states_of_parts() -> None:
     assert_close(sum(parts[:1]).tensors(), parts[0].tensors())
     with pytest.raises(TypeError):
         1 + parts[0]
+
+
+ONES = torch.ones(2, 2, dtype=torch.bool)
+TRAINER = torch.tensor([[-1.0, -0.5], [-2.0, -1.5]])
+
+
+@pytest.mark.parametrize("value", [-9999.0, -6e8, -math.inf, math.nan])
+def test_mismatch_of_a_log_prob_that_no_token_has_is_nan(value: float) -> None:
+    behavior = TRAINER.clone()
+    behavior[1, 0] = value
+    assert math.isnan(mismatch(TRAINER, behavior, ONES).finalize()["k3"])
+    untrained = ONES.clone()
+    untrained[1, 0] = False
+    assert mismatch(TRAINER, behavior, untrained).finalize()["k3"] == 0
+
+
+@pytest.mark.parametrize("name", ["token-tis", "seq-tis", "token-bypass", "icepop"])
+def test_no_preset_trains_on_a_log_prob_that_no_token_has(name: str) -> None:
+    behavior = TRAINER.clone()
+    behavior[0, 1] = -9999.0
+    logps = PolicyLogps(current=TRAINER, behavior=behavior, mask=ONES, proximal=TRAINER)
+    assert objective(name)(logps, torch.ones(2, 1)).loss.isnan()
+    behavior[0, 1] = -99.0
+    assert objective(name)(logps, torch.ones(2, 1)).loss.isfinite()
