@@ -92,7 +92,7 @@ def compute_correction(
         if weight is not None:
             bounded, passed, of_weight = block.apply_weight(weight)
             weights.append(bounded)
-            keep = keep & passed
+            keep = keep if passed is None else keep & passed
             statistics |= of_weight
         if statistics:
             statistics |= block.rejected(keep)
@@ -139,8 +139,8 @@ class _Block:
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return keep, statistics
 
-    def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor, dict[str, Mergeable]]:
-        """Returns the bounded weight of every token, which tokens it keeps, and its statistics."""
+    def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
+        """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics."""
         sequences, units = self.sequences, units_of(self.sequences, weight.level)
         per_token = weight.level in TOKEN_LEVELS
         trained = sequences.mask if per_token else units.trained
@@ -158,7 +158,7 @@ class _Block:
                 weight=weight,
             )
         }
-        passed = torch.ones_like(sequences.mask)
+        passed = None
         if weight.rejects:
             passed = inside if per_token else units.spread(inside)
             statistics |= self._rejection(f"reject/{weight.rule}", passed)

@@ -268,7 +268,8 @@ def _perplexity(log_mean: Float[Tensor, "sequences 1"], sequences: Sequences) ->
 
 def total(values: Tensor) -> Tensor:
     """Sum as a float64 scalar."""
-    return values.sum().double()
+    # Counting is twice as fast as adding bools up.
+    return (values.count_nonzero() if values.dtype == torch.bool else values.sum()).double()
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ then uses the same state, so that any split of the update gives the same loss an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -61,17 +60,13 @@ class State(Mergeable):
         """Returns the tensors by name. All are sums but `magnitudes`, whose parts are concatenated."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def replaced(self, tensors: Mapping[str, Tensor]) -> State:
-        """Returns the state with some tensors replaced, such as after a reduction over ranks."""
-        return replace(self, **tensors)
-
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> State:
         """Returns the state of the whole update, summed over data-parallel ranks. All ranks must call it."""
         named = self.tensors()
         magnitudes = _all_gather(named.pop("magnitudes"), group)
         sums = torch.stack(list(named.values()))
         dist.all_reduce(sums, group=group)
-        return self.replaced({**dict(zip(named, sums.unbind(), strict=True)), "magnitudes": magnitudes})
+        return replace(self, **dict(zip(named, sums.unbind(), strict=True)), magnitudes=magnitudes)
 
     @cached_property
     def _sorted_evidence(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,7 +161,7 @@ def test_state_is_tensors_that_can_be_exchanged():
     both = state + state
     assert both.tokens == 12
     assert both.sequences == 4
-    doubled = state.replaced({name: t if name == "magnitudes" else 2 * t for name, t in state.tensors().items()})
+    doubled = replace(state, **{name: 2 * t for name, t in state.tensors().items() if name != "magnitudes"})
     assert {name: t.tolist() for name, t in doubled.tensors().items() if name != "magnitudes"} == {
         name: t.tolist() for name, t in both.tensors().items() if name != "magnitudes"
     }
