@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ _FEWEST_CLUSTERS = 5
 """Fewest clusters of a side for which intervals are given."""
 _CLUSTERS = 2048
 """Largest number of clusters that are resampled; more are merged evenly."""
+_UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,9 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     known = [name for name, value in whole.items() if value.isfinite()]
     logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed)
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
-    one, two = np.hsplit(sums.sum(axis=0), 2)
-    tails = [float(side[3] / side[2]) if side[2] > 0 else math.nan for side in (one, two)]
+    one, two = (float(tail / k3) if k3 > 0 else math.nan for _, _, k3, tail in sums.sum(axis=0).reshape(2, 4))
     return Comparison(
-        second, **changes, tails=(tails[0], tails[1]), paired=paired, pairs=pairs, places=_places(*sides), names=names
+        second, **changes, tails=(one, two), paired=paired, pairs=pairs, places=_places(*sides), names=names
     )
 
 
@@ -147,37 +147,39 @@ def _statistics(sums: Tensor) -> dict[str, Tensor]:
 
 
 def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interval:
-    value, low, high = change or (math.nan,) * 3
-    if exponential:
-        value, low, high = math.exp(value), math.exp(low), math.exp(high)
+    value, low, high = map(math.exp, change or _UNKNOWN) if exponential else change or _UNKNOWN
     return Interval(value, math.nan, math.nan) if few else Interval(value, low, high)
 
 
 def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Place, ...]]:
     """Returns k3 by position, length and step, at the bins that both sides have with enough tokens."""
-    tenth, names = 100 // DECILES, {}
-    names["position"] = lambda bin_: f"{tenth * bin_}-{tenth * (bin_ + 1)}%"
-    names["length"] = lambda bin_: f"{1 << bin_}-{(2 << bin_) - 1} tokens" if bin_ else "1 token"
-    names["step"] = str
-    result = {}
-    for name, label in names.items():
-        one, two = (_means(side, name) for side in (first, second))
+    tenth = 100 // DECILES
+    labels: dict[str, Callable[[int], str]] = {
+        "position": lambda bin_: f"{tenth * bin_}-{tenth * (bin_ + 1)}%",
+        "length": lambda bin_: f"{1 << bin_}-{(2 << bin_) - 1} tokens" if bin_ else "1 token",
+        "step": str,
+    }
+    sides, result = (_means(first), _means(second)), {}
+    for name, label in labels.items():
+        one, two = (side.get(name, {}) for side in sides)
         common = sorted(one.keys() & two.keys())
         if len(common) > 1:
             result[name] = tuple(Place(label(bin_), one[bin_], two[bin_]) for bin_ in common)
     return result
 
 
-def _means(tokens: TrainedTokens, name: str) -> dict[int, float]:
-    """Returns the mean k3 of each bin with enough tokens, by bin; empty for steps that are not known."""
-    if name == "position":
-        bins = tokens.at_tokens(tokens.table.decile)
-    elif name == "length":
-        bins = np.repeat(np.floor(np.log2(tokens.lengths)).astype(np.int64), tokens.lengths)
-    elif tokens.table.step is None:
-        return {}
-    else:
-        bins = np.repeat(tokens.per_response(tokens.table.step), tokens.lengths)
-    keys, place, count = np.unique(bins, return_inverse=True, return_counts=True)
-    means = np.bincount(place, weights=tokens.k3) / count
-    return {int(key): float(mean) for key, mean, size in zip(keys, means, count, strict=True) if size >= FEWEST}
+def _means(tokens: TrainedTokens) -> dict[str, dict[int, float]]:
+    """Returns the mean k3 of each bin with enough tokens, by view and bin."""
+    bins = {
+        "position": tokens.at_tokens(tokens.table.decile),
+        "length": np.floor(np.log2(tokens.lengths)).astype(np.int64)[tokens.rows],
+    }
+    if tokens.table.step is not None:
+        bins["step"] = tokens.per_response(tokens.table.step)[tokens.rows]
+    result = {}
+    for name, of_token in bins.items():
+        keys, place, count = np.unique(of_token, return_inverse=True, return_counts=True)
+        means = np.bincount(place, weights=tokens.k3) / count
+        enough = count >= FEWEST
+        result[name] = dict(zip(keys[enough].tolist(), means[enough].tolist(), strict=True))
+    return result

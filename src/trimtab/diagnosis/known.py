@@ -76,28 +76,19 @@ def matches(cause: str, data: DataSummary) -> list[Match]:
     A fault is left out where the data is of another trainer or engine, or of versions that are not affected. Where
     trainer or engine are unknown, any may apply.
     """
+    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
+    trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
+    engine = data.engine or ENGINES.get(data.framework, "")
     found = []
     for fault in known_faults():
-        certain = _affected(fault.versions, data.versions)
-        if cause in fault.causes and certain is not None and _fits(fault, data):
-            found.append(Match(fault, certain))
-    trainer = data.framework
-    return sorted(found, key=lambda one: (not one.certain, trainer not in one.fault.trainers, one.fault.trainers != ()))
-
-
-def _fits(fault: KnownFault, data: DataSummary) -> bool:
-    """Whether trainer and engine are those of the fault, or unknown."""
-    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
-    known = data.framework not in ("trimtab", "columns") or data.settings is not None
-    engine = data.engine or ENGINES.get(data.framework, "")
-    if fault.trainers and known and data.framework not in fault.trainers:
-        return False
-    return not fault.engine or engine in ("", fault.engine)
-
-
-def _affected(needed: Mapping[str, str], versions: Mapping[str, str]) -> bool | None:
-    """Whether versions are among the affected ones: True, False where one is unknown, None if one is not."""
-    known = {name: versions[name] for name in needed if name in versions}
-    if any(not SpecifierSet(needed[name]).contains(version, prereleases=True) for name, version in known.items()):
-        return None
-    return bool(needed) and len(known) == len(needed)
+        of_other_trainer = bool(fault.trainers and trainer) and trainer not in fault.trainers
+        of_other_engine = bool(fault.engine and engine) and engine != fault.engine
+        affected = [
+            SpecifierSet(versions).contains(data.versions[name], prereleases=True) if name in data.versions else None
+            for name, versions in fault.versions.items()
+        ]
+        if cause in fault.causes and not (of_other_trainer or of_other_engine or False in affected):
+            found.append(Match(fault, certain=bool(affected) and None not in affected))
+    return sorted(
+        found, key=lambda one: (not one.certain, data.framework not in one.fault.trainers, one.fault.trainers != ())
+    )

@@ -14,7 +14,7 @@ from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.records import Diagnosis, Measured, Placeholder
 from trimtab.diagnosis.redaction import Redaction, errors_kept_back
-from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_of
+from trimtab.diagnosis.token_texts import named_tokenizer, token_texts, tokenizer_of
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -47,18 +47,17 @@ def diagnose(
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
     """
-    paths = [paths] if isinstance(paths, str | Path) else list(paths)
     on_progress = on_progress or (lambda _activity, _tokens: None)
+    files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     with errors_kept_back(redaction):
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
-        files = [Path(path) for path in paths]
         measured, files = examine(
             files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts
         )
         tokenizer_file, view = vocabulary or tokenizer_of(files), measured.views.get("token")
         texts, problem = {}, ""
         if tokenizer_file is not None and view is not None and not redaction:
-            texts, problem = texts_of(tokenizer_file, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
+            texts, problem = token_texts(tokenizer_file, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
         if vocabulary is not None and problem:
             raise TrimtabError(problem)
     tokens = measured.origin.tokens
@@ -98,22 +97,22 @@ def examine(
     prompts: dict[Hashable, int] | None = None,
 ) -> tuple[Measured, Sequence[Path]]:
     """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
-    left_out: tuple[Placeholder, ...] = ()
-    before: Measured | None = None
-    while True:
+
+    def once(left_out: tuple[Placeholder, ...] = ()) -> tuple[Measured, Sequence[Path]]:
         counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)
         log = open_log(paths, framework=framework, columns=columns, counts=counts)
         on_progress("reading again without placeholders" if left_out else "reading", 0)
         tables = log.tables() if redaction is None else map(redaction.table, log.tables())
         measured = measure(_with_progress(tables, on_progress), log.summary, left_out=left_out)
-        measured = measured if redaction is None else redaction.measured(measured)
-        found = () if "placeholder" in without else measured.placeholders
-        if before is not None:
-            removed = before.origin.trained - measured.origin.trained
-            return replace(measured, removed=removed, k3_before=before.size.mismatch["k3"]), log.files
-        if not found or sum(one.tokens for one in found) >= measured.origin.trained:
-            return replace(measured, placeholders=found), log.files
-        left_out, before = found, measured
+        return measured if redaction is None else redaction.measured(measured), log.files
+
+    whole, files = once()
+    found = () if "placeholder" in without else whole.placeholders
+    if not found or sum(one.tokens for one in found) >= whole.origin.trained:
+        return replace(whole, placeholders=found), files
+    cleaned, files = once(found)
+    removed = whole.origin.trained - cleaned.origin.trained
+    return replace(cleaned, removed=removed, k3_before=whole.size.mismatch["k3"]), files
 
 
 def _with_progress(tables: Iterable[TokenTable], on_progress: OnProgress) -> Iterator[TokenTable]:

@@ -12,21 +12,14 @@ VISIBLE_WHITESPACE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FILE = "tokenizer.json"
 
 
-def token_texts(run: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
+def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
     """Returns the text of each id with visible whitespace, and an empty string, or no texts and the reason.
 
-    The tokenizer is the one that the run saved beside its model.
+    path: a tokenizer.json, or a run that saved one in its folder `model`.
     """
-    file = run / "model" / _FILE
-    if not file.is_file():
-        return {}, f"only ids are shown: the run has no model/{_FILE}"
-    return texts_of(file, ids)
-
-
-def texts_of(file: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-    """Returns the same as `token_texts`, from a tokenizer.json."""
     from tokenizers import Tokenizer
 
+    file = path / "model" / _FILE if path.is_dir() else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower type

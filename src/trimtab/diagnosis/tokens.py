@@ -12,28 +12,12 @@ DECILES = 10
 MAX_ROUNDED_LOGP = 1e-4
 """Largest value above 0 that is a logarithm of 1 with a rounding error."""
 
-PER_RESPONSE = frozenset(
-    (
-        "step",
-        "group",
-        "prompt",
-        "proximal_version",
-        "prompt_length",
-        "reward",
-        "advantage",
-        "temperature",
-        "top_p",
-        "top_k",
-        "raw",
-    )
-)
-
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
     """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
-    starts: int64 (responses + 1,). Columns of `PER_RESPONSE` are (responses,), all others (tokens,).
+    starts: int64 (responses + 1,). Columns from `step` on are (responses,), all others (tokens,).
     behavior, proximal, current, perturbed, entropy: float32, nats; `behavior` as the sampler reported it, `perturbed`
     with the noise of the trainer (ALP).
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
@@ -138,13 +122,11 @@ class TokenTable:
         lengths = np.where(keep, lengths, 0)
         shift = self.starts[:-1] - (np.cumsum(lengths) - lengths)
         index = np.arange(lengths.sum()) + np.repeat(shift, lengths)
-        chosen = {name: values[keep if name in PER_RESPONSE else index] for name, values in self.columns.items()}
-        return replace(self, starts=np.append(0, np.cumsum(lengths[keep])), **chosen)
+        return self._taken(np.append(0, np.cumsum(lengths[keep])), keep, index)
 
     def without(self, bad: np.ndarray) -> TokenTable:
         """Returns all responses without the tokens where `bad` (tokens,) is True."""
-        chosen = {name: values if name in PER_RESPONSE else values[~bad] for name, values in self.columns.items()}
-        return replace(self, starts=np.append(0, np.cumsum(~bad))[self.starts], **chosen)
+        return self._taken(np.append(0, np.cumsum(~bad))[self.starts], slice(None), ~bad)
 
     def split(self, tokens: int) -> Iterator[TokenTable]:
         """Yields parts of at most `tokens` tokens, or of one response. Their columns are views."""
@@ -153,16 +135,13 @@ class TokenTable:
             last = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
             last = min(max(last, first + 1), self.responses)
             start, end = self.starts[first], self.starts[last]
-            part = {
-                name: values[first:last] if name in PER_RESPONSE else values[start:end]
-                for name, values in self.columns.items()
-            }
-            yield (
-                self
-                if last - first == self.responses
-                else replace(self, starts=self.starts[first : last + 1] - start, **part)
-            )
+            yield self._taken(self.starts[first : last + 1] - start, slice(first, last), slice(start, end))
             first = last
+
+    def _taken(self, starts: np.ndarray, responses: np.ndarray | slice, tokens: np.ndarray | slice) -> TokenTable:
+        """Returns the responses and tokens at these indices as a table."""
+        chosen = {name: values[responses if name in _PER_RESPONSE else tokens] for name, values in self.columns.items()}
+        return replace(self, starts=starts, **chosen)
 
     @staticmethod
     def concat(parts: Sequence[TokenTable]) -> TokenTable:
@@ -173,3 +152,7 @@ class TokenTable:
         joined = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
         starts = np.append(0, np.cumsum(np.concatenate([part.lengths for part in parts])))
         return replace(parts[0], starts=starts, **joined)
+
+
+_NAMES = [item.name for item in fields(TokenTable)]
+_PER_RESPONSE = frozenset(_NAMES[_NAMES.index("step") :])

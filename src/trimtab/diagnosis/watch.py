@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -165,29 +166,22 @@ class Watch:
 
     def _by_step(self) -> dict[str, list[Path]]:
         """Returns the files of the folder by step, in the order of their names; empty while there are none."""
-        if not self.folder.is_dir():
-            return {}
-        try:
-            files = find_files([self.folder])
-        except TrimtabError:  # nothing has been written yet
-            return {}
         result: dict[str, list[Path]] = {}
-        for file in files:
-            result.setdefault(_step_name(file), []).append(file)
+        with suppress(TrimtabError):  # nothing has been written yet
+            for file in find_files([self.folder]) if self.folder.is_dir() else ():
+                result.setdefault(_step_name(file), []).append(file)
         return result
 
     def _read(self, files: Sequence[Path], *, is_last_try: bool) -> list[StepReport] | None:
         """Returns a report for each step in the files; None where they are still being written."""
         log = open_log(files, framework=self.framework, columns=self.columns)
-        sums, responses, has_no_step = SizeSums(), 0, True
+        sums, responses, has_no_step = SizeSums(), 0, False
         digits = re.search(r"\d+", Path(_step_name(files[0])).name)
         number = int(digits[0]) if digits else len(self._files)
         for table in log.tables():
-            if table.step is None:
-                table = replace(table, step=np.full(table.responses, number))  # noqa: PLW2901
-            else:
-                has_no_step = False
-            sums.add(TrainedTokens.of(table, responses))
+            has_no_step = table.step is None
+            stepped = replace(table, step=np.full(table.responses, number)) if has_no_step else table
+            sums.add(TrainedTokens.of(stepped, responses))
             responses += table.responses
         if log.counts.dropped["unfinished last line"] and not is_last_try:
             return None

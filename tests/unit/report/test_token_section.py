@@ -218,16 +218,14 @@ def test_tokens_at_truncation_points_with_their_texts(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("content", "words"), [(None, "has no model/tokenizer.json"), ("{}", "model/tokenizer.json cannot be read")]
-)
-def test_without_a_tokenizer_ids_are_shown_and_the_reason(folder: Path, content: str | None, words: str) -> None:
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_without_a_tokenizer_ids_are_shown_and_the_reason(folder: Path, content: str | None) -> None:
     _write(folder, 1, **_prefixed())
     if content is not None:
         (folder / "model").mkdir()
         (folder / "model" / "tokenizer.json").write_text(content)
     cuts = _section(folder)["cuts"]
-    assert words in cuts["reason"]
+    assert "model/tokenizer.json cannot be read" in cuts["reason"]
     assert [row["text"] for row in cuts["before"]] == ["", ""]
     page = write_report(folder).read_text()
     assert f"Only ids are shown: {cuts['reason'].removeprefix('only ids are shown: ')}." in page

@@ -66,10 +66,8 @@ class DriftSums:
         if self._newer:
             return DriftSplit(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
         if count[0].sum() < _FEWEST:
-            tokens = f"only {int(count[0].sum())} tokens are" if count[0].sum() else "no token is"
-            return DriftSplit(
-                False, f"{tokens} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
-            )
+            fresh = f"{int(count[0].sum())} tokens are of age 0 (the youngest is {self._youngest} updates old)"
+            return DriftSplit(False, f"{fresh}; {_FEWEST} are needed")
         lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
         older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()
         if older[lonely].sum() > _MAX_UNMATCHED * k3:
@@ -81,8 +79,14 @@ class DriftSums:
         merged = np.add.reduceat(self._sums, starts, axis=-1)
         clusters = merged[:, merged[0].sum(axis=(1, 2)) > 0]
         value = _parts(clusters.sum(axis=1)[:, None])[:, 0]
-        intervals = _intervals(clusters, value, seed)
-        return DriftSplit(True, _why(count, len(starts)), float(value[0]), float(value[1]), intervals)
+        share = count[0].sum() / count.sum()
+        why = (
+            f"{share:.1%} of the tokens are of age 0; their k3 in {len(starts)} bins of behavior probability stands "
+            f"for the mismatch of all tokens"
+        )
+        if share == 1:
+            why = "every token is of age 0, so all drift is mismatch"
+        return DriftSplit(True, why, float(value[0]), float(value[1]), _intervals(clusters, value, seed))
 
 
 def _surprise(logp: np.ndarray) -> np.ndarray:
@@ -127,17 +131,4 @@ def _intervals(clusters: np.ndarray, value: np.ndarray, seed: int) -> dict[str, 
     drawn = _parts(np.moveaxis(draws.reshape(-1, fields, *clusters.shape[2:]), 0, 1))
     # A resample without a token of age 0 in some bin is NaN and skipped.
     low, high = np.nanquantile(drawn, (0.025, 0.975), axis=1)
-    return {
-        name: Interval(float(at), float(start), float(end))
-        for name, at, start, end in zip(_NAMES, value, low, high, strict=True)
-    }
-
-
-def _why(count: np.ndarray, bins: int) -> str:
-    share = count[0].sum() / count.sum()
-    if share == 1:
-        return "every token is of age 0, so all drift is mismatch"
-    return (
-        f"{share:.1%} of the tokens are of age 0; their k3 in {bins} bins of behavior probability stands for the "
-        "mismatch of all tokens"
-    )
+    return dict(zip(_NAMES, map(Interval, value.tolist(), low.tolist(), high.tolist()), strict=True))

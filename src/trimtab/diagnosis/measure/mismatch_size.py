@@ -47,8 +47,8 @@ class SizeSums:
 
     def __init__(self) -> None:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
-        self._largest = np.full((1, 3), -np.inf)
-        self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
+        self._largest = np.full(3, -np.inf)
+        self._histogram = _histogram(np.zeros(0))
         self._steps = KeyedSums(STEPS)
         self._columns = (RoundingDetector(), RoundingDetector())
 
@@ -76,7 +76,7 @@ class SizeSums:
             clusters = self._clusters[:CLUSTERS] + self._clusters[CLUSTERS:]
             clusters = clusters[clusters[:, 0] > 0]
         sums = torch.from_numpy(clusters.sum(axis=0))
-        whole = _statistics(sums, torch.from_numpy(self._largest[0]), self._histogram)
+        whole = _statistics(sums, torch.from_numpy(self._largest), self._histogram)
         figures = Metrics({"": whole}).finalize()
         columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
         value, note = rounding_floor(columns)

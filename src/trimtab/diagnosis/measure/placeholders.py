@@ -75,8 +75,7 @@ class PlaceholderSums:
         whole = np.rint(values)
         exact = mask & (values == whole)
         apart = np.abs(table.trainer - table.behavior) > _APART
-        near = mask & ~exact & (values > _CERTAIN)
-        for key, part in (("certain", near), ("any", mask & ~exact)):
+        for key, part in (("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact)):
             usual = self.usual.setdefault((name, key), _Counts())
             usual.tokens += int(part.sum())
             usual.apart += int((part & apart).sum())
@@ -84,13 +83,12 @@ class PlaceholderSums:
             return
         beside = _numbers_of(whole[mask & ~exact & (np.abs(values - whole) <= 0.25)])
         self.around.update({(name, value): count for value, count in beside.items()})
-        for value, count in zip(*np.unique(values[exact], return_counts=True), strict=True):
-            if value < 0 and count < 2 * beside.get(float(value), 0):
+        for value, count in _numbers_of(values[exact]).items():
+            if value < 0 and count < 2 * beside.get(value, 0):
                 continue  # one of many values there, which vary
-            at = exact & (values == value)
-            for place, inside in zip(PLACES, _places(table, at), strict=True):
+            for place, inside in zip(PLACES, _places(table, exact & (values == value)), strict=True):
                 if inside.any():
-                    counts = self.counts.setdefault((name, float(value), place), _Counts())
+                    counts = self.counts.setdefault((name, value, place), _Counts())
                     counts.tokens += int(inside.sum())
                     counts.apart += int((inside & apart).sum())
                     counts.responses += len(np.unique(table.row[inside]))
@@ -110,8 +108,7 @@ class PlaceholderSums:
             return found
         share = counts.apart / counts.tokens
         if value != 0:
-            total = [one for (column, at, _), one in self.counts.items() if (column, at) == (name, value)]
-            tokens, apart = sum(one.tokens for one in total), sum(one.apart for one in total)
+            tokens, apart = self._everywhere(name, value)
             if tokens < 2 * self.around[name, value]:
                 return None
             if value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
@@ -123,6 +120,11 @@ class PlaceholderSums:
         if self._is_usual(name, share, counts.tokens) and not self._is_only_last(name, place, counts):
             return None
         return replace(found, uncertain_only=share < LIMITS["placeholder-apart"])
+
+    def _everywhere(self, name: str, value: float) -> tuple[int, int]:
+        """Returns the tokens with a value at any place, and those where the other side is far away."""
+        total = [self.counts[name, value, place] for place in PLACES if (name, value, place) in self.counts]
+        return sum(one.tokens for one in total), sum(one.apart for one in total)
 
     def _is_usual(self, name: str, share: float, tokens: int) -> bool:
         """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
@@ -139,8 +141,7 @@ class PlaceholderSums:
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
         """Whether 0.0 is frequent at the last token, where the other side is far away, and rare elsewhere."""
-        zeros = sum(one.tokens for (column, value, _), one in self.counts.items() if (column, value) == (name, 0.0))
-        elsewhere = (zeros - counts.tokens + 1) / self.tokens
+        elsewhere = (self._everywhere(name, 0.0)[0] - counts.tokens + 1) / self.tokens
         frequent = counts.tokens / self.responses > LIMITS["placeholder-last"] * elsewhere
         return place == "last" and frequent and counts.apart >= 0.5 * counts.tokens
 

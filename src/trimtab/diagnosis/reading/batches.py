@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trimtab.diagnosis.reading.cells import array_of, as_list, shown
-from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
+from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, SAMPLING, TOKEN_ROLES
 from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER
 
-SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 _LISTS = (*TOKEN_ROLES, *EITHER_SHAPE, "prompt_length")
 _ALWAYS_LISTS = set(TOKEN_ROLES) - set(EITHER_SHAPE)
 Column = Any

@@ -12,6 +12,7 @@ from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
     LOGP_COLUMNS,
     ROLES,
+    SAMPLING,
     TRAINER_COLUMNS,
     TRIMTAB,
     Layout,
@@ -115,7 +116,7 @@ def _resolve_names(
         roles |= {"step"} & absent
     if layout.prompt_groups and "response_ids" in columns:
         roles |= {"group", "prompt"} & absent
-    found = roles | ({"sampling"} if roles & {"temperature", "top_p", "top_k", "logprobs"} else set())
+    found = roles | ({"sampling"} if roles & set(SAMPLING) else set())
     return Resolved(
         framework=known.framework if known else "columns",
         layout=layout,

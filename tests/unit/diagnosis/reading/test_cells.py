@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.unit.diagnosis.reading.test_bad_input import lines
 
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.cells import as_list, shown
@@ -37,11 +38,6 @@ FORMS: dict[str, Any] = {
     "SGLang's object": {"output_token_logprobs": [[-0.5, 7, None], [-1.25, 8, None], [0.0, 9, None]]},
     "vLLM": [{"7": {"logprob": value, "rank": 1}} for value in LOGPS],
 }
-
-
-def lines(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def read(*paths: Path, **columns: str) -> tuple[TokenTable, DataSummary]:

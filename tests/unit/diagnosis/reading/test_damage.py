@@ -6,11 +6,9 @@ import csv
 import gzip
 import io
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,11 +25,6 @@ SOURCES = {
     "verl/3.pt": 30,
     "miles/train_data/7_0.pt": 30,
 }
-
-
-@cache
-def content(name: str) -> bytes:
-    return (DATA / name).read_bytes()
 
 
 def check(path: Path) -> None:
@@ -55,11 +48,10 @@ def check(path: Path) -> None:
     assert len(message) < 1000
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_damaged_bytes(name: str, tmp_path: Path) -> None:
-    whole = content(name)
+def check_damaged(path: Path, whole: bytes, examples: int) -> None:
+    """Checks copies of a file with bytes replaced and the end cut off."""
 
-    @settings(max_examples=SOURCES[name], deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(
         st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=8)), max_size=4),
         st.one_of(st.none(), st.integers(0, len(whole))),
@@ -68,11 +60,27 @@ def test_damaged_bytes(name: str, tmp_path: Path) -> None:
         data = bytearray(whole)
         for place, new in changes:
             data[place : place + len(new)] = new
-        path = tmp_path / Path(name).name
         path.write_bytes(data[:end])
         check(path)
 
     damaged()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_damaged_bytes(name: str, tmp_path: Path) -> None:
+    check_damaged(tmp_path / Path(name).name, (DATA / name).read_bytes(), SOURCES[name])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl.gz"])
+def test_damaged_text_of_other_kinds(name: str, tmp_path: Path) -> None:
+    lines = (DATA / "verl/3.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    contents = {"a.json": json.dumps(rows, indent=1).encode(), "a.csv": text.getvalue().encode()}
+    check_damaged(tmp_path / name, contents.get(name, gzip.compress(lines.encode())), examples=40)
 
 
 _values = st.recursive(
@@ -81,35 +89,6 @@ _values = st.recursive(
     max_leaves=6,
 )
 _names = st.sampled_from([*(role for role in ROLES if role != "sample_id"), "x"])
-
-
-@pytest.mark.parametrize("kind", ["array", "csv", "gzip"])
-def test_damaged_text_of_other_kinds(kind: str, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (DATA / "verl/3.jsonl").read_text().splitlines()]
-    if kind == "array":
-        path, whole = tmp_path / "a.json", json.dumps(rows, indent=1).encode()
-    elif kind == "gzip":
-        path, whole = tmp_path / "a.jsonl.gz", gzip.compress((DATA / "verl/3.jsonl").read_bytes())
-    else:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-        path, whole = tmp_path / "a.csv", text.getvalue().encode()
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(
-        st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=8)), max_size=4),
-        st.one_of(st.none(), st.integers(0, len(whole))),
-    )
-    def damaged(changes: list[tuple[int, bytes]], end: int | None) -> None:
-        data = bytearray(whole)
-        for place, new in changes:
-            data[place : place + len(new)] = new
-        path.write_bytes(data[:end])
-        check(path)
-
-    damaged()
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,4 +103,3 @@ def test_rows_of_anything(rows: list[dict[str, object]], tmp_path_factory: pytes
 def test_the_undamaged_files_are_read() -> None:
     for name in SOURCES:
         assert sum(table.responses for table in open_log([DATA / name]).tables()) > 0
-    assert pq.read_table(DATA / "trl/completions_00001.parquet").num_rows == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_trl_repeats_a_batch_in_each_file_and_it_counts_once() -> None:
 
 def test_trl_rewards_have_the_name_of_their_function() -> None:
     table, origin = read("trl", columns={"reward": "length"})
-    rows = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
     assert "reward" not in origin.missing
-    np.testing.assert_array_equal(table.reward, [row["length"] for row in rows])
+    one = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
+    np.testing.assert_array_equal(table.reward, [row["length"] for row in one])
 
 
 def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
@@ -115,21 +116,24 @@ def test_a_folder_of_dump_details_is_read_on_the_trainers_side() -> None:
     assert read("miles")[1].files == 3
 
 
-def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> None:
+def miles_rank(path: Path, **changes: Any) -> None:
+    """A rank's file with entries of `rollout_data` replaced, or removed where None."""
     payload = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)
-    torch.save(payload, tmp_path / "7_1.pt")
-    del payload["rollout_data"]["log_probs"]
-    torch.save(payload, tmp_path / "7_0.pt")
+    data = {**payload["rollout_data"], **changes}
+    payload["rollout_data"] = {name: value for name, value in data.items() if value is not None}
+    torch.save(payload, path)
+
+
+def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> None:
+    miles_rank(tmp_path / "7_1.pt")
+    miles_rank(tmp_path / "7_0.pt", log_probs=None)
     source = open_log([tmp_path])
     assert sum(table.responses for table in source.tables()) == 2
-    assert "1 file without the trainer's log-probs" in source.summary().findings[0].text
+    assert "files left out: 1 without the trainer's log-probs" in source.summary().findings[0].text
 
 
 def test_miles_samples_may_name_one_version_each(tmp_path: Path) -> None:
-    payload = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)
-    del payload["rollout_data"]["weight_versions"]
-    payload["rollout_data"]["weight_version"] = [6, 5]
-    torch.save(payload, tmp_path / "7_0.pt")
+    miles_rank(tmp_path / "7_0.pt", weight_versions=None, weight_version=[6, 5])
     (table,) = open_log([tmp_path]).tables()
     assert table.version is not None
     assert table.version.tolist() == [6, 6, 5, 5, 5]
@@ -250,12 +254,9 @@ def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measure
     assert text in " ".join(answer for _, answer in answers(diagnosis))
     assert tone(diagnosis) == "warn"
     assert as_dict(diagnosis)["origin"]["masked"]["responses"] == 71
-
-
-def test_a_run_that_masks_nothing_says_nothing_of_it(tmp_path: Path) -> None:
-    diagnosis = diagnose(masking_run(tmp_path, 0.0))
-    assert diagnosis.measured.origin.masked is None
-    assert "masks out of its loss" not in verdict(diagnosis)
+    nothing = diagnose(masking_run(tmp_path, 0.0))
+    assert nothing.measured.origin.masked is None
+    assert "masks out of its loss" not in verdict(nothing)
 
 
 def test_nemo_rl_responses_outside_the_loss_can_be_read_all_the_same() -> None:
@@ -288,6 +289,13 @@ def test_nemo_rl_without_the_trainers_forward_names_the_option(tmp_path: Path) -
         source.summary()
 
 
+def refusal(paths: list[Path], framework: str | None = None) -> str:
+    with pytest.raises(TrimtabError) as caught:
+        open_log(paths, framework=framework)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "lacks", "way"),
     [
@@ -298,12 +306,9 @@ def test_nemo_rl_without_the_trainers_forward_names_the_option(tmp_path: Path) -
     ],
 )
 def test_a_dump_without_log_probs_names_the_option_that_gives_them(name: str, lacks: str, way: str) -> None:
-    with pytest.raises(TrimtabError) as caught:
-        open_log([DATA / name])
-    message = str(caught.value)
+    message = refusal([DATA / name])
     assert lacks in message
     assert way in message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -318,26 +323,23 @@ def test_without_the_trainers_side_the_samplers_is_not_suggested(
 ) -> None:
     masks = {"response_mask": [1, 1], "completion_mask": [1, 1]}
     (tmp_path / "1.jsonl").write_text(json.dumps({sampler: [-1.0, -2.0], "score": 1.0, **masks}) + "\n")
-    with pytest.raises(TrimtabError) as caught:
-        open_log([tmp_path], framework=framework)
-    message = str(caught.value)
+    message = refusal([tmp_path], framework)
     assert "has no logp_proximal, the trainer's log-probs" in message
     assert way in message
     assert "did you mean" not in message
     assert "calculate_log_probs" not in message
-    assert "\n" not in message
 
 
-def test_files_of_two_frameworks_are_not_mixed() -> None:
-    with pytest.raises(TrimtabError, match=r"a file of verl and .* one of trl"):
-        open_log([DATA / "verl/3.jsonl", DATA / "trl"])
-
-
-def test_a_framework_can_be_named() -> None:
-    with pytest.raises(TrimtabError, match="trl calls it sampling_per_token_logps"):
-        open_log([DATA / "verl/3.jsonl"], framework="trl")
-    with pytest.raises(TrimtabError, match="did you mean 'verl'"):
-        open_log([DATA / "verl/3.jsonl"], framework="veerl")
+@pytest.mark.parametrize(
+    ("names", "framework", "message"),
+    [
+        (("verl/3.jsonl", "trl"), None, "a file of verl and .* one of trl"),
+        (("verl/3.jsonl",), "trl", "trl calls it sampling_per_token_logps"),
+        (("verl/3.jsonl",), "veerl", "did you mean 'verl'"),
+    ],
+)
+def test_another_framework_is_refused(names: tuple[str, ...], framework: str | None, message: str) -> None:
+    assert re.search(message, refusal([DATA / name for name in names], framework))
 
 
 def test_a_dump_in_trimtabs_own_columns_needs_no_more_than_log_probs(tmp_path: Path) -> None:
