@@ -13,154 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
-from operator import add
+from functools import cache, cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.ratios import PRODUCTS, TOKEN_LEVELS, Ratios, log_ratio, units_of
-from trimtab.corrections.reduce import Sequences
+from trimtab.corrections.ratios import PRODUCTS, at_level, bounded, log_ratio
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
-
-MAX_LENGTH_RATIO, MIN_LENGTH_SLACK = 1.25, 64
-"""Largest ratio of longest to shortest response of a padded block, and a difference that is always allowed."""
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedBlock:
-    """Responses of similar length as padded rows (rows, time).
-
-    turn: number of the turn of each token. sign: (rows, 1), of the advantage, 0 where unknown.
-    """
-
-    trainer: Tensor
-    behavior: Tensor
-    mask: Tensor
-    turn: Tensor
-    sign: Tensor
-
-    @property
-    def sequences(self) -> Sequences:
-        return Sequences(self.mask, turn=self.turn)
-
-
-@dataclass(frozen=True, eq=False)
-class AdviceData:
-    """All responses as one batch, in blocks of similar length.
-
-    trained: number of trained tokens. known: whether the sign of every advantage is known.
-    """
-
-    blocks: Sequence[PaddedBlock]
-    trained: int
-    known: bool
-
-    @classmethod
-    def of(cls, table: TokenTable) -> AdviceData:
-        sign = np.zeros(table.responses) if table.advantage is None else np.sign(np.nan_to_num(table.advantage))
-        usable = np.flatnonzero(table.lengths > 0)
-        blocks = [_pad_block(table, sign, rows) for rows in _split_by_length(table.lengths, usable)]
-        trained = sum(int(block.mask.sum()) for block in blocks)
-        return cls(blocks, trained, bool((sign[usable] != 0).all()))
-
-    @property
-    def observed(self) -> Observed:
-        return reduce(add, (Observed.of(of.trainer, of.behavior, of.mask, turn=of.turn) for of in self.blocks))
-
-    def ratio(self, level: str) -> Tensor:
-        """Returns trainer/sampler at the trained tokens (trained,), float64; above token level that of its unit."""
-        parts = []
-        for block in self.blocks:
-            values = Ratios(log_ratio(block.trainer, block.behavior, block.mask), block.sequences).at(level)
-            spread = values if level in TOKEN_LEVELS else units_of(block.sequences, level).spread(values)
-            parts.append(spread.expand(block.mask.shape)[block.mask])
-        return torch.cat(parts).double()
-
-
-def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
-    """Returns the applied weight of every trained token (trained,), float64, at the first update on the data.
-
-    There the current policy equals the proximal one, so that d loss / d log pi, divided by the advantage and by the
-    gradient of one token with equal policies, is the correction. `unknown`: +1 or -1, the sign used where an advantage
-    is 0 or unknown.
-    """
-    plain = with_token_mean(built)
-    logps = [_logps(block, block.trainer) for block in data.blocks]
-    signs = [torch.where(block.sign == 0, unknown, block.sign) for block in data.blocks]
-    state = reduce(add, (plain.prepare(part, sign) for part, sign in zip(logps, signs, strict=True)))
-    gradients = []
-    for block, sign in zip(data.blocks, signs, strict=True):
-        current = block.trainer.clone().requires_grad_()
-        loss = plain(_logps(block, current), sign, state=state).loss
-        (gradient,) = torch.autograd.grad(loss, current)
-        gradients.append((gradient * sign)[block.mask])
-    return torch.cat(gradients).double() * data.trained / _gradient_of_one_token(plain)
-
-
-def with_token_mean(built: Objective) -> Objective:
-    """Returns the objective with token-mean aggregation, since factors shared by all tokens cancel in a weight."""
-    return replace(built, name="plain", aggregation=Aggregation(), notes=())
-
-
-def unbounded(built: Objective) -> Objective:
-    """Returns the objective without bounds, masks and clipping."""
-    weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    return with_token_mean(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
-
-
-@cache
-def _gradient_of_one_token(plain: Objective) -> float:
-    """Returns the gradient of a batch of one token with advantage 1 and equal policies."""
-    agreed = torch.full((1, 1), -1.0)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    block = PaddedBlock(agreed, agreed, mask, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
-    current = agreed.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(plain(_logps(block, current), block.sign).loss, current)
-    return float(gradient)
-
-
-def _logps(block: PaddedBlock, current: Tensor) -> PolicyLogps:
-    return PolicyLogps(
-        current=current,
-        behavior=block.behavior,
-        mask=block.mask,
-        proximal=block.trainer,
-        off_policy=torch.zeros_like(block.mask),
-        turn=block.turn,
-        age=torch.ones_like(block.turn),
-    )
-
-
-def _split_by_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-    """Returns the rows by length, split where padding would exceed `MAX_LENGTH_RATIO` and `MIN_LENGTH_SLACK`."""
-    rows = rows[np.argsort(lengths[rows], kind="stable")]
-    cuts, start = [], 0
-    for index, length in enumerate(lengths[rows]):
-        if length > max(MAX_LENGTH_RATIO * lengths[rows[start]], lengths[rows[start]] + MIN_LENGTH_SLACK):
-            cuts.append(index)
-            start = index
-    return [part for part in np.split(rows, cuts) if len(part)]
-
-
-def _pad_block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> PaddedBlock:
-    lengths = table.lengths[rows]
-    positions = np.arange(lengths.max())[None, :]
-    real = positions < lengths[:, None]
-    index = np.where(real, table.starts[rows][:, None] + positions, 0)
-    return PaddedBlock(
-        trainer=torch.from_numpy(table.trainer[index]),
-        behavior=torch.from_numpy(table.behavior[index]),
-        mask=torch.from_numpy(table.mask[index] & real),
-        turn=torch.from_numpy(table.turn_number[index]),
-        sign=torch.from_numpy(sign[rows].astype(np.float32))[:, None],
-    )
-
 
 EQUAL_TOLERANCE = 1e-5
 """Relative difference up to which two float32 weights count as equal."""
@@ -176,6 +40,98 @@ NOTES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class AdviceData:
+    """All responses as one batch, packed into one row (1, tokens).
+
+    logps: of both policies, where the current policy is the proximal one. sign: (1, tokens), of the advantage, 0 where
+    it is unknown.
+    """
+
+    logps: PolicyLogps
+    sign: Tensor
+
+    @classmethod
+    def of(cls, table: TokenTable) -> AdviceData:
+        table = table.select(table.lengths > 0)
+        sign = np.zeros(table.responses) if table.advantage is None else np.sign(np.nan_to_num(table.advantage))
+        columns = (table.trainer, table.behavior, table.mask, table.row, table.turn_number)
+        trainer, behavior, mask, row, turn = (torch.from_numpy(np.array(values))[None] for values in columns)
+        logps = PolicyLogps(
+            current=trainer,
+            behavior=behavior,
+            mask=mask,
+            proximal=trainer,
+            off_policy=torch.zeros_like(mask),
+            sequence_ids=row,
+            turn=turn,
+            age=torch.ones_like(turn),
+        )
+        return cls(logps, torch.from_numpy(table.at_tokens(sign).astype(np.float32))[None])
+
+    @property
+    def trained(self) -> int:
+        """The number of trained tokens."""
+        return int(self.logps.mask.sum())
+
+    @property
+    def known(self) -> bool:
+        """Whether the sign of every advantage is known."""
+        return bool((self.sign != 0).all())
+
+    @cached_property
+    def observed(self) -> Observed:
+        """The samples that bounds are calibrated from."""
+        logps = self.logps
+        return Observed.of(*self._sides, logps.mask, logps.sequence_ids, logps.turn)
+
+    @cached_property
+    def ratios(self) -> Mapping[str, Tensor]:
+        """trainer/sampler at the trained tokens (trained,), float64, by level; above tokens that of the unit."""
+        mask, sequences = self.logps.mask, self.logps.sequences
+        log = log_ratio(*self._sides, mask)
+        levels = ("token", *PRODUCTS)
+        return {level: bounded(at_level(log, sequences, level))[mask].exp().double() for level in levels}
+
+    @property
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """The log-probs of trainer and sampler."""
+        return self.logps.required("proximal", "advice"), self.logps.required("behavior", "advice")
+
+
+def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
+    """Returns the applied weight of every trained token (trained,), float64, at the first update on the data.
+
+    There the current policy equals the proximal one, so that d loss / d log pi, divided by the advantage and by the
+    gradient of one token with equal policies, is the correction. `unknown`: +1 or -1, the sign used where an advantage
+    is 0 or unknown.
+    """
+    # Factors shared by all tokens, such as those of the aggregation, cancel in a weight.
+    plain = replace(built, name="plain", aggregation=Aggregation(), notes=())
+    return _gradients(plain, data, unknown) * data.trained / _gradients(plain, _one_token(), 1.0)
+
+
+def _gradients(built: Objective, data: AdviceData, unknown: float) -> Tensor:
+    """Returns d loss / d log pi, times the sign of the advantage, of every trained token (trained,), float64."""
+    current = data.logps.required("current", "advice").clone().requires_grad_()
+    sign = torch.where(data.sign == 0, unknown, data.sign)
+    (gradient,) = torch.autograd.grad(built(replace(data.logps, current=current), sign).loss, current)
+    return (gradient * sign)[data.logps.mask].double()
+
+
+@cache
+def _one_token() -> AdviceData:
+    """Returns data of one token, of which both policies have the same log-prob."""
+    logp = np.full(1, -1.0, dtype=np.float32)
+    return AdviceData.of(TokenTable(np.array([0, 1]), np.ones(1, dtype=np.bool_), logp, proximal=logp))
+
+
+def unbounded(built: Objective) -> Objective:
+    """Returns the objective without bounds, masks and clipping."""
+    weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
+    return replace(built, name="unbounded", weight=weight, masks=(), surrogate=built.surrogate.unbounded())
+
+
 def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset, followed by one with calibrated bounds if it has any.
 
@@ -184,57 +140,43 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
     """
     if data.trained == 0:
         return ()
-    table = _OutcomeTable(data)
     rated = presets or [name for name in objectives() if not objective(name).centering]
-    return tuple(row for name in rated for row in table.rows(name))
+    return tuple(_outcome(data, name, bounds) for name in rated for bounds in _bounds(data, name))
 
 
-class _OutcomeTable:
-    """Computes the rows of one data set and caches the weights that several presets share."""
-
-    def __init__(self, data: AdviceData) -> None:
-        self.data = data
-        self.observed = data.observed  # computed once for all presets
-        self.ratio = {level: data.ratio(level) for level in ("token", *PRODUCTS)}
-        self._unbounded: dict[tuple[Objective, float], Tensor] = {}
-
-    def rows(self, name: str) -> Iterator[PresetOutcome]:
-        yield self._row(objective(name), {})
-        if not bounds_of(name):
-            return
+def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, float]]:
+    """Yields the published bounds, as no overrides, and those of the data if the preset has any and there is enough."""
+    yield {}
+    if bounds_of(preset):
         try:
-            bounds = calibrated(name, self.observed)
-        except TrimtabError:
-            return  # Too little data for calibration: only the row of published bounds.
-        yield self._row(objective(name, **bounds), bounds)
+            yield calibrated(preset, data.observed)
+        except TrimtabError:  # too little data
+            return
 
-    def _row(self, built: Objective, bounds: Mapping[str, float]) -> PresetOutcome:
-        # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
-        depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
-        signs = (1.0, -1.0) if depends_on_sign and not self.data.known else (1.0,)
-        kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in signs], axis=0).tolist()
-        averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""
-        note = "; ".join(filter(None, (NOTES.get(built.name, ""), averaged)))
-        return PresetOutcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
-    def _shares(self, built: Objective, unknown: float) -> tuple[float, float, float, float]:
-        """Returns kept, changed, ess and bias."""
-        weight, free = weights(built, self.data, unknown), self._unbounded_weights(built, unknown)
-        kept = weight != 0
-        changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
-        square = float(weight.square().mean())
-        level = built.weight.level if built.weight is not None else built.ratio.level
-        if isinstance(built.surrogate, Regression) or level not in PRODUCTS:
-            level = "token"
-        return (
-            float(kept.double().mean()),
-            float(changed.double().mean()),
-            float(weight.mean().square()) / square if square > 0 else 0.0,
-            float((weight - self.ratio[level]).abs().mean()),
-        )
+def _outcome(data: AdviceData, preset: str, bounds: Mapping[str, float]) -> PresetOutcome:
+    built = objective(preset, **bounds)
+    # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
+    depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
+    signs = (1.0, -1.0) if depends_on_sign and not data.known else (1.0,)
+    kept, changed, ess, bias = np.mean([_shares(built, data, sign) for sign in signs], axis=0).tolist()
+    averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""
+    note = "; ".join(filter(None, (NOTES.get(preset, ""), averaged)))
+    return PresetOutcome(preset, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
-    def _unbounded_weights(self, built: Objective, unknown: float) -> Tensor:
-        key = unbounded(built), unknown
-        if key not in self._unbounded:
-            self._unbounded[key] = weights(key[0], self.data, unknown)
-        return self._unbounded[key]
+
+def _shares(built: Objective, data: AdviceData, unknown: float) -> tuple[float, float, float, float]:
+    """Returns kept, changed, ess and bias."""
+    weight, free = weights(built, data, unknown), weights(unbounded(built), data, unknown)
+    kept = weight != 0
+    changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
+    square = float(weight.square().mean())
+    level = built.weight.level if built.weight is not None else built.ratio.level
+    if isinstance(built.surrogate, Regression) or level not in PRODUCTS:
+        level = "token"
+    return (
+        float(kept.double().mean()),
+        float(changed.double().mean()),
+        float(weight.mean().square()) / square if square > 0 else 0.0,
+        float((weight - data.ratios[level]).abs().mean()),
+    )

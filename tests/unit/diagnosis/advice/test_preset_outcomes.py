@@ -158,20 +158,21 @@ def test_weights_of_turns_are_products_over_turns() -> None:
     "preset", ["token-tis", "seq-tis", "turn-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"]
 )
 def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> None:
-    data = AdviceData.of(noisy(80, 0.4))
+    table = noisy(80, 0.4)
     built = trimtab.objective(preset)
     expected = []
-    for block in data.blocks:
-        correction = correct(
-            block.trainer, block.behavior, block.mask, weight=built.weight, masks=built.masks, turn=block.turn
-        )
-        expected.append((correction.weight * correction.keep)[block.mask])
-    torch.testing.assert_close(weights(built, data, 1.0), torch.cat(expected).double(), rtol=2e-5, atol=1e-7)
+    for row in table.split(1):  # one response each
+        columns = (row.trainer, row.behavior, row.mask, row.turn_number)
+        trainer, behavior, mask, turn = (torch.from_numpy(values)[None] for values in columns)
+        correction = correct(trainer, behavior, mask, weight=built.weight, masks=built.masks, turn=turn)
+        expected.append((correction.weight * correction.keep)[mask])
+    applied = weights(built, AdviceData.of(table), 1.0)
+    torch.testing.assert_close(applied, torch.cat(expected).double(), rtol=2e-5, atol=1e-7)
 
 
 def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> None:
     data = AdviceData.of(noisy(80, 0.4))
-    ratio, result = data.ratio("token"), weights(trimtab.objective("token-bypass"), data, 1.0)
+    ratio, result = data.ratios["token"], weights(trimtab.objective("token-bypass"), data, 1.0)
     kept = result != 0
     torch.testing.assert_close(result[kept], ratio[kept], rtol=2e-5, atol=1e-7)
     assert 0.3 < kept.double().mean() < 0.95
