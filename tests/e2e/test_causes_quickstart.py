@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.support import planted_causes as plant
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.precision import measure_noise
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.models.load import BUNDLED, load

@@ -99,7 +99,7 @@ TABLE: dict[str, Threshold] = {
     "shift-part": Threshold(0.22, "least part of all distance that an offset must gain"),
     "shift-whole-z": Threshold(6.0, "standard errors of the mean gain where no stretch is long enough"),
     "shift-surprise": Threshold(2.0, "nats of surprise that a response needs to show its shift"),
-    "shift-other": Threshold(0.15, "UNUSED?"),
+    "shift-other": Threshold(0.15, "of all gain, by other offsets, from which on responses are moved separately"),
     # Jumps where turns meet.
     "jump-scales": Threshold(25.0, "usual sizes beyond which a token jumps"),
     "jump-log-ratio": Threshold(1.5, "nats that it jumps at least"),

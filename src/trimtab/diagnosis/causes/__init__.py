@@ -16,23 +16,24 @@ hold. What no detector explains is `unexplained`. Numbers that decide are in `di
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.bad_values import find_above_zero, find_nonfinite, find_placeholder
+from trimtab.diagnosis.causes.detector import Context, Detector, Finding, Residual
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
-from trimtab.diagnosis.causes.placeholder import placeholder_cause
 from trimtab.diagnosis.causes.precision import find_noise
+from trimtab.diagnosis.causes.remedies import REMEDIES
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.causes.unexplained import above_zero, unexplained
-from trimtab.diagnosis.causes.what_is_left import Context, Detector, Finding, Left
+from trimtab.diagnosis.causes.unexplained import find_unexplained
 from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
-from trimtab.diagnosis.records import Cause, DataSummary, Measured
+from trimtab.diagnosis.records import Cause, Measured
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 MIN_TOKENS = 100
@@ -58,93 +59,63 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
     `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/detection.md.
     """
-    known = [placeholder_cause(measured), _non_finite(measured.origin), above_zero(measured.sample)]
+    known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
     if len(tokens) >= MIN_TOKENS and not everywhere:
-        context = Context(measured.size.floor, measured.origin.settings)
-        causes += _Search(context, frozenset(without), tokens).causes()
+        causes += _search(tokens, Context(measured.size.floor, measured.origin.settings), without)
     # Noise is what remains when every fault is undone, so that it comes last.
     return tuple(sorted(causes, key=lambda cause: (cause.name in NOISES, -cause.confidence)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """The search for causes in some tokens."""
-
-    context: Context
-    without: frozenset[str]
-    tokens: LogprobPairs
-
-    def causes(self) -> list[Cause]:
-        """Applies the repairs that heal most one after the other; what they leave decides how sure each is."""
-        found: list[tuple[Finding, Left]] = []
-        tokens, left, context = self.tokens, Left.of(self.tokens), self.context
-        for stage in STAGES:
-            names = {finding.name for finding, _ in found}
-            while options := self._options(stage, tokens, left, context, names):
-                accepted, after = max(options, key=lambda option: left.total - option[1].total)
-                found += [(finding, after) for finding in accepted]
-                names |= {finding.name for finding in accepted}
-                tokens, left = accepted[-1].rest, after
-                context = replace(context, repaired=True, against=accepted[-1].against or context.against)
-                if accepted[-1].is_final or len(tokens) < MIN_TOKENS // 2:
-                    return [self._cause(*one, None) for one in found]
-        open_question = None if context.against else unexplained(tokens, left, context.floor, bool(found))
-        named = [self._cause(*one, left if open_question else None) for one in found]
-        return [*named, open_question] if open_question else named
-
-    def _options(
-        self, stage: tuple[Detector, ...], tokens: LogprobPairs, left: Left, context: Context, names: set[str]
-    ) -> list[tuple[list[Finding], Left]]:
-        """Returns the findings of each detector that heal, with what they leave."""
-        options = []
-        for find in stage:
-            findings = [one for one in find(tokens, context) if one.name not in self.without | names]
-            if not findings:
-                continue
-            last = findings[-1]
-            after = left if last.rest is tokens else Left.of(last.rest)
-            if last.rest is tokens or last.is_final or _heals(left, after):
-                options.append((findings, after))
-        return options
-
-    def _cause(self, finding: Finding, after: Left, open_left: Left | None) -> Cause:
-        """Returns the record; `open_left`: what nothing explains, which lowers confidence by its share of k3."""
-        before = Left.of(self.tokens)
-        share = float(np.clip(1 - after.k3 / before.k3, 0, 1)) if before.k3 > 0 and after.tokens else 0.0
-        heals = after.tokens > 0 and finding.against is None and finding.name not in ("stale", *NOISES)
-        limit = 0.99
-        if open_left is not None:
-            limit = LIMITS["confidence-outside"] + 0.5 * share**2
-        repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean} if heals else {}
-        return Cause(
-            finding.name,
-            round(min(finding.at_most, limit), 2),
-            finding.evidence,
-            finding.fix,
-            share if heals else None,
-            finding.tokens,
-            repaired,
-        )
+def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:
+    """Applies the repairs that heal most one after the other; what they leave decides how sure each is."""
+    found: list[tuple[Finding, Residual]] = []
+    whole = left = Residual.of(tokens)
+    is_finished = False
+    for stage in STAGES:
+        while not is_finished:
+            excluded = {*without, *(finding.name for finding, _ in found)}
+            options = [option for find in stage if (option := _option(find, tokens, left, context, excluded))]
+            if not options:
+                break
+            findings, after = max(options, key=lambda option: left.total - option[1].total)
+            found += [(finding, after) for finding in findings]
+            tokens, left = findings[-1].rest, after
+            context = replace(context, repaired=True, direction=findings[-1].direction or context.direction)
+            is_finished = findings[-1].is_final or len(tokens) < MIN_TOKENS // 2
+    is_known = is_finished or context.direction
+    open_question = None if is_known else find_unexplained(tokens, left, context.floor, is_rest=bool(found))
+    causes = [_cause(finding, whole, after, left if open_question else None) for finding, after in found]
+    return [*causes, open_question] if open_question else causes
 
 
-def _heals(before: Left, after: Left) -> bool:
-    """Whether less is left for each token, and the contract does not break."""
-    if after.tokens == 0:
-        return False
-    return after.k3 < LIMITS["heals"] * before.k3 and not (before.contract == "inside" and after.contract == "outside")
-
-
-def _non_finite(origin: DataSummary) -> Cause | None:
-    if not any(origin.nonfinite.values()):
+def _option(
+    find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
+) -> tuple[list[Finding], Residual] | None:
+    """Returns the findings of a detector with what they leave; None where it finds nothing or that does not heal."""
+    findings = [one for one in find(tokens, context) if one.name not in excluded]
+    if not findings:
         return None
-    counts = ", ".join(f"{count} {name}" for name, count in origin.nonfinite.items() if count)
-    fix = (
-        "An infinite log-prob is a token outside the kept set of top-k, top-p or a vocabulary mask; NaN is an "
-        "overflow, or a value that was not written (null in JSON). Score sampled tokens with the same masks, compute "
-        "the log-softmax in float32, and log a value for every sampled token."
-    )
-    tokens = sum(origin.nonfinite.values())
-    return Cause("non-finite", 0.99, f"values that are not finite at trained tokens: {counts}", fix, tokens=tokens)
+    last = findings[-1]
+    after = left if last.rest is tokens else Residual.of(last.rest)
+    return (findings, after) if last.rest is tokens or last.is_final or _heals(left, after) else None
+
+
+def _heals(before: Residual, after: Residual) -> bool:
+    """Whether less is left for each token, and the contract does not break."""
+    breaks = before.contract == "inside" and after.contract == "outside"
+    return after.tokens > 0 and after.k3 < LIMITS["heals"] * before.k3 and not breaks
+
+
+def _cause(finding: Finding, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
+    """Returns the record; what stays unexplained lowers the confidence by its share of k3."""
+    share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
+    limit = 0.99 if unexplained is None else LIMITS["confidence-outside"] + 0.5 * share**2
+    sure = round(min(finding.at_most, limit), 2)
+    evidence, fix, tokens = finding.evidence, REMEDIES[finding.name], finding.tokens
+    if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
+        return Cause(finding.name, sure, evidence, fix, None, tokens)
+    repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean}
+    return Cause(finding.name, sure, evidence, fix, share, tokens, repaired)

@@ -15,77 +15,64 @@ be closer (`shift-fit-single`). Where responses are too short or too certain for
 decides: it exceeds 0 by `shift-whole-z` standard errors only for lists that are shifted as a whole.
 
 The stretches are repaired, so that other causes stay detectable, and the remaining responses are searched again, since
-they may have another shift. A shift that begins at a later turn is `retokenized` (`turns.py`), any other `misaligned`.
-Log-probs that no offset restores may be those of another response of equal length (`swapped.py`).
+they may have another shift. A shift that begins at a later turn is `retokenized`, any other `misaligned`. Log-probs
+that no offset restores may be those of another response of equal length (`swapped.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, z_of
-from trimtab.diagnosis.causes.turns import ShiftStart, find_shift_starts, shift_starts_text
-from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.evidence import confidence, correlation, z_of
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
+from trimtab.diagnosis.causes.retokenized import ShiftStart, find_shift_starts, shift_starts_text
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-# For the offset of a single response, which is chosen among many.
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
 CAP = 3.0
+"""Nats: a difference beyond it counts as this much."""
 MAX_ROUNDS = 8
-FIX_TURNS = (
-    "Train on the token ids the sampler returned: the conversation was encoded again where that turn begins, and got "
-    "another length. Append new tokens to the old ids, and take the loss mask from them."
-)
-FIX = (
-    "Pair each sampled token with its own log-prob: logits at position t predict token t + 1, and both lists start at "
-    "the first response token."
-)
 
 
 def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     """Finds shifts, and repairs the shifted stretches."""
     shifts: list[_Shift] = []
-    remaining, repaired_parts = tokens, []
-    for _ in range(MAX_ROUNDS):
-        shift = _best_shift(remaining)
-        if shift is None:
-            break
+    remaining, parts = tokens, []
+    while len(shifts) < MAX_ROUNDS and (shift := _best_shift(remaining)) is not None:
         shifts.append(shift)
-        inside = shift.inside
-        repaired_parts.append(remaining.repaired(remaining.trainer[shift.partner], inside))
+        parts.append(remaining.repaired(remaining.trainer[shift.partner], shift.inside))
         # Tokens around a stretch have lost their partners, so that its whole response is removed from the search.
-        remaining = remaining.select(~np.isin(remaining.row, remaining.row[inside]))
+        remaining = remaining.select(~np.isin(remaining.row, remaining.row[shift.inside]))
     if not shifts:
         return []
-    largest = max(shifts, key=lambda shift: shift.gain)
-    others = ", ".join(f"{shift.offset:+d}" for shift in shifts if shift is not largest)
-    moved, rows = sum(len(part) for part in repaired_parts), sum(shift.rows for shift in shifts)
-    evidence = (
-        f"the trainer's log-probs agree with the sampler's when moved by {largest.offset:+d}"
-        f"{f' (elsewhere by {others})' if others else ''}: {moved} of {len(tokens)} tokens, in {rows} of "
-        f"{len(np.unique(tokens.row))} responses, fit their neighbor's value, {largest.gain:.0f} nats closer"
-    )
-    repaired = LogprobPairs.concat(repaired_parts)
+    repaired = LogprobPairs.concat(parts)
+    rows = sum(shift.rows for shift in shifts)
     # Responses too short or too certain to show their shift would look like noise, so that the remaining tokens are
     # kept only if they fit about as well as the repaired ones.
     can_show_shift = np.bincount(tokens.row, -tokens.behavior) > LIMITS["shift-surprise"]
     mostly = rows > 0.5 * can_show_shift.sum()
-    clean = len(remaining) and not mostly and _distance(remaining) <= 2 * _distance(repaired)
-    starts = [start for shift in shifts for start in shift.starts]
-    starts_at_turns = len(starts) > rows / 2
-    if starts_at_turns:
-        evidence += f"; {shift_starts_text(starts, rows)}"
-    name, fix = ("retokenized", FIX_TURNS) if starts_at_turns else ("misaligned", FIX)
+    clean = len(remaining) and not mostly and _distance(remaining).mean() <= 2 * _distance(repaired).mean()
     rest = LogprobPairs.concat([repaired, remaining]) if clean else repaired
-    return [Finding(name, evidence, fix, rest, moved, confidence(largest.gain, LIMITS["shift-gain"]))]
+    shifts.sort(key=lambda shift: -shift.gain)
+    others = ", ".join(f"{shift.offset:+d}" for shift in shifts[1:])
+    evidence = (
+        f"the trainer's log-probs agree with the sampler's when moved by {shifts[0].offset:+d}"
+        f"{f' (elsewhere by {others})' if others else ''}: {len(repaired)} of {len(tokens)} tokens, in {rows} of "
+        f"{len(np.unique(tokens.row))} responses, fit the value of that neighbor, by {shifts[0].gain:.0f} nats in all"
+    )
+    starts = [start for shift in shifts for start in shift.starts]
+    name = "misaligned"
+    if len(starts) > rows / 2:
+        name, evidence = "retokenized", f"{evidence}; {shift_starts_text(starts, rows)}"
+    return [Finding(name, evidence, rest, len(repaired), confidence(shifts[0].gain, LIMITS["shift-gain"]))]
 
 
-def _distance(tokens: LogprobPairs) -> float:
-    return float(np.minimum(np.abs(tokens.log_ratio), CAP).mean()) if len(tokens) else 0.0
+def _distance(tokens: LogprobPairs) -> np.ndarray:
+    return np.minimum(np.abs(tokens.log_ratio), CAP)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,33 +89,41 @@ class _Shift:
 
 def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     """Returns the offset with the largest gain and the stretches that it repairs; None without a significant one."""
-    distance = np.minimum(np.abs(tokens.log_ratio), CAP)
+    distance = _distance(tokens)
     if distance.sum() < LIMITS["shift-gain"]:
         return None
-    gains: dict[int, np.ndarray] = {}
-    rates: dict[int, float] = {}
-    wholes: dict[int, float] = {}
-    for offset in OFFSETS:
-        score, real = _score(tokens, distance, offset)
-        gains[offset], _ = _stretches(score, tokens.row, LIMITS["shift-stretch-gain"])
-        # Per pair, since far offsets have fewer pairs.
-        rates[offset] = float(gains[offset].sum()) / max(int(real.sum()), 1)
-        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > LIMITS["shift-whole-z"] else 0.0
+    scores = [_score(tokens, distance, offset) for offset in OFFSETS]
+    gains = np.stack([_stretches(score, tokens.row, LIMITS["shift-stretch-gain"])[0] for score, _ in scores])
     needed = max(LIMITS["shift-gain"], LIMITS["shift-part"] * distance.sum())
-    everywhere = np.ones(len(distance), dtype=bool)
-    best, gain = _by_stretches(gains, rates)
-    single, single_gain, rows, differ = _by_responses(gains, needed)
-    whole = max(wholes, key=lambda s: wholes[s])
-    candidates = [
-        (best, gain, needed, everywhere, LIMITS["shift-fit"]),
-        (single, single_gain, LIMITS["shift-gain"], rows[tokens.row], LIMITS["shift-fit-single"]),
-        (whole, wholes[whole], needed, None, LIMITS["shift-fit"]),
-    ]
-    if differ:  # one offset would also take stretches of responses with another one
-        candidates[:2] = candidates[1::-1]
-    for offset, gained, least, eligible, fit in candidates:
-        if gained >= least and (shift := _fitting(tokens, distance, offset, gained, eligible, fit)) is not None:
-            return shift
+
+    # By stretches anywhere. For each pair, since far offsets have fewer pairs.
+    rates = gains.sum(1) / [max(int(real.sum()), 1) for _, real in scores]
+    total = int(gains.sum(1).argmax())
+    is_ahead = rates[total] >= LIMITS["shift-lead"] * np.median(np.delete(rates, total))
+    everywhere = np.ones(len(tokens), dtype=bool)
+    by_stretches = (total, gains[total].sum() if is_ahead else 0.0, needed, everywhere, "shift-fit")
+
+    # By responses in which one offset is far ahead of the others; these must gain as much together.
+    largest = gains.max(0)
+    ahead = (largest >= LIMITS["shift-gain-single"]) & (largest >= LIMITS["shift-lead"] * np.median(gains, 0))
+    won = np.where(ahead & (gains.argmax(0) == np.arange(len(OFFSETS))[:, None]), gains, 0.0)
+    single = int(won.sum(1).argmax())
+    gain = won[single].sum() if won.sum() >= needed else 0.0
+    by_responses = (single, gain, LIMITS["shift-gain"], won[single][tokens.row] > 0, "shift-fit-single")
+
+    # By all tokens, which does not say where the stretches are.
+    wholes = [score[real].sum() if z_of(score[real]) > LIMITS["shift-whole-z"] else 0.0 for score, real in scores]
+    whole = int(np.argmax(wholes))
+    by_all_tokens = (whole, wholes[whole], needed, None, "shift-fit")
+
+    candidates = [by_stretches, by_responses, by_all_tokens]
+    if won[single].sum() < (1 - LIMITS["shift-other"]) * won.sum():
+        candidates[:2] = by_responses, by_stretches  # one offset would also take stretches of responses with another
+    for index, gained, least, eligible, fit in candidates:
+        if gained >= least:
+            shift = _fitting(tokens, distance, OFFSETS[index], float(gained), eligible, LIMITS[fit])
+            if shift is not None:
+                return shift
     return None
 
 
@@ -142,7 +137,7 @@ def _fitting(
     partner, _ = _partner(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
-    if near > fit * distance[chosen].mean() or _correlation(behavior, moved) < LIMITS["shift-correlation"]:
+    if near > fit * distance[chosen].mean() or correlation(behavior, moved) < LIMITS["shift-correlation"]:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
     inside = _trim(_stretches(score, tokens.row, LIMITS["shift-stretch-gain"] / 10)[1] & real, tokens.row, offset)
@@ -153,29 +148,6 @@ def _fitting(
     rows = np.unique(tokens.row[inside])
     starts = find_shift_starts(tokens, np.where(real, score, 0.0), rows)
     return _Shift(offset, gain, len(rows), inside, partner, starts)
-
-
-def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -> tuple[int, float]:
-    """Returns the offset with the largest gain, and that gain; 0 unless `shift-lead` times that of the others."""
-    totals = {offset: float(gain.sum()) for offset, gain in gains.items()}
-    best = max(totals, key=lambda s: totals[s])
-    usual = float(np.median([rate for s, rate in rates.items() if s != best]))
-    return best, totals[best] if rates[best] >= LIMITS["shift-lead"] * usual else 0.0
-
-
-def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, float, np.ndarray, bool]:
-    """Returns the offset with the most gain in responses where one is `shift-lead` times ahead, and these (rows,).
-
-    Its gain is 0 unless the responses in which some offset is ahead gain `needed` together. The last value says whether
-    others gain more than `shift-other` of the total.
-    """
-    table = np.stack(list(gains.values()))
-    first = table.argmax(0)
-    ahead = (table.max(0) >= LIMITS["shift-gain-single"]) & (table.max(0) >= LIMITS["shift-lead"] * np.median(table, 0))
-    won = np.array([table[index, ahead & (first == index)].sum() for index in range(len(table))])
-    best = int(won.argmax())
-    gain = float(won[best]) if won.sum() >= needed else 0.0
-    return list(gains)[best], gain, ahead & (first == best), bool(won[best] < (1 - LIMITS["shift-other"]) * won.sum())
 
 
 def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
@@ -225,9 +197,3 @@ def _stretches(score: np.ndarray, row: np.ndarray, least: float) -> tuple[np.nda
             inside[start + begin : start + end] = True
             gains[row[start]] = gain
     return gains, inside
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    if len(x) < 3 or x.std() == 0 or y.std() == 0:
-        return 0.0
-    return float(np.corrcoef(x, y)[0, 1])

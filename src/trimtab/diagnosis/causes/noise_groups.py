@@ -7,11 +7,14 @@ moves tokens of one group further, or tokens of one probability all one way, is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.detector import Residual
+from trimtab.diagnosis.causes.evidence import growth_of, log_size, rms_of
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
@@ -19,26 +22,23 @@ PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
 
 
-def rms_of(shift: np.ndarray) -> float:
-    return float(np.sqrt(np.square(shift).mean()))
-
-
-def log_size(shift: np.ndarray) -> np.ndarray:
-    """Returns the logarithm of the size of each shift; sizes below 1e-6 count as that."""
-    return np.log(np.abs(shift) + 1e-6)
-
-
-def growth_of(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
-    """Returns the ratio of the geometric mean sizes, and the z of its logarithm."""
-    left, right = log_size(old), log_size(young)
-    difference = float(left.mean() - right.mean())
-    error = np.sqrt(left.var() / len(left) + right.var() / len(right))
-    return float(np.exp(difference)), difference / max(float(error), 1e-12)
-
-
-def parts_of(values: np.ndarray) -> np.ndarray:
-    """Returns the part, from 0, that each value is in: `PARTS` parts with equally many values."""
-    return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
+def objection(tokens: LogprobPairs, residual: Residual) -> str:
+    """Returns why a difference cannot be noise, empty if it can: noise has mean ratio 1, no direction and one size."""
+    if residual.contract == "outside":
+        return "rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
+    if residual.contract == "silent":
+        return "a few tokens decide the mean, so noise can be neither named nor excluded"
+    if residual.k3 > LIMITS["noise-k3"]:
+        return "no rounding or quantization is known to be as large"
+    if (part := direction(tokens)) > LIMITS["direction"]:
+        return f"the probability of a token decides where its logit moves ({part:.0%} of the variance), unlike noise"
+    steps = drift_between_steps(tokens)
+    if steps is not None and np.ptp(steps.sizes) > math.log(LIMITS["step-growth-noise"]):
+        return f"{steps.text}, and noise has one size"
+    name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
+    if part > LIMITS["uneven"]:
+        return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
+    return ""
 
 
 def direction(tokens: LogprobPairs) -> float:
@@ -48,22 +48,19 @@ def direction(tokens: LogprobPairs) -> float:
         return 0.0
     shift = tokens.shift[middle]
     scale = 1.48 * float(np.median(np.abs(shift)))
-    mean = 0.5 * (tokens.behavior + tokens.trainer)[middle]
-    return explained(np.clip(shift, -5 * scale, 5 * scale), parts_of(mean))
+    return explained(np.clip(shift, -5 * scale, 5 * scale), _parts(tokens.mean[middle]))
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     """Returns the share of the variance of log sizes that steps, ages, prompts and depths explain, by their name."""
     tokens = tokens.distinct
-    table, middle = tokens.table, tokens.middle
+    middle = tokens.middle
     if middle.sum() < 2 * LIMITS["group-tokens"]:
         return {}
-    columns = {"step": tokens.of_response(table.step), "age of the weights": tokens.age}
-    columns["prompt"] = tokens.of_response(table.prompt)
-    columns["depth"] = parts_of(tokens.depth)
     size = log_size(tokens.shift[middle])
+    columns = {"step": tokens.step, "age of the weights": tokens.age, "prompt": tokens.prompt}
     found = {}
-    for name, group in columns.items():
+    for name, group in {**columns, "depth": _parts(tokens.depth)}.items():
         if group is None:
             continue
         least, groups = ("prompt-tokens", "prompts") if name == "prompt" else ("group-tokens", "groups")
@@ -73,9 +70,14 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     return found
 
 
+def _parts(values: np.ndarray) -> np.ndarray:
+    """Returns the part, from 0, that each value is in: `PARTS` parts with equally many values."""
+    return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
+
+
 @dataclass(frozen=True)
 class Steps:
-    """Steps with enough tokens, ascending; sizes: geometric mean shift of each. order: rank correlation of the two."""
+    """Steps with enough tokens, ascending. sizes: mean log size of the shifts of each. text: how much these differ."""
 
     steps: list[int]
     sizes: list[float]
@@ -83,26 +85,26 @@ class Steps:
 
     @property
     def order(self) -> float:
+        """The rank correlation of steps and sizes."""
         ranks = np.argsort(np.argsort(self.sizes))
         return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1])
 
 
 def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
     """Returns the sizes of noise by step if they differ, or None."""
-    step = tokens.of_response(tokens.table.step)
+    step = tokens.step
     if step is None:
         return None
     middle, shift = tokens.middle, tokens.shift
-    sizes = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
-    sizes = {s: v for s, v in sizes.items() if len(v) >= LIMITS["group-tokens"]}
-    if len(sizes) < 2:
+    shifts = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
+    shifts = {s: values for s, values in shifts.items() if len(values) >= LIMITS["group-tokens"]}
+    if len(shifts) < 2:
         return None
-    means = {s: float(log_size(values).mean()) for s, values in sizes.items()}
-    order = sorted(means, key=lambda s: means[s])
-    growth, growth_z = growth_of(sizes[order[-1]], sizes[order[0]])
-    if growth < LIMITS["step-growth"] or growth_z < LIMITS["step-growth-z"]:
+    sizes = {s: float(log_size(values).mean()) for s, values in shifts.items()}
+    smallest, largest = min(sizes, key=lambda s: sizes[s]), max(sizes, key=lambda s: sizes[s])
+    growth, z = growth_of(shifts[largest], shifts[smallest])
+    is_clear = growth >= LIMITS["step-growth"] and z >= LIMITS["step-growth-z"]
+    if not is_clear or rms_of(shifts[largest]) < LIMITS["least-rms"]:
         return None
-    if rms_of(sizes[order[-1]]) < LIMITS["least-rms"]:
-        return None
-    text = f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {growth_z:.1f})"
-    return Steps(list(means), list(means.values()), text)
+    text = f"logits move {growth:.1f} times as far at step {largest} as at step {smallest} (z = {z:.1f})"
+    return Steps(list(sizes), list(sizes.values()), text)

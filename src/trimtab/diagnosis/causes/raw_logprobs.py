@@ -1,31 +1,56 @@
-"""Detects `raw-logprobs` from entropies and near-certain tokens where the ratio does not show it.
+"""Finds `raw-logprobs` where the ratio does not show it: trainer and sampler both report another distribution.
 
-When trainer and sampler agree, both may describe another distribution q than the one that tokens were sampled from.
-There are three indications:
+Tokens were then sampled from another distribution than the one that both sides describe, q. Indications are:
 
+  * the file marks log-probs as raw although temperature or truncation changed the sampling;
+  * with a known top_p < 1, log-probs just below 0: such a token is alone in its sampling mask and has exactly 0 in
+    processed log-probs;
+  * an entropy of exactly 0 with a log-prob below 0: the only token of its sampling mask, which the log-prob ignores;
   * the entropy column: for tokens from q the mean of -log q is H(q). The column is that of q, or of the sampling
     distribution r = q^a; a is estimated from near-certain tokens, where probability and entropy determine each other.
     If it is q's, any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a
-    first-order difference means that the column has another temperature than the tokens, not that log-probs are raw;
-  * an entropy of exactly 0 with a log-prob below 0: the only token of its sampling mask, which the log-prob ignores;
-  * with a known top_p < 1, log-probs just below 0: such a token is alone in its sampling mask and has exactly 0 in
-    processed log-probs.
+    first-order difference means that the column has another temperature than the tokens, not that log-probs are raw.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, logit, share, z_of
+from trimtab.diagnosis.causes.evidence import share, z_of
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+from trimtab.diagnosis.tokens import TokenTable
+
+Raw = tuple[float, str]
+"""Confidence and evidence that log-probs are not those of the sampling distribution."""
 
 
-def find_undeclared_raw(tokens: LogprobPairs) -> tuple[float, str] | None:
-    """Returns confidence and evidence that the log-probs are not those of the sampling distribution, or None."""
+def declared_raw(table: TokenTable) -> Raw | None:
+    """Returns whether the file says so."""
+    if table.raw is None:
+        return None
+    processed = np.zeros(table.responses, dtype=bool)
+    if table.temperature is not None:
+        processed |= (table.temperature != 1) & np.isfinite(table.temperature)
+    if table.top_p is not None:
+        processed |= table.top_p < 1
+    if table.top_k is not None:
+        processed |= table.top_k > 0
+    wrong = int((processed & table.raw.astype(bool)).sum())
+    if not wrong:
+        return None
+    return 0.99, (
+        f"the file marks the log-probs of {wrong} of {table.responses} responses as raw, and these were sampled at "
+        "another temperature than 1 or from a truncated distribution"
+    )
+
+
+def undeclared_raw(tokens: LogprobPairs) -> Raw | None:
+    """Returns whether exact zeros or entropies say so."""
     return _by_zeros(tokens) or _by_entropy(tokens)
 
 
-def _by_zeros(tokens: LogprobPairs) -> tuple[float, str] | None:
+def _by_zeros(tokens: LogprobPairs) -> Raw | None:
     top_p = tokens.of_response(tokens.table.top_p)
     if top_p is None:
         return None
@@ -35,18 +60,18 @@ def _by_zeros(tokens: LogprobPairs) -> tuple[float, str] | None:
     near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.5 * np.log(np.where(cut, top_p, 0.5))) & cut
     if near.sum() < 20 or 3 * zeros.sum() > near.sum():
         return None
-    evidence = (
-        f"under top_p = {float(np.median(top_p[cut])):g} a token this likely is alone in its set and has log-prob 0, "
-        f"but {int(near.sum())} tokens are just below 0 and {int(zeros.sum())} at 0: these are the model's own"
+    return 0.9, (
+        f"at top_p = {float(np.median(top_p[cut])):g} the sampler chooses among a single token where one is almost "
+        f"certain, so that its log-prob is exactly 0; here {int(zeros.sum())} tokens are at 0 and {int(near.sum())} "
+        "just below, so that log-probs are the model's before truncation"
     )
-    return 0.9, evidence
 
 
-def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
+def _by_entropy(tokens: LogprobPairs) -> Raw | None:
     if tokens.entropy is None:
         return None
     known = np.isfinite(tokens.entropy)
-    k3 = float((np.expm1(np.clip(tokens.log_ratio, -20, 20)) - tokens.log_ratio).mean())
+    k3 = float(tokens.k3.mean())
     if known.sum() < 100 or k3 > LIMITS["raw-k3"]:
         return None
     behavior, entropy = tokens.behavior[known], tokens.entropy[known]
@@ -64,20 +89,15 @@ def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
     if exponent is None or exponent < 1 / LIMITS["raw-exponent"]:
         return None
     second = LIMITS["raw-second-order"] * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
-    if exponent > LIMITS["raw-exponent"] and (not 0 < mean < second or _is_hot(tokens)):
+    temperature = tokens.table.temperature
+    is_hot = temperature is not None and bool(np.nanmedian(temperature) > 1)
+    if exponent > LIMITS["raw-exponent"] and (not 0 < mean < second or is_hot):
         return None
     shape = "flatter" if exponent <= LIMITS["raw-exponent"] and mean > 0 else "sharper"
-    evidence = (
-        f"tokens are {mean:+.3f} nats more surprising than the entropy column says (z = {z:.1f}): they were drawn from "
-        f"a {shape} distribution than the one reported"
+    return 0.8, (
+        f"the mean of -log-prob is {mean:+.3f} nats off the entropy column (z = {z:.1f}), where both are equal for "
+        f"tokens of the reported distribution: they were drawn from a {shape} one"
     )
-    return 0.8, evidence
-
-
-def _is_hot(tokens: LogprobPairs) -> bool:
-    """Whether the file's sampling temperature is above 1."""
-    temperature = tokens.table.temperature
-    return temperature is not None and bool(np.nanmedian(temperature) > 1)
 
 
 def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:

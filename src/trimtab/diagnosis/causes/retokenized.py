@@ -1,4 +1,4 @@
-"""Detects `retokenized` from a few large differences among otherwise small ones.
+"""Detects `retokenized` from a few large differences, and where a shift of log-probs begins with a turn.
 
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few positions, mostly at
 boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few of its own scales. A jump is
@@ -9,32 +9,35 @@ boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a fe
     `jump-rate` times that elsewhere, with a binomial tail below 1e-6.
 
 Jumps are removed before anything else is measured.
+
+If the text has another number of tokens when it is encoded again, every later token is paired with a neighbor's
+log-prob while the first turn fits (`find_shift_starts`, for the shifts that `misaligned.py` finds).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
-from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.evidence import confidence, share
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 FIRST_TOKENS = 3  # of a turn, that count as its beginning
-FIX = (
-    "Train on the token ids the sampler returned. Never decode and encode a conversation again between turns; append "
-    "new tokens to the old ids."
-)
 
 
 def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     """Finds jumps in data of several turns, and leaves them out."""
-    if not tokens.in_later_turn.any():
+    is_later = tokens.turn > 0
+    if not is_later.any():
         return []
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
-    opening = tokens.in_later_turn & (tokens.since_boundary < FIRST_TOKENS)
-    opening[:-1] |= (tokens.in_later_turn & (tokens.since_boundary == 0))[1:]  # and the last token of the turn before
+    opening = is_later & (tokens.since_turn < FIRST_TOKENS)
+    opening[:-1] |= (is_later & (tokens.since_turn == 0))[1:]  # and the last token of the turn before
     middle = tokens.middle & ~opening
     if middle.sum() < 20:
         return []
@@ -43,30 +46,27 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     far = (shift > LIMITS["jump-scales"] * scale) & (log_ratio > LIMITS["jump-log-ratio"])
     between = int(((shift > LIMITS["jump-tail-scales"] * scale) & ~far).sum())
     loose = (shift > LIMITS["jump-boundary-scales"] * scale) & (log_ratio > 1.0)
-    boundary = _concentrated(loose, opening)
-    jumps = far | (loose & opening if boundary else far)
+    at_boundary = _is_concentrated(loose, opening)
+    jumps = far | (loose & opening if at_boundary else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
     # A heavy tail decreases steadily; jumps are separated from the rest by a gap.
     apart = count >= LIMITS["jump-gap"] * between
-    if not 0 < share(jumps) < LIMITS["jump-most"] or not (boundary or (apart and (count >= 2 or certain))):
+    if not 0 < share(jumps) < LIMITS["jump-most"] or not (at_boundary or (apart and (count >= 2 or certain))):
         return []
-    size = float(np.median(log_ratio[jumps]))
-    where = (
-        f", {share(loose[opening]):.1%} of the last token before a turn and its first {FIRST_TOKENS} against "
-        f"{share(loose[~opening]):.2%} elsewhere"
-        if boundary
-        else ""
-    )
     evidence = (
-        f"{count} of {len(tokens)} tokens jump by {size:.1f} nats (median) where the rest moves by {scale:.2g} in "
-        f"logits{where}"
+        f"{count} of {len(tokens)} tokens differ by {np.median(log_ratio[jumps]):.1f} nats (median), logits of others "
+        f"by {scale:.2g}: these are {share(jumps[opening]):.1%} of the tokens where a turn begins and "
+        f"{share(jumps[~opening]):.2%} of the others"
     )
-    sure = confidence(float(count) * (3 if boundary else 1), 1.5)
-    return [Finding("retokenized", evidence, FIX, tokens.select(~_near(jumps, tokens)), count, sure)]
+    sure = confidence(float(count) * (3 if at_boundary else 1), 1.5)
+    near = jumps.copy()  # and the two tokens after each, whose context changed too
+    for k in (1, 2):
+        near[k:] |= jumps[:-k] & (tokens.row[k:] == tokens.row[:-k])
+    return [Finding("retokenized", evidence, tokens.select(~near), count, sure)]
 
 
-def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
+def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     """Whether the rate of jumps at boundaries is significantly above that elsewhere (binomial tail, Chernoff bound)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
@@ -76,9 +76,45 @@ def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     return tail > 6 * math.log(10)
 
 
-def _near(jumps: np.ndarray, tokens: LogprobPairs) -> np.ndarray:
-    """Returns the jumps and the two tokens after each, whose context changed too."""
-    near = jumps.copy()
-    for k in (1, 2):
-        near[k:] |= jumps[:-k] & (tokens.row[k:] == tokens.row[:-k])
-    return near
+class ShiftStart(NamedTuple):
+    """Where the shift of one response begins: the turn, from 0, and the position of its first trained token."""
+
+    turn: int
+    position: int
+
+
+def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[ShiftStart]:
+    """Returns the turns at which the shift begins in the responses `rows`; empty if it begins elsewhere.
+
+    score: (tokens,), how much closer the shifted partner is than the token's own value. For each response two
+    hypotheses are compared by the score from a position to the end of the response: from its first token, and from the
+    best start of a later turn. Over all responses, turns must gain `turn-lead` nats more than whole responses, and
+    `turn-reached` of the gain from the best position anywhere.
+    """
+    whole = later = anywhere = 0.0
+    found = []
+    starts = np.searchsorted(tokens.row, rows)
+    stops = np.searchsorted(tokens.row, rows, side="right")
+    for start, stop in zip(starts, stops, strict=True):
+        turn = tokens.turn[start:stop]
+        rest = np.cumsum(score[start:stop][::-1])[::-1]  # from each token to the end of the response
+        new = np.flatnonzero(np.diff(turn, prepend=turn[0]))
+        whole += float(rest[0])
+        anywhere += float(rest.max())
+        if not len(new):
+            later += float(min(rest[0], 0.0))
+            continue
+        best = new[np.argmax(rest[new])]
+        later += float(rest[best])
+        found.append(ShiftStart(int(turn[best]), int(tokens.position[start + best])))
+    return found if later >= whole + LIMITS["turn-lead"] and later >= LIMITS["turn-reached"] * anywhere else []
+
+
+def shift_starts_text(starts: Sequence[ShiftStart], rows: int) -> str:
+    """Describes the most common turn and its position; `rows`: number of shifted responses."""
+    common = int(np.argmax(np.bincount([start.turn for start in starts])))
+    positions = [start.position for start in starts if start.turn == common]
+    return (
+        f"the shift begins where turn {common + 1} begins (position {int(np.median(positions))}, median) in "
+        f"{len(positions)} of {rows} shifted responses"
+    )

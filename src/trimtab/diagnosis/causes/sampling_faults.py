@@ -7,36 +7,87 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, logit, share, z_of
-from trimtab.diagnosis.causes.raw_logprobs import find_undeclared_raw
-from trimtab.diagnosis.causes.what_is_left import Against, Context, Finding, Left, TemperatureFit
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.evidence import confidence, share, z_of
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
+from trimtab.diagnosis.causes.raw_logprobs import declared_raw, undeclared_raw
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-# Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
 ENTROPY_RANGE = (-3.0, 8.0)
-CERTAIN, NEARLY_CERTAIN, UNCERTAIN = -1e-6, -0.01, -0.01
-MAX_LOG_RATIO = 20.0
+CERTAIN, UNCERTAIN = -1e-6, -0.01
+
+
+@dataclass(frozen=True)
+class TemperatureFit:
+    """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
+
+    z: of the distance of a from 1. tokens: number of tokens fitted. part: share of the variance of shifts that lies on
+    the line.
+    """
+
+    a: float
+    z: float
+    tokens: int
+    part: float
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Truncation on the sampler's side.
+    """Truncation of one side. mass: the mean ratio of the other side to it. z: of its distance from 1.
 
-    mass: mean ratio. z: of its distance from 1. one_sided_zeros: number of tokens with a log-prob of exactly 0
-    from the sampler and not from the trainer. zeros: share of all tokens at exactly 0.
+    one_sided_zeros: number of tokens with a log-prob of exactly 0 on this side and not on the other one.
     """
 
     mass: float
     z: float
     one_sided_zeros: int
-    zeros: float
+
+    @property
+    def confidence(self) -> float:
+        if self.mass < LIMITS["truncated-mass"]:
+            return LIMITS["confidence-outside"]
+        return confidence(max(-self.z / 6, self.one_sided_zeros / 5), 1.0)
 
 
-def mean_ratio(tokens: LogprobPairs) -> tuple[float, float]:
-    """Returns the mean of trainer/sampler and the z of its distance from 1 (no clustering: tokens are a martingale)."""
-    excess = np.expm1(np.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return 1.0 + float(excess.mean()), z_of(excess)
+def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
+    """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
+    swapped = tokens.swapped()
+    residual, inverse = Residual.of(tokens), Residual.of(swapped)
+    truncation, mirrored = find_truncation(tokens, residual), find_truncation(swapped, inverse)
+    if truncation is not None and mirrored is not None:
+        truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
+    fit = fit_temperature(tokens)
+    if (truncation or mirrored) and not _moves_against(tokens, is_sampler_cut=truncation is not None):
+        fit = None  # truncation explains the line
+    # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
+    # trainer's is that with noise, which makes the mean of the inverse a little larger.
+    drawn_by_trainer = inverse.contract != "outside" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
+    if truncation is not None or mirrored is not None:
+        drawn_by_sampler = mirrored is None
+    else:
+        drawn_by_sampler = residual.contract != "outside" and not _follow_trainer(tokens, residual, context)
+
+    declared = declared_raw(tokens.table)
+    found = [] if declared is None else [("raw-logprobs", *declared)]
+    if truncation is not None:
+        found.append(("truncated-sampling", truncation.confidence, _truncation_text("sampler", "trainer", truncation)))
+    if mirrored is not None and declared is None:
+        found.append(("raw-logprobs", mirrored.confidence, _truncation_text("trainer", "sampler", mirrored)))
+    if fit is not None and drawn_by_sampler:
+        found.append(("temperature", _temperature_confidence(tokens, fit), _temperature_text(fit, residual)))
+    elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
+        sure = 0.6 if fit.a < 1 else min(confidence(residual.z, 4.0), 0.5 + fit.part)
+        found.append(("raw-logprobs", sure, _raw_text(fit, residual, inverse)))
+        if fit.a < 1 and tokens.table.temperature is None:
+            found.append(("temperature", 0.5, _temperature_text(fit, residual)))
+    direction = 0
+    if found and fit is not None:
+        direction = 1 if fit.a > 1 else -1
+    elif found and (truncation or mirrored):
+        direction = -1 if truncation else 1
+    elif not found and (hidden := undeclared_raw(tokens)) is not None:
+        found = [("raw-logprobs", *hidden)]
+    return [Finding(name, text, tokens, len(tokens), sure, direction) for name, sure, text in found]
 
 
 def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
@@ -45,12 +96,11 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
     """
     tokens = tokens.distinct
-    mean = 0.5 * (tokens.behavior + tokens.trainer)
     # Below -1e-4 on both sides: the only token of a sampling mask has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
-    use = doubt & (mean > math.log(0.5))
+    use = doubt & (tokens.mean > math.log(0.5))
     if use.sum() < 100:
-        use = doubt & (mean > math.log(0.1))
+        use = doubt & (tokens.mean > math.log(0.1))
     if use.sum() < 40:
         return None
     shift = tokens.shift[use]
@@ -65,6 +115,7 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     entropy = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
     spread = residual / max(abs(slope), 1e-12)
     part = slope**2 * power / max(float(np.square(shift - shift.mean()).sum()), 1e-300)
+    # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
     tight, coarse = spread < LIMITS["temperature-tight"], residual >= LIMITS["temperature-residual"]
     if (
         not LIMITS["temperature-slope"] <= abs(slope) < 1.9
@@ -74,17 +125,17 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
         or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
     ):
         return None
-    return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()), part)
+    return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, int(use.sum()), part)
 
 
-def find_truncation(tokens: LogprobPairs) -> Truncation | None:
-    """Returns truncation on the sampler's side, if the data shows it."""
-    mass, z = mean_ratio(tokens)
+def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | None:
+    """Returns truncation on the sampler's side, if the data shows it; `residual`: of these tokens."""
+    mass, z = residual.ratio_mean, residual.z
     certain = tokens.behavior > CERTAIN
     if share(certain) > 0.99:  # greedy decoding, or values that never arrived
         return None
     one_sided_zeros = int((certain & (tokens.trainer < UNCERTAIN)).sum())
-    just_below = int(((tokens.behavior <= CERTAIN) & (tokens.behavior > NEARLY_CERTAIN)).sum())
+    just_below = int((~certain & (tokens.behavior > UNCERTAIN)).sum())
     log_ratio = tokens.log_ratio
     up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
@@ -99,7 +150,7 @@ def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     if not (by_zeros or by_mass) or far > LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved:
         return None
-    return Truncation(mass, z, one_sided_zeros, share(certain))
+    return Truncation(mass, z, one_sided_zeros)
 
 
 def _is_in_bulk(tokens: LogprobPairs) -> bool:
@@ -112,161 +163,48 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
     return z_of(clipped) < -LIMITS["truncated-bulk-z"] and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
 
-FIX_TEMPERATURE = (
-    "Divide the trainer's logits by the sampling temperature before the log-softmax, and have the sampler return "
-    "log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."
-)
-FIX_CUT = (
-    "Sample with top_p = 1, top_k = 0 and min_p = 0, or record the kept token ids and renormalize the trainer's "
-    "distribution over them."
-)
-FIX_RAW = (
-    "Have the sampler return the log-probs of the distribution it samples from (vLLM: "
-    "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
-)
-
-
-def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
-    """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
-    declared, fit = _declared_raw(tokens), fit_temperature(tokens)
-    # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
-    # trainer's is that with noise, which makes the mean of the inverse a little larger.
-    reported, inverse = Left.of(tokens), Left.of(tokens.swapped())
-    drawn_by_sampler = reported.contract != "outside"
-    drawn_by_trainer = inverse.contract != "outside" or 0 < inverse.ratio_mean - 1 < 3 * reported.k3
-    truncation, mirrored = find_truncation(tokens), find_truncation(tokens.swapped())
-    if truncation is not None and mirrored is not None:
-        truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
-    if truncation is not None or mirrored is not None:
-        fit = _fit_despite_truncation(tokens, fit, sampler_cut=truncation is not None)
-    causes = [] if declared is None else [declared]
-    sampler = _follows_sampler(tokens, fit, truncation, mirrored, repaired=context.repaired)
-    sampler = sampler and (drawn_by_sampler or truncation is not None)
-    if truncation is not None:
-        causes.append(_truncation_cause(truncation, len(tokens)))
-    if mirrored is not None and declared is None:
-        causes.append(_raw_truncation_cause(mirrored, len(tokens)))
-    if fit is not None and sampler:
-        causes.append(_temperature_cause(tokens, fit))
-    elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
-        causes.append(_raw_temperature_cause(tokens, fit))
-        if fit.a < 1 and tokens.table.temperature is None:
-            causes.append(_temperature_cause(tokens, fit, doubtful=True))
-    if not causes and (hidden := find_undeclared_raw(tokens)) is not None:
-        causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
-    systematic = bool(causes) and (fit is not None or truncation is not None or mirrored is not None)
-    against = Against(fit, sampler_cut=truncation is not None) if systematic else None
-    return [_finding(cause, tokens, against) for cause in causes]
-
-
-def _finding(cause: Cause, rest: LogprobPairs, against: Against | None = None) -> Finding:
-    return Finding(cause.name, cause.evidence, cause.fix, rest, len(rest), cause.confidence, against)
-
-
-def _declared_raw(tokens: LogprobPairs) -> Cause | None:
-    """Returns a cause if the file marks log-probs as raw although temperature or truncation changed the sampling."""
-    table = tokens.table
-    if table.raw is None:
-        return None
-    processed = np.zeros(table.responses, dtype=bool)
-    if table.temperature is not None:
-        processed |= (table.temperature != 1) & np.isfinite(table.temperature)
-    if table.top_p is not None:
-        processed |= table.top_p < 1
-    if table.top_k is not None:
-        processed |= table.top_k > 0
-    wrong = processed & table.raw.astype(bool)
-    if not wrong.any():
-        return None
-    evidence = (
-        f"{int(wrong.sum())} of {table.responses} responses were sampled with a temperature or truncation of their own "
-        f"and carry log-probs marked raw"
-    )
-    return Cause("raw-logprobs", 0.99, evidence, FIX_RAW)
-
-
-def _fit_despite_truncation(
-    tokens: LogprobPairs, fit: TemperatureFit | None, *, sampler_cut: bool
-) -> TemperatureFit | None:
-    """Returns the fit if truncation does not explain it: truncation moves log-ratios in one direction only."""
-    up = tokens.log_ratio if sampler_cut else -tokens.log_ratio
-    rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
-    opposite = (up > 0.1) & rare
-    likely = (up > 0.01) & (tokens.behavior > math.log(0.5))
+def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
+    """Whether tokens move against truncation, which moves log-ratios in one direction only."""
+    up = tokens.log_ratio if is_sampler_cut else -tokens.log_ratio
+    rare, likely = tokens.mean < -1.5, tokens.behavior > math.log(0.5)
+    opposite, lifted = (up > 0.1) & rare, (up > 0.01) & likely
     frequent = opposite.sum() >= 5 and share(opposite[rare]) > 0.15
-    lifted = likely.sum() >= 8 and share(likely) > 0.25
-    return fit if fit is not None and (frequent or lifted) else None
+    return bool(frequent or (lifted.sum() >= 8 and share(lifted) > 0.25))
 
 
-def _follows_sampler(
-    tokens: LogprobPairs,
-    fit: TemperatureFit | None,
-    truncation: Truncation | None,
-    mirrored: Truncation | None,
-    *,
-    repaired: bool,
-) -> bool:
-    """Whether tokens follow the sampler's log-probs rather than the trainer's.
+def _follow_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
+    """Whether tokens follow the trainer's log-probs rather than the sampler's.
 
     The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.
     """
-    if truncation is not None or mirrored is not None or fit is None:
-        return mirrored is None
-    ratio, z = mean_ratio(tokens)
-    return float(tokens.log_ratio.sum()) <= LIMITS["raw-likelihood"] or ratio <= 1 or (repaired and z < 4)
+    is_likelier = float(tokens.log_ratio.sum()) > LIMITS["raw-likelihood"]
+    return is_likelier and residual.ratio_mean > 1 and not (context.repaired and residual.z < 4)
 
 
-def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: bool = False) -> Cause:
-    known = _temperature_text(tokens)
-    ratio, _ = mean_ratio(tokens)
-    evidence = (
-        f"trainer and sampler are one distribution at temperatures of about {fit.a:.2f} : 1 (sampler over trainer"
-        f"{known}): logit differences lie on a line, {fit.spread:.1f} logits left per unit of slope, z = {fit.z:.0f} "
-        f"on {fit.tokens} tokens; mean ratio {ratio:.4f}"
+def _temperature_confidence(tokens: LogprobPairs, fit: TemperatureFit) -> float:
+    sure = min(confidence(fit.z, 8.0), 0.5 + fit.part)
+    is_close = abs(float(tokens.log_ratio.sum())) < LIMITS["temperature-likelihood"]  # about as likely for both
+    return min(sure, 0.6) if is_close else sure
+
+
+def _temperature_text(fit: TemperatureFit, residual: Residual) -> str:
+    return (
+        f"trainer and sampler have the same distribution at two temperatures, {fit.a:.2f} : 1 (sampler : trainer): "
+        f"their logits differ in proportion (z = {fit.z:.0f} over {fit.tokens} tokens); {residual.text}"
     )
-    sure = 0.5 if doubtful else min(confidence(fit.z, 8.0), 0.5 + fit.part)
-    if abs(float(tokens.log_ratio.sum())) < LIMITS["temperature-likelihood"]:  # about as likely
-        sure = min(sure, 0.6)
-    return Cause("temperature", sure, evidence, FIX_TEMPERATURE)
 
 
-def _raw_temperature_cause(tokens: LogprobPairs, fit: TemperatureFit) -> Cause:
-    ratio, z = mean_ratio(tokens)
-    inverse, _ = mean_ratio(tokens.swapped())
-    evidence = (
-        f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
-        f"the trainer's distribution, which is the reported one at temperature {1 / fit.a:.2f} or so"
+def _raw_text(fit: TemperatureFit, residual: Residual, inverse: Residual) -> str:
+    return (
+        f"the mean ratio trainer/sampler is {residual.ratio_mean:.4f} (z = {residual.z:.1f}), that of sampler/trainer "
+        f"{inverse.ratio_mean:.4f}: tokens were drawn from the trainer's distribution, for which the latter is 1; that "
+        f"is the reported one at a temperature of about {1 / fit.a:.2f}"
     )
-    sure = 0.6 if fit.a < 1 else min(confidence(z, 4.0), 0.5 + fit.part)
-    return Cause("raw-logprobs", sure, evidence, FIX_RAW)
 
 
-def _truncation_cause(truncation: Truncation, tokens: int) -> Cause:
-    zeros = truncation.one_sided_zeros
-    text = f"; {zeros} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if zeros else ""
-    evidence = f"the mean ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens), the mass kept{text}"
-    sure = confidence(max(-truncation.z / 6, zeros / 5), 1.0)
-    if truncation.mass < LIMITS["truncated-mass"]:
-        sure = LIMITS["confidence-outside"]
-    return Cause("truncated-sampling", sure, evidence, FIX_CUT)
-
-
-def _raw_truncation_cause(truncation: Truncation, tokens: int) -> Cause:
-    zeros = truncation.one_sided_zeros
-    text = f"; {zeros} tokens have trainer log-prob exactly 0, the sampler's is below -0.01" if zeros else ""
-    evidence = (
-        f"the mean inverse ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens): the sampler "
-        f"reports the whole distribution, tokens come from the trainer's truncated one{text}"
+def _truncation_text(cut: str, whole: str, truncation: Truncation) -> str:
+    return (
+        f"the {cut}'s distribution is truncated and the {whole}'s is not: the mean ratio {whole}/{cut} is "
+        f"{truncation.mass:.4f} (z = {truncation.z:.1f}), the share of the probability that is kept, and at "
+        f"{truncation.one_sided_zeros} tokens the {cut}'s log-prob alone is exactly 0"
     )
-    sure = confidence(max(-truncation.z / 6, zeros / 5), 1.0)
-    if truncation.mass < LIMITS["truncated-mass"]:
-        sure = LIMITS["confidence-outside"]
-    return Cause("raw-logprobs", sure, evidence, FIX_RAW)
-
-
-def _temperature_text(tokens: LogprobPairs) -> str:
-    temperature = tokens.table.temperature
-    if temperature is None or not np.isfinite(temperature).any():
-        return ""
-    values = np.unique(temperature[np.isfinite(temperature)])
-    return f"; sampling temperature {values[0]:g}" if len(values) == 1 else ""

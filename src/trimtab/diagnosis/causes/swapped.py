@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
-from trimtab.diagnosis.causes.what_is_left import Context, Finding
+from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.evidence import confidence, share
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 CAP, MAX_CANDIDATES = 3.0, 500
-FIX = "Keep responses and their log-probs in one order: join them by an id, not by place, after sorting or packing."
 
 
 def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Finding]:
@@ -28,7 +28,8 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
         return []
     own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
     surprise = -np.add.reduceat(tokens.behavior, starts)
-    disagrees = (own > LIMITS["swapped-own-distance"]) & (lengths >= 4) & (surprise > LIMITS["swapped-surprise"])
+    told = (lengths >= 4) & (surprise > LIMITS["swapped-surprise"])  # from the others
+    disagrees = told & (own > LIMITS["swapped-own-distance"])
     trainer = tokens.trainer.copy()
     restored, copied = np.zeros(len(starts), dtype=bool), np.zeros(len(starts), dtype=bool)
     for length in np.unique(lengths[disagrees]):
@@ -49,18 +50,17 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
     if found < max(LIMITS["swapped-responses"], LIMITS["swapped-share"] * disagrees.sum()):
         return []
     # A response that is too certain to show a wrong list may have one as well, as may one that fits worse than usual.
-    told = (lengths >= 4) & (surprise > LIMITS["swapped-surprise"])
     after = np.add.reduceat(np.minimum(np.abs(trainer - tokens.behavior), CAP), starts) / lengths
     usual = np.median(after[restored]) if restored.any() else np.quantile(own[told], 0.2)
     kept = restored | (told & (own < LIMITS["swapped-fit"] * usual + 0.01))
     evidence = (
-        f"{found} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: "
-        f"{int(restored.sum())} of them fit that one's list far better than their own, {int(copied.sum())} have a list "
-        "that another response has as well, to the last digit"
+        f"{found} of {len(starts)} responses have the trainer's log-probs of another response of equal length: "
+        f"{int(restored.sum())} of them fit those far better than their own, {int(copied.sum())} have a list that "
+        "another response has as well, to the last digit"
     )
     rest = tokens.repaired(trainer, np.repeat(kept, lengths))
-    moved = int(lengths[swapped].sum())
-    return [Finding("misaligned", evidence, FIX, rest, moved, confidence(found, LIMITS["swapped-responses"]))]
+    sure = confidence(found, LIMITS["swapped-responses"])
+    return [Finding("misaligned", evidence, rest, int(lengths[swapped].sum()), sure)]
 
 
 def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:

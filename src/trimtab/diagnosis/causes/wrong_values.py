@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.what_is_left import Context, Finding, Left
+from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.evidence import share
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
-
-BASES = (2, 10)
-SIDES = {"sampler": "behavior", "trainer": "trainer"}
 
 
 def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
@@ -23,23 +22,20 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     # The median is that of the data, and the spread around it is noise: log p moves by (1 - p) of a logit.
     ratio = np.log(tokens.trainer[use] / tokens.behavior[use])
     middle, spread = float(np.median(ratio)), float(np.median(np.abs(ratio - np.median(ratio))))
-    for side, column in SIDES.items():
-        for base in BASES:
-            expected = math.log(math.log(base)) * (1 if side == "sampler" else -1)
-            if abs(middle - expected) > LIMITS["log-base-error"] + spread / 10 or spread > LIMITS["log-base-spread"]:
+    if spread > LIMITS["log-base-spread"]:
+        return []
+    for column, side, sign in (("behavior", "sampler", 1), ("trainer", "trainer", -1)):
+        for base in (2, 10):
+            if abs(middle - sign * math.log(math.log(base))) > LIMITS["log-base-error"] + spread / 10:
                 continue
-            fixed = {name: getattr(tokens, name) for name in SIDES.values()}
-            fixed[column] = fixed[column] * math.log(base)
-            rest = LogprobPairs(tokens.table, tokens.index, fixed["behavior"], fixed["trainer"])
-            near = np.abs(rest.log_ratio[use]).mean()
-            if near > LIMITS["log-base-left"] * np.abs(tokens.log_ratio[use]).mean():
+            rest = replace(tokens, **{column: getattr(tokens, column) * math.log(base)})
+            if np.abs(rest.log_ratio[use]).mean() > LIMITS["log-base-left"] * np.abs(tokens.log_ratio[use]).mean():
                 continue
             evidence = (
-                f"the {side}'s log-probs are 1/ln {base} times the other side's at every token (median ratio "
-                f"{math.exp(middle):.3f}): they are logarithms of base {base}"
+                f"the trainer's log-prob is {math.exp(middle):.3f} times the sampler's at every token (median): the "
+                f"{side}'s are logarithms of base {base}"
             )
-            fix = f"Multiply the {side}'s log-probs by ln {base} = {math.log(base):.4f}, or take natural logarithms."
-            return [Finding("log-base", evidence, fix, rest, len(tokens))]
+            return [Finding("log-base", evidence, rest, len(tokens))]
     return []
 
 
@@ -55,8 +51,8 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     far, above = log_ratio < -gap, log_ratio > gap
     if noise > LIMITS["wrong-token-most-noise"] or far.sum() < LIMITS["wrong-token-far"]:
         return []
-    left = Left.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
-    if left.contract != "outside" or left.ratio_mean > 1:
+    residual = Residual.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
+    if residual.contract != "outside" or residual.ratio_mean > 1:
         return []
     # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
@@ -78,14 +74,10 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     ):
         return []
     evidence = (
-        f"the sampler's log-prob is the trainer's at {share(~far):.0%} of the tokens and far above it at the others "
-        f"(median {-float(np.median(log_ratio[far])):.1f} nats), never below: that is the most likely token's"
+        f"the sampler's log-prob equals the trainer's at {share(~far):.0%} of the tokens and is far above it, never "
+        f"below, at the others ({-float(np.median(log_ratio[far])):.1f} nats, median): that of the most likely token"
     )
-    fix = (
-        "Take the log-prob of the token that was sampled, not the first of the list of most likely ones (vLLM: "
-        "logprobs[position][token_id])."
-    )
-    return [Finding("wrong-token", evidence, fix, tokens.select(~far), int(far.sum()), at_most=0.9, is_final=True)]
+    return [Finding("wrong-token", evidence, tokens.select(~far), int(far.sum()), at_most=0.9, is_final=True)]
 
 
 def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
@@ -97,8 +89,4 @@ def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
         f"trainer and sampler have the same value at all {len(tokens)} tokens, to the last digit: one column is a copy "
         "of the other (a bypass mode), unless both sides compute bit for bit alike"
     )
-    fix = (
-        "Write the log-probs that the trainer computes itself (verl: rollout_correction.bypass_mode=False for a step), "
-        "then run diagnose again: this data says nothing about the mismatch."
-    )
-    return [Finding("copied", evidence, fix, tokens, len(tokens), 0.9)]
+    return [Finding("copied", evidence, tokens, len(tokens), 0.9)]

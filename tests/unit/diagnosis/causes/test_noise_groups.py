@@ -10,9 +10,9 @@ import pytest
 from tests.support import planted_causes as plant
 
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.bad_values import find_above_zero
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import direction, uneven_by
-from trimtab.diagnosis.causes.unexplained import above_zero
 from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.tokens import TokenTable
@@ -129,4 +129,4 @@ def test_values_above_zero_are_unexplained_and_in_no_other_cause() -> None:
     causes = plant.causes(wrong)
     assert [cause.name for cause in causes] == ["unexplained", "precision"]
     assert "above 0 at 40 of 2500 tokens" in causes[0].evidence
-    assert above_zero(table) is None
+    assert find_above_zero(table) is None

@@ -11,8 +11,8 @@ import pytest
 from tests.support.public_cases import KINDS, Response, responses
 from tests.support.token_tables import table
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
-from trimtab.diagnosis.causes.what_is_left import Left
+from trimtab.diagnosis.causes.detector import Residual
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.records import NAMES
 from trimtab.errors import TrimtabError
@@ -63,24 +63,24 @@ def test_padding_that_cannot_be_told_from_certain_tokens_is_refused(tmp_path: Pa
         diagnose(written(tmp_path, drawn))
 
 
-def left(log_ratio: np.ndarray) -> Left:
-    return Left.of(LogprobPairs.of(table(log_ratio[None], behavior=-9.0)))
+def residual(log_ratio: np.ndarray) -> Residual:
+    return Residual.of(LogprobPairs.of(table(log_ratio[None], behavior=-9.0)))
 
 
 def test_the_contract_by_hand() -> None:
     """Two ratios that occur equally often: e^.1 = 1.105 and 2 - e^.1 = .895 have mean 1; both halved have not."""
     fair = np.log(np.tile([np.exp(0.1), 2 - np.exp(0.1)], 500))
-    assert left(fair).contract == "inside"
-    assert left(fair).ratio_mean == pytest.approx(1, abs=1e-6)
-    assert left(fair - 0.1).contract == "outside"
-    assert left(fair + 0.1).contract == "outside"
+    assert residual(fair).contract == "inside"
+    assert residual(fair).ratio_mean == pytest.approx(1, abs=1e-6)
+    assert residual(fair - 0.1).contract == "outside"
+    assert residual(fair + 0.1).contract == "outside"
     # One token in a thousand of ratio e^7 = 1097 makes the mean 2.1: it says nothing.
     heavy = fair.copy()
     heavy[0] = 2.9
     heavy[1:8] = 2.9
-    assert left(heavy).contract != "outside"
+    assert residual(heavy).contract != "outside"
     heavy[0] = 7.0
-    assert left(heavy).contract == "silent"
+    assert residual(heavy).contract == "silent"
 
 
 def test_unrelated_values_are_unexplained(tmp_path: Path) -> None:

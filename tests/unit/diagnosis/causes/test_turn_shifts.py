@@ -70,16 +70,16 @@ def only(table: TokenTable) -> Cause:
     return result[0]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("trained_only", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
+@pytest.mark.parametrize(("trained_only", "every"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("by", [1, 2, -1, -2])
-def test_a_shift_from_the_second_turn_on_is_retokenized(by: int, every: int, trained_only: bool, seed: int) -> None:
-    cause = only(moved(conversations(seed), by, every=every, trained_only=trained_only))
-    assert cause.name == "retokenized"
-    assert "the shift begins where turn 2 begins (position 2" in cause.evidence
+def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
+    by: int, every: int, trained_only: bool, turn: int, name: str
+) -> None:
+    cause = only(moved(conversations(0), by, turn=turn, every=every, trained_only=trained_only))
+    assert cause.name == name
+    assert ("the shift begins where turn 2 begins (position 2" in cause.evidence) == (turn == 2)
     assert cause.confidence > 0.9
-    assert "encoded again" in cause.fix
 
 
 @pytest.mark.parametrize("by", [2, -1])
@@ -89,38 +89,24 @@ def test_the_turn_is_the_one_it_begins_at(by: int) -> None:
     assert "begins where turn 3 begins (position 4" in cause.evidence
 
 
+@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_conversation_may_get_another_length(seed: int) -> None:
-    cause = only(moved(conversations(seed), [1, -1, 2]))
-    assert cause.name == "retokenized"
-    assert "where turn 2 begins (position 2" in cause.evidence
+def test_every_conversation_may_be_shifted_differently(seed: int, turn: int, name: str) -> None:
+    assert only(moved(conversations(seed), [1, -1, 2], turn=turn)).name == name
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_log_probs_of_observations_may_be_zero(seed: int) -> None:
-    whole = conversations(seed)
+@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
+def test_log_probs_of_observations_may_be_zero(turn: int, name: str) -> None:
+    whole = conversations(0)
     assert whole.proximal is not None
-    whole = replace(
-        whole,
-        behavior=np.where(whole.mask, whole.behavior, np.float32(0)),
-        proximal=np.where(whole.mask, whole.proximal, np.float32(0)),
-    )
-    assert only(moved(whole, 2)).name == "retokenized"
-    assert only(moved(whole, 2, turn=1)).name == "misaligned"
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("trained_only", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("by", [1, 2, -1, -2])
-def test_a_shift_of_whole_responses_stays_misaligned(by: int, every: int, trained_only: bool, seed: int) -> None:
-    assert only(moved(conversations(seed), by, turn=1, every=every, trained_only=trained_only)).name == "misaligned"
+    sides = {"behavior": whole.behavior, "proximal": whole.proximal}
+    whole = replace(whole, **{side: np.where(whole.mask, logp, np.float32(0)) for side, logp in sides.items()})
+    assert only(moved(whole, 2, turn=turn)).name == name
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_shift_from_the_middle_of_a_turn_is_misaligned(turn: int, seed: int) -> None:
-    assert only(moved(conversations(seed), 2, turn=turn, after=7)).name == "misaligned"
+def test_a_shift_from_the_middle_of_a_turn_is_misaligned(turn: int) -> None:
+    assert only(moved(conversations(0), 2, turn=turn, after=7)).name == "misaligned"
 
 
 def test_conversations_that_fit_have_no_such_cause() -> None:
@@ -128,14 +114,8 @@ def test_conversations_that_fit_have_no_such_cause() -> None:
         assert not {"misaligned", "retokenized"} & {cause.name for cause in causes(conversations(seed))}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_whole_responses_shifted_differently_are_misaligned(seed: int) -> None:
-    assert only(moved(conversations(seed), [1, -1, 2], turn=1)).name == "misaligned"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_column_of_turns_names_the_turn_where_the_mask_has_other_gaps(seed: int) -> None:
-    shifted = moved(conversations(seed), 2)
+def test_a_column_of_turns_names_the_turn_where_the_mask_has_other_gaps() -> None:
+    shifted = moved(conversations(0), 2)
     mask = shifted.mask
     begins = mask & ~np.concatenate([[False], mask[:-1]])
     first = np.repeat(np.cumsum(begins)[shifted.starts[:-1]], shifted.lengths)

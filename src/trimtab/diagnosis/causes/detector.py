@@ -1,4 +1,4 @@
-"""What is left of a mismatch: its size, and whether the tokens follow the log-probs that the sampler reports.
+"""What a detector of causes knows and returns, and the size of the mismatch before and after a repair.
 
 For tokens drawn from the reported distribution E[trainer/sampler] = 1, whatever rounding does. The mean of a few heavy
 ratios is close to nothing: it lies below 1 as long as large ones are missing, and one token may move it. So a mean
@@ -14,31 +14,35 @@ from typing import Protocol
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.evidence import z_of
+from trimtab.diagnosis.causes.logprob_pairs import MAX_LOG_RATIO, LogprobPairs
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 _BETS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
-_BOUND = 20.0
 
 
 @dataclass(frozen=True)
-class Left:
-    """Size of a mismatch, and `contract`: inside, outside, or silent where the mean ratio says nothing."""
+class Residual:
+    """The mismatch of some tokens: its size, and whether they follow the log-probs that the sampler reports.
+
+    z: standard errors of the mean ratio from 1 (tokens are a martingale, so that responses are no clusters). contract:
+    whether the mean ratio can be 1: inside, outside, or silent where it says nothing.
+    """
 
     tokens: int
     k3: float
     ratio_mean: float
+    z: float
     contract: str
 
     @classmethod
-    def of(cls, tokens: LogprobPairs) -> Left:
-        log_ratio = np.clip(tokens.log_ratio, -_BOUND, _BOUND)
-        if not len(log_ratio):
-            return cls(0, 0.0, 1.0, "silent")
-        excess = np.expm1(log_ratio)
-        mean, count = float(excess.mean()), len(excess)
-        return cls(count, float((excess - log_ratio).mean()), 1 + mean, _contract(excess, mean))
+    def of(cls, tokens: LogprobPairs) -> Residual:
+        if not len(tokens):
+            return cls(0, 0.0, 1.0, 0.0, "silent")
+        excess = np.expm1(np.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        mean = float(excess.mean())
+        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(excess), _contract(excess, mean))
 
     @property
     def total(self) -> float:
@@ -46,8 +50,8 @@ class Left:
 
     @property
     def text(self) -> str:
-        says = {"inside": "as it must be", "outside": "where 1 is needed", "silent": "which says nothing here"}
-        return f"mean ratio {self.ratio_mean:.4g}, {says[self.contract]}"
+        says = {"inside": "", "outside": ", too far off", "silent": ", but a few tokens decide it"}
+        return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.contract]})"
 
 
 def _contract(excess: np.ndarray, mean: float) -> str:
@@ -64,45 +68,22 @@ def _contract(excess: np.ndarray, mean: float) -> str:
     return "silent" if error > LIMITS["contract-silent"] else "inside"
 
 
-@dataclass(frozen=True)
-class TemperatureFit:
-    """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
-
-    z: of the distance of a from 1. spread: residual in logits per unit of slope. tokens: number of tokens fitted.
-    part: share of the variance of shifts that lies on the line.
-    """
-
-    a: float
-    z: float
-    spread: float
-    tokens: int
-    part: float
-
-
-@dataclass(frozen=True)
-class Against:
-    """A systematic shape that log-ratios follow, against which noise is measured: `precision.noise_lower_bound`."""
-
-    line: TemperatureFit | None
-    sampler_cut: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Finding:
     """A cause and its repair.
 
     rest: the tokens once it is undone, empty where nothing can be restored. tokens: how many it concerns. at_most: the
-    largest confidence that the kind of evidence allows. against: the shape that log-ratios still follow in `rest`,
-    where the cause cannot be undone for each token. is_final: whether nothing else can be said of the tokens.
+    largest confidence that the kind of evidence allows. direction: +1 or -1 where the cause stays in `rest` since it
+    cannot be undone for each token, the direction in which it moves the logits of likely tokens; otherwise 0. is_final:
+    whether nothing else can be said of the tokens.
     """
 
     name: str
     evidence: str
-    fix: str
     rest: LogprobPairs
     tokens: int
     at_most: float = 0.99
-    against: Against | None = None
+    direction: int = 0
     is_final: bool = False
 
 
@@ -111,13 +92,13 @@ class Context:
     """What detectors know besides the tokens.
 
     floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
-    against: the shape that log-ratios follow because of a cause that cannot be undone.
+    direction: of a cause that was found and cannot be undone (`Finding.direction`); 0 for none.
     """
 
     floor: float
     settings: Settings | None
     repaired: bool = False
-    against: Against | None = None
+    direction: int = 0
 
 
 class Detector(Protocol):
