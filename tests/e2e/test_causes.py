@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
@@ -111,24 +110,6 @@ def test_shifted_lists(plain, by) -> None:
     assert plant.names(quarter) == {"misaligned"}
 
 
-@pytest.mark.parametrize("by", [1, 2, -1])
-@pytest.mark.parametrize("every", [1, 2])
-def test_lists_shifted_from_a_turn_on(plain, by, every) -> None:
-    """Responses of two turns with an observation between them; the second turn, or all, is paired with neighbors."""
-    rollout, scored = plain
-    mask = np.ones(len(scored), dtype=bool)
-    for start, stop in itertools.pairwise(rollout.starts):
-        mask[min(start + 14, stop - 1) : min(start + 18, stop - 1)] = False
-    turned, whole = (
-        plant.table(rollout, plant.shifted(rollout.starts, scored, by, every=every, since=since), mask=mask)
-        for since in (18, 0)
-    )
-    assert plant.names(whole) == {"misaligned"}
-    assert plant.names(turned) == {"retokenized"}
-    (cause,) = plant.causes(turned)
-    assert "the shift begins where turn 2 begins (position 18, median)" in cause.evidence
-
-
 def test_text_that_was_encoded_again_where_a_turn_begins(bundled, plain) -> None:
     """A word whose pieces meet at a boundary comes back from text as other tokens of the same text."""
     rollout, scored = plain
@@ -170,16 +151,3 @@ def test_old_weights(bundled, plain) -> None:
     version = np.where(np.arange(len(both)) < tokens, 0, 2)
     aged = plant.table(joined, both, version=version, proximal_version=np.full(len(joined.responses), 2))
     assert plant.names(aged) == {"stale"}
-
-
-def test_two_causes_at_once(bundled) -> None:
-    rounded = plant.rounded(bundled.model, 8)
-    cold = bundled.sample(rounded, temperature=0.7)
-    trainer = bundled.rescore(cold)
-    assert "temperature" in plant.names(plant.table(cold, trainer))
-    cut = bundled.sample(rounded, top_p=0.9)
-    assert plant.names(plant.table(cut, bundled.rescore(cut))) >= {"truncated-sampling"}
-    assert plant.names(plant.table(cut, plant.shifted(cut.starts, bundled.rescore(cut), -1))) >= {
-        "misaligned",
-        "truncated-sampling",
-    }

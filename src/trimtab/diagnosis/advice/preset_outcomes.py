@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
     return tuple(_outcome(data, name, bounds) for name in rated for bounds in _bounds(data, name))
 
 
-def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, float]]:
+def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
     """Yields the published bounds, as no overrides, and those of the data if the preset has any and there is enough."""
     yield {}
     if bounds_of(preset):
@@ -154,7 +155,7 @@ def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, float]]:
             return
 
 
-def _outcome(data: AdviceData, preset: str, bounds: Mapping[str, float]) -> PresetOutcome:
+def _outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
     built = objective(preset, **bounds)
     # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
     depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)

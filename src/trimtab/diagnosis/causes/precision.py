@@ -175,12 +175,12 @@ def _is_routing(noise: Noise) -> bool:
 def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
     """Returns the evidence that the size of the error repeats for a prompt and nothing else decides it, or ""."""
     found = uneven_by(tokens)
-    by_prompt = found.pop("prompt", 0.0)
-    if by_prompt < LIMITS["prompt-repeats"] or by_prompt < 2 * max(found.values(), default=0.0):
+    by_prompt, prompts = found.pop("prompt", 0.0), tokens.prompt
+    if prompts is None or by_prompt < LIMITS["prompt-repeats"] or by_prompt < 2 * max(found.values(), default=0.0):
         return ""
     if residual.contract != "inside" or direction(tokens) > LIMITS["direction"]:
         return ""
-    _, prompt, count = np.unique(tokens.prompt, return_inverse=True, return_counts=True)
+    _, prompt, count = np.unique(prompts, return_inverse=True, return_counts=True)
     k3 = np.bincount(prompt, tokens.k3)
     order = np.argsort(-k3 / count)
     worst = 1 + int(np.searchsorted(np.cumsum(k3[order]), 0.8 * k3.sum()))

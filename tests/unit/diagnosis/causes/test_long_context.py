@@ -50,26 +50,22 @@ class Long:
         )
 
 
-@pytest.mark.parametrize(("first", "last"), [(0.005, 0.04), (0.02, 0.16), (0.02, 0.08), (0.1, 0.8), (0.0, 1.5)])
-def test_noise_that_grows_with_depth(first: float, last: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [
+        (lambda long: 0.02 + 0.14 * long.depth, {"long-context"}),
+        (lambda long: 0.02 + 0.06 * long.depth, {"long-context"}),
+        (lambda long: 1.5 * long.depth, {"long-context"}),
+        (lambda long: np.where(long.position > 1500, 0.2, 0.02), {"long-context"}),  # a jump
+        (lambda long: 0.06 * (1 + 2.2 * long.depth), {"long-context", "precision"}),  # on top of much larger noise
+    ],
+)
+def test_noise_that_grows_with_depth(size: Callable[[Long], np.ndarray], named: set[str]) -> None:
     long = Long(0)
-    table = long.table(long.logp(long.noise(first + (last - first) * long.depth)))
-    (cause,) = plant.causes(table)
-    assert cause.name == "long-context"
-    assert "of the response (z =" in cause.evidence
-    assert "24 responses" in cause.evidence
-    assert "rotary angles" in cause.fix
-
-
-def test_a_jump_beyond_a_depth() -> None:
-    long = Long(0)
-    assert plant.names(long.table(long.logp(long.noise(np.where(long.position > 1500, 0.2, 0.02))))) == {"long-context"}
-
-
-def test_growth_on_top_of_much_larger_arithmetic_noise_is_both() -> None:
-    long = Long(0)
-    table = long.table(long.logp(long.noise(0.06 * (1 + 2.2 * long.depth))))
-    assert plant.names(table) == {"long-context", "precision"}
+    causes = plant.causes(long.table(long.logp(long.noise(size(long)))))
+    assert {cause.name for cause in causes} == named
+    assert "of the response (z =" in causes[0].evidence
+    assert "24 responses" in causes[0].evidence
 
 
 def test_short_responses_to_prompts_of_all_lengths() -> None:
@@ -115,6 +111,11 @@ def jumps(long: Long) -> dict[str, Any]:
     return {"trainer": trainer}
 
 
+def rounded(long: Long) -> dict[str, Any]:
+    """Log-probs of three digits: the rounding is larger where they are, and nothing grows at equal probability."""
+    return {"trainer": np.array([float(f"{value:.3g}") for value in long.logp(long.noise(1e-4))])}
+
+
 def truncated(long: Long) -> dict[str, Any]:
     """The sampler leaves out outcomes below .1, the trainer does not."""
     kept = np.where(np.abs(long.logit) > logit(np.log(0.9)), np.sign(long.logit) * 40, long.logit)
@@ -142,6 +143,7 @@ PLANTS: dict[str, tuple[Callable[[Long], dict[str, Any]], set[str]]] = {
     "turned": (turned, {"retokenized"}),
     "jumps": (jumps, {"unexplained"}),  # in data of one turn
     "stale": (stale, {"stale"}),
+    "three digits": (rounded, {"precision"}),
     "stale where responses are long": (stale_and_longer, {"quantized", "precision"}),
 }
 
@@ -154,18 +156,3 @@ def test_other_causes_in_long_responses_keep_their_names(name: str) -> None:
     assert "long-context" not in found
     assert found <= expected
     assert bool(found) == bool(expected)
-
-
-def test_rounding_of_the_file_is_no_growth() -> None:
-    """Log-probs of three digits: the rounding is larger where they are, and nothing grows at equal probability."""
-    long = Long(0)
-    rounded = np.array([float(f"{value:.3g}") for value in long.logp(long.noise(1e-4))])
-    assert "long-context" not in plant.names(long.table(rounded))
-
-
-def test_the_control_for_certainty_is_needed() -> None:
-    """Log-ratios themselves do grow with depth in the control, by more than the bound on growth: the ranks do not."""
-    long = Long(0)
-    log_ratio = np.abs(long.logp(long.noise(0.08)) - long.logp(long.logit))
-    early, late = (log_ratio[part].mean() for part in (long.depth < 0.1, long.depth > 0.9))
-    assert late > 2 * early
