@@ -13,7 +13,7 @@ from rich.progress import Progress
 from trimtab.cli.console import PlainTextConsole, progress_bar
 from trimtab.config import Config
 from trimtab.intervals import wilson
-from trimtab.runs.origins import duration
+from trimtab.runs.provenance import duration
 from trimtab.training.observer import Moment, Observer
 
 if TYPE_CHECKING:
