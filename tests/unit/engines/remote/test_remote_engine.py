@@ -16,6 +16,7 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 from trimtab.engines.remote import remote_engine
 from trimtab.engines.remote.engine_host import CallResult, EngineHost
 from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
+from trimtab.engines.remote.process_transport import WORKER
 from trimtab.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, TurnResult
@@ -241,3 +242,8 @@ def test_an_engine_in_another_process_waits_for_the_result_of_its_own_call() -> 
     arrives.start()
     assert turns.result(2, 0, 60.0) is expected
     arrives.join()
+
+
+def test_messages_can_be_loaded_by_the_other_process() -> None:
+    """Classes of the main module of a process have another name there."""
+    assert WORKER not in {kind.__module__ for kind in (EndedTurn, HandledTurn)}
