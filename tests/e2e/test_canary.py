@@ -133,7 +133,7 @@ def test_no_fault_is_reported_for_a_healthy_engine(dtype: torch.dtype, size: flo
     assert max(differences) < max(MARGIN * differences[0], MIN_BOUND)
 
 
-def test_publishing_the_same_weights_again_is_no_skipped_update() -> None:
+def test_publishing_the_same_weights_again_is_not_a_skipped_update() -> None:
     model = policy()
     watch, engine = canary(model), engine_of(model)
     assert [run_canary(watch, engine, model, version) for version in range(3)] == [pytest.approx(0, abs=1e-5)] * 3

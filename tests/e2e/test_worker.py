@@ -266,7 +266,7 @@ def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> Non
             assert trainer.stdout.readline() == expected
 
 
-def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_not_a_rank_of_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
     variables |= {"MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_CACHE": "kept"}
     for name, value in variables.items():

@@ -68,7 +68,7 @@ def test_characters_of_several_tokens_are_found_when_complete() -> None:
     assert rule.text(response[:8]) == "αβ"
 
 
-def test_ids_end_a_response_and_special_tokens_are_no_text() -> None:
+def test_ids_end_a_response_and_special_tokens_are_left_out_of_the_text() -> None:
     rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop_ids=(PIECES.index("c"),)))
     assert rule.ended([ids("a", "<eos>"), ids("b", "c"), ids("c", "b")]) == [True, True, False]
     assert rule.text(ids("a", "<eos>")) == "a"

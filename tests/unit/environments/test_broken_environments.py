@@ -66,7 +66,7 @@ def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
 
 
 class Later:
-    """An awaitable that is no coroutine."""
+    """An awaitable that is not a coroutine."""
 
     def __await__(self) -> Iterator[Any]:
         yield from asyncio.sleep(0).__await__()
@@ -253,7 +253,7 @@ def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) ->
         (-1e308, "returned -1e+308, above 1e+18"),
     ],
 )
-def test_a_reward_that_is_no_usable_number_costs_its_episode(tokenizer: Any, value: Any, said: str) -> None:
+def test_an_unusable_reward_costs_its_episode(tokenizer: Any, value: Any, said: str) -> None:
     kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
     failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]
     assert str(failure).startswith("get_reward returned ")
@@ -293,7 +293,7 @@ def test_arguments_that_do_not_fit_are_one_line(arguments: Any, line: str) -> No
     assert str(error.value) == line
 
 
-def test_what_an_instance_holds_is_no_tool() -> None:
+def test_what_an_instance_holds_is_not_a_tool() -> None:
     """Neither is it shown to the model, nor may it be called; a property is not evaluated."""
 
     class Holding(Tools):

@@ -163,7 +163,7 @@ def test_a_tool_without_names_for_its_arguments_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("before", "void"), [("", True), ("so 5 ", False)])
-def test_a_call_without_its_end_is_no_answer(appending: Any, before: str, void: bool) -> None:
+def test_a_call_without_its_end_is_not_an_answer(appending: Any, before: str, void: bool) -> None:
     limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
     turn = append(appending, None, before + '<tool_call>{"name": "search", "arguments": {"limit": 5')
     episodes = start(appending, Search, limits=limits, form=Chat(appending, SCHEMAS))

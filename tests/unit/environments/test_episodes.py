@@ -305,7 +305,7 @@ def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) 
     assert one.outcome.void == void
 
 
-def test_a_cut_call_that_begins_with_a_special_token_is_no_answer(tokenizer: Any) -> None:
+def test_a_cut_call_that_begins_with_a_special_token_is_not_an_answer(tokenizer: Any) -> None:
     """The text of a response has no special tokens, so that its beginning is looked for in the decoded turn."""
 
     class Special(Tag):
@@ -345,7 +345,7 @@ def test_a_result_never_becomes_a_control_token(tokenizer: Any, text: str) -> No
     assert (ids.tolist() == plain) == (text == "no token")
 
 
-def test_classes_that_are_no_environment() -> None:
+def test_classes_that_are_not_environments() -> None:
     class NoReset:
         def add(self) -> None:
             """Adds."""

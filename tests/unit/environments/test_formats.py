@@ -54,7 +54,7 @@ def test_fence(text: str, call: Call | None) -> None:
     assert Fence().render("1") == "```output\n1\n```\n"
 
 
-def test_the_opening_line_of_a_block_is_no_stop() -> None:
+def test_the_opening_line_of_a_block_is_not_a_stop() -> None:
     [stop] = Fence().stop
     assert stop not in "Text\n```python\nx"
     assert stop in "Text\n```python\nx\n```\n"

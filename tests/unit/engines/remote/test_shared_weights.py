@@ -62,7 +62,7 @@ def test_writes_affect_no_other_reader_and_tensors_outlive_the_file() -> None:
         list(shared)
 
 
-def test_tied_weights_are_stored_once_but_addresses_used_again_are_no_ties() -> None:
+def test_tied_weights_are_stored_once_but_addresses_used_again_are_not_ties() -> None:
     model = tiny()
     shared = share(model.state_dict().items())
     size = os.fstat(shared.descriptor).st_size
