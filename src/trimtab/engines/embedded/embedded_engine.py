@@ -99,21 +99,15 @@ class EmbeddedEngine:
         turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """Returns `samples` completions for each prompt, in order.
+        """See `types.Engine`. Every draw depends on (seed, index of the prompt, sample, position of the token) alone.
 
-        Equal arguments and weights give equal tokens: every draw depends on (seed, index of the prompt, sample,
-        position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, of any origin; equal
-        prefixes of one prompt are run through the model once, and a complete response is returned unchanged.
-
-        `abort` is checked before every token. The completions of an aborted call, given as `prefixes` of a call
-        with the same seed and weights, are continued with the tokens of the call without abort. This holds in float32
-        and with invariant numerics; otherwise the keys and values of a prefix are rounded slightly differently in
-        bfloat16.
+        Equal prefixes of one prompt are run through the model once. `abort` is checked before every token. The
+        completions of an aborted call, given as `prefixes` of a call with the same seed and weights, are continued with
+        the tokens of the call without abort. This holds in float32 and with invariant numerics; otherwise the keys and
+        values of a prefix are rounded slightly differently in bfloat16.
 
         Raises:
-            TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is longer than
-                `max_tokens`, contains a stop, or does not fit the other arguments; log-probs other than "processed"
-                are requested; the model's logits are not finite.
+            TrimtabError: the arguments do not fit the model or each other; the model's logits are not finite.
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
@@ -148,14 +142,12 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        """Copies named weights into the model; tokens sampled from now on carry `version`.
+        """Copies named weights into the model, and quantizes them unless `as_is`; see `types.Engine`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-        All weights are validated before any is copied. The engine's quantization is applied unless `as_is`.
 
         Raises:
-            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
-                of one tied weight carry different values.
+            TrimtabError: the weights are not those of the model (`WeightManifest.check`); then none is copied.
         """
         given = self._manifest.check(weights)
         state = self._model.state_dict(keep_vars=True)
@@ -166,10 +158,7 @@ class EmbeddedEngine:
             self._quantize()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the weights in use (not copies), by the names `update_weights` takes.
-
-        Loading them with `as_is` changes no bit.
-        """
+        """Returns the weights in use, not copies."""
         return self._model.named_parameters()
 
     def restart(self) -> None:

@@ -93,7 +93,7 @@ class ServerEngine:
         turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """Returns `samples` completions for each prompt, in order; see `types.Engine`.
+        """See `types.Engine`.
 
         Raises:
             EngineDeadError: all servers were lost and none came back.

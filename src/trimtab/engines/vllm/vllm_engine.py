@@ -125,14 +125,11 @@ class VllmEngine:
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        """Loads named weights; tokens sampled from now on carry `version`.
-
-        Names are those of the checkpoint; a tied head may be named or left out. All weights are validated before any is
-        passed to vLLM. `as_is` has no effect: vLLM's own quantization, if any, cannot be switched off.
+        """See `types.Engine`. `as_is` has no effect: vLLM's own quantization cannot be switched off.
 
         Raises:
-            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, two names of
-                one tied weight carry different values, or vLLM did not load a weight.
+            TrimtabError: the weights are not those of the model (`WeightManifest.check`), and none is passed to vLLM;
+                or vLLM did not load one.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         del as_is
