@@ -104,7 +104,8 @@ def main() -> None:
         with perturbation.attached(seed=0, coverage=watch):
             difference = (score(model, batches[-1]).logp - plain)[batches[-1].response_mask].abs().mean()
     print(f"mean |change of log-prob| on random tokens {float(difference):.4f}; changed inputs of layers: ", end="")
-    print("  ".join(f"{layer}: {fraction:.3f}" for layer, fraction in watch.fractions().items()) or "none")
+    shares = (f"{layer}: {changed / max(seen, 1):.3f}" for layer, (changed, seen) in watch.counts().items())
+    print("  ".join(shares) or "none")
 
 
 if __name__ == "__main__":

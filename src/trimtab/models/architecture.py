@@ -30,7 +30,6 @@ class ModelParts:
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
     softcap: float | None
-    reads_layout: bool  # its attention reads a `PackedLayout`
     invariant: bool = False  # its numerics are those of `models/invariant`
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
 
@@ -47,13 +46,18 @@ def check_architecture(kind: str, where: str = "") -> None:
 def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
 
-    Raises `TrimtabError` for an architecture that is not in `KNOWN_ARCHITECTURES`, or a head that is not a plain linear
-    layer.
+    Raises `TrimtabError` for an architecture that is not in `KNOWN_ARCHITECTURES`, an attention that reads no
+    `PackedLayout`, or a head that is not a plain linear layer.
     """
     if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
         model = model.get_base_model()
-    kind = model.config.model_type
+    kind, attention = model.config.model_type, model.config._attn_implementation
     check_architecture(kind)
+    if attention not in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION):
+        raise TrimtabError(
+            f"attention {attention!r} cannot read packed rows: call "
+            f"model.set_attn_implementation({PACKED_IMPLEMENTATION!r}), as trimtab.models.load does"
+        )
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TrimtabError(
@@ -65,8 +69,7 @@ def model_parts(model: Any) -> ModelParts:
         weight=head.weight,
         bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
-        reads_layout=model.config._attn_implementation in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION),
-        invariant=model.config._attn_implementation == INVARIANT_IMPLEMENTATION,
+        invariant=attention == INVARIANT_IMPLEMENTATION,
         head=head,
     )
 

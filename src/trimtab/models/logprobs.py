@@ -5,9 +5,7 @@
 A group's responses share one pass over their prompt (`packed_attention.py`), padding is never run, and only positions
 that predict a response token reach the head (`fused_head.py`), which never holds tokens x vocabulary.
 
-A model without packed attention (not built by `load`) is run on padded rows of prompt and response instead: the same
-values at a higher cost. The choice depends on the model alone, so that all passes over a micro-batch, with and without
-gradient, have the same numerics.
+All passes over a micro-batch, with and without gradient, have the same numerics.
 """
 
 from __future__ import annotations
@@ -109,8 +107,8 @@ def score(
     score at each token, padded with -1. `squares`: also the sum of p^2. `routes` are replayed;
     `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
-    Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
-    positive, padding on the wrong side, a response token outside its own sampling mask, or routes of another model.
+    Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
+    a response token outside its own sampling mask, or routes of another model.
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
@@ -123,9 +121,9 @@ def score(
         nonlocal chosen
         parts = model_parts(model)
         run = _tokens_to_run(batch)
-        routing = RoutingLayout(batch.prompt_mask, run, batch.prompt_index, parts.reads_layout)
+        routing = RoutingLayout(batch.prompt_mask, run)
         with routing.routed(model, routes, record) as tape:
-            hidden = _packed_hidden(parts, batch, run) if parts.reads_layout else _padded_hidden(parts, batch)
+            hidden = _packed_hidden(parts, batch, run)
         chosen = None if tape is None else routing.unflatten(tape.take())
         return token_scores(
             hidden,
@@ -206,16 +204,3 @@ def _packed_hidden(
     )
     source = torch.cat([last, packed[:, :-1]], dim=1)
     return hidden.index_select(0, source[batch.response_mask])
-
-
-def _padded_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
-    """Returns the same hidden states from padded rows of prompt and response."""
-    time = batch.response_ids.shape[1]
-    mask = torch.cat([batch.prompt_mask[batch.prompt_index], torch.ones_like(batch.response_mask)], dim=1)
-    hidden = model.backbone(
-        input_ids=torch.cat([batch.prompt_ids[batch.prompt_index], batch.response_ids], dim=1)[:, :-1],
-        attention_mask=mask[:, :-1],
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, :-1],
-        use_cache=False,
-    ).last_hidden_state
-    return hidden[:, -time:][batch.response_mask]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T` from products of `TILE` rows, so that a row's bits do not depend on other rows or their number.
+    """Returns `a @ b.T` from products of `TILE_ROWS` rows, so that a row's bits do not depend on the other rows.
 
-    `m` must be a multiple of `TILE`. It has no gradient.
+    `m` must be a multiple of `TILE_ROWS`. It has no gradient.
     """
     tiles = [product(tile, b) for tile in a.split(TILE_ROWS)]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
@@ -54,21 +55,28 @@ def fast_linear(
     plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
     if not (_ONEDNN and plain and states.device.type == "cpu"):
         return F.linear(states, weight, bias)
-    result = padded_linear(states, weight)
+    result = linear_by(product, states, weight, 16)
     return result if bias is None else result + bias
-
-
-def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, rows padded by `pad_rows`. Both have the same dtype."""
-    result: Any = _Product.apply(states, weight, False)
-    return result
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
     if not torch.is_grad_enabled():  # decoding needs hundreds of products a token, and this path has half the overhead
         return _unpadded(tiled_product(pad_rows(states, TILE_ROWS), weight), states.shape)
-    result: Any = _Product.apply(states, weight, True)
+    return linear_by(tiled_product, states, weight, TILE_ROWS)
+
+
+def linear_by(
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    states: Float[Tensor, "*batch k"],
+    weight: Float[Tensor, "n k"],
+    multiple: int | None,
+) -> Float[Tensor, "*batch n"]:
+    """Returns `states @ weight.T` with gradient, computed by `multiply` of the rows, padded by `pad_rows` unless None.
+
+    Both have the same dtype. The backward is the same for every `multiply`: only the trainer computes gradients.
+    """
+    result: Any = _Product.apply(states, weight, multiply, multiple)
     return result
 
 
@@ -78,22 +86,24 @@ def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, tiled: bool) -> Tensor:
-        rows = pad_rows(states, TILE_ROWS if tiled else 16)
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], multiple: int | None
+    ) -> Tensor:
+        rows = states.reshape(-1, states.shape[-1]) if multiple is None else pad_rows(states, multiple)
         ctx.save_for_backward(rows, weight)
         ctx.shape = states.shape
-        return _unpadded(tiled_product(rows, weight) if tiled else product(rows, weight), states.shape)
+        return _unpadded(multiply(rows, weight), states.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         grad = _pad_to(grads[0].reshape(-1, grads[0].shape[-1]), len(rows))
         to_states = _unpadded(product(grad, weight.T), ctx.shape) if ctx.needs_input_grad[0] else None
         to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
-        return to_states, to_weight, None
+        return to_states, to_weight, None, None
 
 
-def pad_rows(states: Float[Tensor, "*batch k"], multiple: int = 16) -> Float[Tensor, "rows k"]:
+def pad_rows(states: Float[Tensor, "*batch k"], multiple: int) -> Float[Tensor, "rows k"]:
     """Returns the rows, followed by as many rows of zeros as `padding_rows` returns."""
     rows = states.reshape(-1, states.shape[-1])
     return _pad_to(rows, len(rows) + padding_rows(len(rows), multiple))
@@ -104,7 +114,7 @@ def _pad_to(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows  # F.pad copies even without padding
 
 
-def padding_rows(rows: int, multiple: int = 16) -> int:
+def padding_rows(rows: int, multiple: int) -> int:
     """Returns the number of padding rows up to the next of eight sizes per octave.
 
     All sizes are multiples of `multiple`, a power of two. oneDNN caches compiled kernels for every shape, about half a

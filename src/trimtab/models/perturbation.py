@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,10 +36,11 @@ to float32 rounding."""
 
 
 class PerturbationCoverage:
-    """The fraction of entries that each layer's noise changed, in the inputs of the layer's first matrix product.
+    """Counts the entries that each layer's noise changed, in the inputs of the layer's first matrix product.
 
     Entries are compared after rounding to the dtype of that product, which may undo small noise. "Clean" is the same
-    pass without this layer's own noise; noise of earlier layers is in both. May be used for several passes.
+    pass without this layer's own noise; noise of earlier layers is in both. Layers of sigma 0 are not counted, nor are
+    logits, which are not rounded. May be used for several passes.
     """
 
     def __init__(self) -> None:
@@ -53,21 +54,8 @@ class PerturbationCoverage:
         self._total[layer] = self._total.get(layer, 0) + clean.numel()
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Returns the numbers of changed entries and of all entries, by layer."""
+        """Returns the number of changed entries and of all entries, by layer."""
         return {layer: (int(count), self._total[layer]) for layer, count in self._changed.items()}
-
-    @classmethod
-    def merged(cls, parts: Iterable[Mapping[str, Sequence[int]]]) -> PerturbationCoverage:
-        """Returns the sum of several `counts`, such as those of different ranks."""
-        whole = cls()
-        for layer, (changed, seen) in (item for part in parts for item in part.items()):
-            whole._changed[layer] = whole._changed.get(layer, torch.zeros((), dtype=torch.int64)) + changed
-            whole._total[layer] = whole._total.get(layer, 0) + seen
-        return whole
-
-    def fractions(self) -> dict[str, float]:
-        """Returns fractions by layer; layers of sigma 0 and logits, which are not rounded, are left out."""
-        return {layer: int(count) / max(self._total[layer], 1) for layer, count in self._changed.items()}
 
 
 class Perturbation(nn.Module):

@@ -272,16 +272,13 @@ def routing_agreement(one: Routes, other: Routes) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class RoutingLayout:
-    """The order in which a forward runs the tokens of a micro-batch.
+    """The order in which a forward runs the tokens of a micro-batch: those of all prompts, then of all responses.
 
-    `packed`: real tokens of all prompts, then of all responses; otherwise padded rows of prompt and response without
-    the last column. `run` marks the response tokens that are run: all but the last of each row.
+    `run` marks the response tokens that are run: all but the last of each row.
     """
 
     prompt_mask: Bool[Tensor, "prompts prompt_time"]
     run: Bool[Tensor, "batch time"]
-    prompt_index: Int[Tensor, " batch"]
-    packed: bool
 
     @contextmanager
     def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
@@ -292,7 +289,7 @@ class RoutingLayout:
             yield stack.enter_context(record_routing(model)) if record else None
 
     def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
-        """Returns the routes in the order of the forward, `UNROUTED` at padding.
+        """Returns the routes in the order of the forward.
 
         Raises `TrimtabError` when the routes have another shape than the tokens.
         """
@@ -300,27 +297,12 @@ class RoutingLayout:
         if (given := (tuple(routes.prompts.shape[:-2]), tuple(routes.responses.shape[:-2]))) != shapes:
             raise TrimtabError(f"routes of {given[0]} prompt and {given[1]} response tokens for tokens of {shapes}")
         prompts, responses = (part.to(self.run.device) for part in routes)
-        if self.packed:
-            return torch.cat([prompts[self.prompt_mask], responses[self.run]])
-        prompts = prompts.masked_fill(~self.prompt_mask[..., None, None], UNROUTED)
-        responses = responses.masked_fill(~self.run[..., None, None], UNROUTED)
-        return torch.cat([prompts[self.prompt_index], responses], dim=1)[:, :-1].flatten(0, 1)
+        return torch.cat([prompts[self.prompt_mask], responses[self.run]])
 
     def unflatten(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
-        """Inverts `flatten`. A prompt that was run in several rows gets the choices of its first row."""
-        sizes = flat.shape[-2:]
+        """Inverts `flatten`; padding and tokens that were not run are `UNROUTED`."""
+        count, sizes = int(self.prompt_mask.sum()), flat.shape[-2:]
         prompts = flat.new_full((*self.prompt_mask.shape, *sizes), UNROUTED)
         responses = flat.new_full((*self.run.shape, *sizes), UNROUTED)
-        if self.packed:
-            count = int(self.prompt_mask.sum())
-            prompts[self.prompt_mask], responses[self.run] = flat[:count], flat[count:]
-            return Routes(prompts, responses)
-        rows = flat.view(len(self.run), -1, *sizes)
-        width = prompts.shape[1]
-        responses[:, :-1] = rows[:, width:]
-        first = {prompt: row for row, prompt in reversed(list(enumerate(self.prompt_index.tolist())))}
-        prompts[list(first)] = rows[list(first.values()), :width]
-        return Routes(
-            prompts.masked_fill_(~self.prompt_mask[..., None, None], UNROUTED),
-            responses.masked_fill_(~self.run[..., None, None], UNROUTED),
-        )
+        prompts[self.prompt_mask], responses[self.run] = flat[:count], flat[count:]
+        return Routes(prompts, responses)

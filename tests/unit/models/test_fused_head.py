@@ -22,7 +22,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts(weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> ModelParts:
-    return ModelParts(nn.Identity(), weight, bias, softcap, reads_layout=True)
+    return ModelParts(nn.Identity(), weight, bias, softcap)
 
 
 def test_hand_numbers() -> None:

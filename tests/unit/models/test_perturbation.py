@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.models.test_logprobs import ATTENTIONS, assert_close_gradients, batch, build, gradients, rows
+from tests.unit.models.test_logprobs import assert_close_gradients, batch, build, gradients, rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError
@@ -18,10 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
 from trimtab.models import perturbed_layer
-from trimtab.models.architecture import decoder_stack
+from trimtab.models.architecture import KNOWN_ARCHITECTURES, decoder_stack
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
-from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.models.perturbation import Perturbation
 
 BF16 = torch.bfloat16
@@ -55,9 +54,9 @@ def hooks(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "attention"), ATTENTIONS)
-def test_every_layer_of_every_architecture_is_given_its_noise(kind: str, attention: str) -> None:
-    model = build(kind, attention)
+@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+def test_every_layer_of_every_architecture_is_given_its_noise(kind: str) -> None:
+    model = build(kind)
     perturbation = Perturbation(model, std=0.01)
     with torch.no_grad():
         perturbation.log_sigma += torch.tensor([0.0, 0.5])
@@ -70,15 +69,12 @@ def test_every_layer_of_every_architecture_is_given_its_noise(kind: str, attenti
     assert perturbation.sigmas() == pytest.approx({"0": 0.01, "1": 0.016487}, rel=1e-4)
 
 
-@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_gradient_of_log_sigma_by_finite_differences(
-    kind: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_of_log_sigma_by_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Llama's own norm computes in float32 whatever the model's type is.
     exact = lambda norm, h: functional.rms_norm(h, norm.weight.shape, norm.weight, norm.variance_epsilon)  # noqa: E731
     monkeypatch.setattr(LlamaRMSNorm, "forward", exact)
-    model = build(kind, attention, torch.float64)
+    model = build(kind, dtype=torch.float64)
     perturbation = Perturbation(model, std=0.02).double()
     with perturbation.attached(seed=5):
         value = loss(model)
@@ -138,11 +134,10 @@ def test_global_randomness_is_not_consumed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("layers", ["all", "logits"])
-def test_sigma_zero_equals_bypass_to_the_bit(attention: str, dtype: torch.dtype, layers: str) -> None:
-    model = build("llama", attention, dtype)
+def test_sigma_zero_equals_bypass_to_the_bit(dtype: torch.dtype, layers: str) -> None:
+    model = build("llama", dtype=dtype)
     plain = loss(model)
     expected = gradients(model, plain)
     perturbation = Perturbation(model, layers, std=0.0)

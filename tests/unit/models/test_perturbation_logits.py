@@ -50,7 +50,7 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
             logp, entropy, *_ = fused_head.token_scores(
                 hidden,
                 ids,
-                ModelParts(nn.Identity(), weight, bias, softcap, reads_layout=True, head=OWNER),
+                ModelParts(nn.Identity(), weight, bias, softcap, head=OWNER),
                 temperature=0.7,
                 entropy=True,
                 kept=kept,
@@ -96,7 +96,7 @@ def test_a_model_with_noisy_logits(kind: str) -> None:
     with perturbation.attached(seed=SEED, coverage=(watch := PerturbationCoverage())):
         noisy = loss(model)
         assert torch.equal(loss(other), plain)  # a reference model scored meanwhile is clean
-    assert watch.fractions() == {}
+    assert watch.counts() == {}
     assert torch.equal(loss(model), plain)
     noisy.backward()  # after the context: the backward draws what the forward drew
     grad = perturbation.log_sigma.grad

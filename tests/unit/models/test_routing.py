@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.models.test_logprobs import batch, build, gradients
+from tests.unit.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPONSES, batch, build, gradients
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import score
-from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.models.routing import (
     FAMILIES,
     UNROUTED,
@@ -105,15 +104,14 @@ def test_what_there_is_to_replay(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])  # packed and padded
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"),  # reentrant, not, or none
     [(torch.float32, None), (BF16, None), (BF16, True), (BF16, False)],
 )
 def test_replaying_the_models_own_choice_changes_no_bit(
-    kind: str, attention: str, dtype: torch.dtype, checkpointing: bool | None
+    kind: str, dtype: torch.dtype, checkpointing: bool | None
 ) -> None:
-    model = build(kind, attention, dtype)
+    model = build(kind, dtype=dtype)
     free = score(model, batch(), entropy=True, record=True)
     expected = grads(model, free.logp)
     if checkpointing is not None:
@@ -141,19 +139,15 @@ def test_replay_under_autocast_changes_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
-def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str, attention: str) -> None:
+def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) -> None:
     """Softmax over all, chosen and renormalised, is the softmax of a router without other experts; gradients too."""
     changes: dict[str, Any] = {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
-    model = build(kind, attention, **changes)
+    model = build(kind, **changes)
     free = score(model, batch(), record=True)
     routes = other(free.routes)  # type: ignore[arg-type]
     result = score(model, batch(), routes=routes)
     assert (result.logp - free.logp).abs().max() > 1e-3
-    places = RoutingLayout(batch().prompt_mask, batch_run(), batch().prompt_index, attention == PACKED_IMPLEMENTATION)
-    flat = places.flatten(routes)
-    # The reference knows no free tokens: padding may go anywhere.
-    flat = torch.where(flat == UNROUTED, torch.tensor([0, 1], dtype=torch.int16), flat)
+    flat = RoutingLayout(batch().prompt_mask, batch_run()).flatten(routes)
     with masked_routers(model, flat):
         reference = score(model, batch()).logp
         expected_grads = grads(model, reference)
@@ -171,17 +165,20 @@ def batch_run() -> Tensor:
     return mask & (mask.cumsum(-1) < mask.sum(-1, keepdim=True))
 
 
-def test_packed_and_padded_rows_record_the_same() -> None:
-    packed, padded = (
-        score(build("olmoe", attention), batch(), record=True) for attention in (PACKED_IMPLEMENTATION, "sdpa")
-    )
-    assert packed.routes is not None
-    assert packed.routes.prompts.dtype == torch.int16
-    for one, two in zip(packed.routes, padded.routes, strict=True):  # type: ignore[arg-type]
-        assert torch.equal(one.sort(-1).values, two.sort(-1).values)
-    assert ((packed.routes.prompts != UNROUTED).all((-1, -2)) == batch().prompt_mask).all()
-    assert ((packed.routes.responses != UNROUTED).all((-1, -2)) == batch_run()).all()
-    assert routing_agreement(packed.routes, padded.routes) == (42, 42)  # type: ignore[arg-type]
+def test_a_packed_row_records_what_each_response_alone_does() -> None:
+    model = build("olmoe")
+    routes = score(model, batch(), record=True).routes
+    assert routes is not None
+    assert routes.prompts.dtype == torch.int16
+    assert torch.equal((routes.prompts != UNROUTED).all((-1, -2)), batch().prompt_mask)
+    assert torch.equal((routes.responses != UNROUTED).all((-1, -2)), batch_run())
+    assert routing_agreement(routes, routes) == (42, 42)
+    for row, (response, index) in enumerate(zip(RESPONSES, PROMPT_INDEX, strict=True)):
+        ids = PROMPTS[index] + response[:-1]
+        with torch.no_grad(), record_routing(model) as tape:
+            model(torch.tensor([ids]), use_cache=False)
+        packed = torch.cat([routes.prompts[index][batch().prompt_mask[index]], routes.responses[row][batch_run()[row]]])
+        assert torch.equal(tape.take().sort(-1).values, packed.sort(-1).values)
 
 
 def test_record_under_replay_is_the_routers_own_choice() -> None:
@@ -196,9 +193,8 @@ def test_record_under_replay_is_the_routers_own_choice() -> None:
     assert not torch.equal(own.responses[..., 1, :], free.responses[..., 1, :])
 
 
-@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
-def test_what_padding_and_last_tokens_hold_is_not_read(attention: str) -> None:
-    model = build("olmoe", attention)
+def test_what_padding_and_last_tokens_hold_is_not_read() -> None:
+    model = build("olmoe")
     free = score(model, batch(), record=True)
     assert free.routes is not None
     spoiled = Routes(*(torch.where(part == UNROUTED, 99, part) for part in free.routes))
@@ -348,12 +344,10 @@ def test_agreement_by_hand() -> None:
 
 @given(
     prompts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    responses=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=4),
+    responses=st.lists(st.integers(0, 4), min_size=1, max_size=4),
 )
-def test_order_of_a_forward_and_back(prompts: list[int], responses: list[tuple[int, int]]) -> None:
-    """What is known of the tokens that are run survives; of a prompt without responses only packed rows know."""
-    lengths = torch.tensor([length for _, length in responses])
-    prompt_index = torch.tensor([prompt % len(prompts) for prompt, _ in responses])
+def test_order_of_a_forward_and_back(prompts: list[int], responses: list[int]) -> None:
+    lengths = torch.tensor(responses)
     prompt_mask = torch.arange(4) >= 4 - torch.tensor(prompts)[:, None]
     run = torch.arange(5) < lengths[:, None] - 1
     random = torch.randint(0, EXPERTS, (2, 8, 5, LAYERS, CHOSEN), dtype=torch.int16)
@@ -361,12 +355,9 @@ def test_order_of_a_forward_and_back(prompts: list[int], responses: list[tuple[i
         random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], UNROUTED),
         random[1, : len(responses)].masked_fill(~run[..., None, None], UNROUTED),
     )
-    for packed in (True, False):
-        places = RoutingLayout(prompt_mask, run, prompt_index, packed)
-        flat = places.flatten(routes)
-        tokens = sum(prompts) + int(run.sum()) if packed else len(responses) * 8
-        assert flat.shape == (tokens, LAYERS, CHOSEN)
-        back = places.unflatten(flat)
-        assert torch.equal(back.responses, routes.responses)
-        known = [index for index in range(len(prompts)) if packed or index in prompt_index]
-        assert torch.equal(back.prompts[known], routes.prompts[known])
+    places = RoutingLayout(prompt_mask, run)
+    flat = places.flatten(routes)
+    assert flat.shape == (sum(prompts) + int(run.sum()), LAYERS, CHOSEN)
+    back = places.unflatten(flat)
+    assert torch.equal(back.responses, routes.responses)
+    assert torch.equal(back.prompts, routes.prompts)

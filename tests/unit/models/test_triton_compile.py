@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.triton_support import DTYPES, INSTALLED, INTERPRETED
 
-from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matmul_kernel, row_kernels
+from trimtab.models.invariant.kernels import attention_kernel, matmul_kernel, row_kernels
 from trimtab.models.packed_attention import PackedLayout
 
 if not INSTALLED or INTERPRETED or sys.platform != "linux":
@@ -25,8 +25,8 @@ KERNELS = [
     (matmul_kernel, "_product"),
     (row_kernels, "_rms_norm"),
     (row_kernels, "_silu"),
-    (head_kernel, "_tiles"),
-    (head_kernel, "_rows"),
+    (row_kernels, "_tiles"),
+    (row_kernels, "_rows"),
     (attention_kernel, "_attend"),
 ]
 
@@ -86,8 +86,8 @@ def heads(dtype: torch.dtype) -> None:
     """Whole logits of an odd vocabulary, parts of them, and sets of kept words."""
     for tokens, words in ((1, 2501), (16, 2501), (17, 1024), (3, 1), (3, 16)):
         logits = torch.zeros(tokens + 1, words, dtype=dtype)
-        head_kernel.logsumexp(logits[1:])
-        head_kernel.logsumexp(logits[:, 1:])
+        for part in (logits[1:], logits[:, 1:]):
+            row_kernels.add_exponentials(torch.zeros(len(part), dtype=dtype), part)
 
 
 def attentions(dtype: torch.dtype) -> None:

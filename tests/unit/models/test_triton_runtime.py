@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matmul_kernel, row_kernels, runtime
+from trimtab.models.invariant.kernels import attention_kernel, matmul_kernel, row_kernels, runtime
 
 
 def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
 @pytest.mark.parametrize(
     ("module", "kernel"),
-    [(matmul_kernel, "_product"), (row_kernels, "_silu"), (head_kernel, "_tiles"), (attention_kernel, "_attend")],
+    [(matmul_kernel, "_product"), (row_kernels, "_silu"), (row_kernels, "_tiles"), (attention_kernel, "_attend")],
 )
 def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kernel: str) -> None:
     with pytest.raises(TrimtabError, match=r"needs Triton, which is not installed: pip install triton$"):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.models.invariant.kernels.runtime import use_triton
-from trimtab.models.matmul import TILE_ROWS, pad_rows, tiled_linear, tiled_product
+from trimtab.models.matmul import TILE_ROWS, linear_by, pad_rows, tiled_linear, tiled_product
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -38,9 +38,9 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 
 def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     if use_triton(states):
-        from trimtab.models.invariant.kernels import autograd
+        from trimtab.models.invariant.kernels import matmul_kernel
 
-        return autograd.linear(states, weight)
+        return linear_by(matmul_kernel.batch_invariant_matmul, states, weight, None)
     return tiled_linear(states, weight)
 
 
@@ -70,9 +70,9 @@ class InvariantEmbedding(nn.Embedding):
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
     """Returns `logaddexp(total, logsumexp(logits))`, from functions that compute all elements by the same code."""
     if use_triton(logits):
-        from trimtab.models.invariant.kernels import head_kernel
+        from trimtab.models.invariant.kernels import row_kernels
 
-        return head_kernel.add_exponentials(total, logits)
+        return row_kernels.add_exponentials(total, logits)
     peak = torch.maximum(total, logits.amax(-1))
     mass = (total - peak).exp() + (logits - peak[:, None]).exp_().sum(-1)
     return peak + mass.log()
@@ -90,9 +90,9 @@ class InvariantRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight.to(compute_dtype(self.weight))
         if use_triton(hidden_states):
-            from trimtab.models.invariant.kernels import autograd
+            from trimtab.models.invariant.kernels import row_kernels
 
-            return autograd.rms_norm(hidden_states, weight, self.variance_epsilon)
+            return row_kernels.rms_norm(hidden_states, weight, self.variance_epsilon)
         states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         spread = (states.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt().reciprocal()
         return states * spread * weight.to(states.dtype)
