@@ -85,14 +85,11 @@ def test_a_recipe_that_trains_several_runs_is_for_the_command_line(tmp_path: Pat
 def test_a_run_that_learns_nothing_stops_and_resuming_it_goes_on_counting(tmp_path: Path) -> None:
     changes = [*SMALL, "sampling.max_tokens=1", "trainer.steps=9", "trainer.max_idle_steps=3"]
     notes, run = Notes(), tmp_path / "run"
-    reason = r"none of 8 responses ended within sampling.max_tokens = 1, all of them got reward 0"
-    with pytest.raises(
-        TrimtabError, match=f"3 steps in a row taught nothing, in the last one {reason}; step 3 is saved"
-    ):
+    with pytest.raises(TrimtabError, match=r"3 steps in a row .* no response ended .* = 1, .*; step 3 is saved"):
         train(load_config("laboratory", changes), out=run, observer=notes)
-    assert [line for line in notes.lines if "taught" in line] == [f"step 1: it taught nothing: {reason}"]
+    assert [line.partition(": no ")[0] for line in notes.lines if "no training signal" in line] == ["step 1"]
     assert [folder.name for folder in list_checkpoints(run / "checkpoints")] == ["step-000003"]
-    with pytest.raises(TrimtabError, match="4 steps in a row taught nothing"):
+    with pytest.raises(TrimtabError, match="4 steps in a row had no training signal"):
         train(load_config("laboratory", changes), out=run, resume=True)
     patient = load_config("laboratory", [*changes, "trainer.max_idle_steps=0"])
     assert train(patient, out=run, resume=True).metrics["step"] == 9

@@ -49,7 +49,12 @@ def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
     for unknown presets and keywords.
     """
     built = objective(preset, **overrides)
-    verl, trl = _in_verl(preset, overrides), _in_trl(preset, overrides)
+    keywords = "".join(f", {key}={value!r}" for key, value in overrides.items())
+    trl = f"trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective({json.dumps(preset)}{keywords}))"
+    named = preset
+    if overrides or ":" in preset:
+        named = "mine, and TRIMTAB_OBJECTIVES names a file with the lines of Trimtab under [mine]"
+    verl = f"actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-{named}"
     return {
         "trimtab": _trimtab(preset, overrides),
         "verl": _foreign("verl", preset, overrides, built, _verl) + _adapter("verl", verl, built),
@@ -65,24 +70,14 @@ def _adapter(trainer: str, line: str, built: Objective) -> str:
     return f"\n# exactly this loss, with Trimtab's adapter (docs/adapters/{trainer}.md):\n# {line}"
 
 
-def _in_trl(preset: str, overrides: Mapping[str, Any]) -> str:
-    keywords = "".join(f", {key}={value!r}" for key, value in overrides.items())
-    return f"trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective({json.dumps(preset)}{keywords}))"
-
-
-def _in_verl(preset: str, overrides: Mapping[str, Any]) -> str:
-    line = "actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-"
-    own = f"{line}mine, and TRIMTAB_OBJECTIVES names a file with the lines of Trimtab under [mine]"
-    return own if overrides or ":" in preset else line + preset
-
-
 def _foreign(
     name: str, preset: str, overrides: Mapping[str, Any], built: Objective, render: Callable[[Objective], list[str]]
 ) -> str:
     nearest = NEAREST.get(preset, {}).get(name)
     supported = name in built.surrogate.peers(built.ratio.level)
     if preset not in ABSENT and nearest is None and supported:
-        others = [f"# kl_coef and entropy_coef are left out: set {name}'s own"] if _regularized(built) else []
+        regularized = built.kl.coef > 0 or built.entropy_coef > 0
+        others = [f"# kl_coef and entropy_coef are left out: set {name}'s own"] if regularized else []
         return "\n".join([*render(built), *others])
     reason = f": {ABSENT[preset]}" if preset in ABSENT else ""
     if nearest is None:
@@ -91,10 +86,6 @@ def _foreign(
     return "\n".join(
         [f"# {name} has no equivalent of {preset}{reason}; nearest, {nearest}:", *render(objective(nearest, **shared))]
     )
-
-
-def _regularized(built: Objective) -> bool:
-    return built.kl.coef > 0 or built.entropy_coef > 0
 
 
 def _trimtab(preset: str, overrides: Mapping[str, Any]) -> str:

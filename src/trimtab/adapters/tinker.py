@@ -36,7 +36,8 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         current = pad_sequence(list(logprobs), batch_first=True)
         fields = [datum.loss_fn_inputs for datum in data]
         mask = _column(fields, "mask", current)
-        behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
+        behavior, advantage = (_column(fields, name, current, required=True) for name in ("logprobs", "advantages"))
+        assert advantage is not None
         inside = _inside(logprobs, current)
         mask = inside if mask is None else inside & (mask != 0)
         proximal = _column(fields, "old_logprobs", current)
@@ -62,20 +63,15 @@ def _inside(logprobs: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
 
 
-def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:
-    """Returns (batch, time) a field of all data, or None where no datum has it."""
+def _column(fields: Sequence[Any], name: str, like: Tensor, *, required: bool = False) -> Tensor | None:
+    """Returns (batch, time) a field of all data, or None where no datum has it and it is not required."""
     present = [name in one for one in fields]
     if not any(present):
+        if required:
+            raise TrimtabError(f"the data have no {name!r} in loss_fn_inputs: add it")
         return None
     if not all(present):
         raise TrimtabError(f"{present.count(False)} of {len(fields)} data have no {name!r}: give it to all or to none")
     values = [one[name] for one in fields]
     tensors = [value if isinstance(value, Tensor) else value.to_torch() for value in values]
     return pad_sequence([tensor.to(like) for tensor in tensors], batch_first=True)
-
-
-def _required(fields: Sequence[Any], name: str, like: Tensor) -> Tensor:
-    column = _column(fields, name, like)
-    if column is None:
-        raise TrimtabError(f"the data have no {name!r} in loss_fn_inputs: add it")
-    return column

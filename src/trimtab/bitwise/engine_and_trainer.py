@@ -161,16 +161,14 @@ def _log_probs(model: Any, logits: Tensor, ids: Tensor, temperature: float) -> T
 
 def _prefill_plan(texts: SampleTexts, rows: Sequence[int], done: dict[int, int], device: torch.device) -> PrefillPlan:
     prompts = list(dict.fromkeys(texts.owner[row] for row in rows))
-    starts = list(dict.fromkeys((prompts.index(texts.owner[row]), row if done[row] else None) for row in rows))
+    start_of = [(prompts.index(texts.owner[row]), row if done[row] else None) for row in rows]
+    starts = list(dict.fromkeys(start_of))
     prefixes = [() if row is None else texts.responses[row][: done[row]] for _, row in starts]
     return PrefillPlan(
         prompts=[torch.from_numpy(texts.prompts[prompt]).to(device) for prompt in prompts],
         prefixes=[torch.tensor(np.array(prefix, dtype=np.int64), device=device) for prefix in prefixes],
         prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
-        row=torch.tensor(
-            [starts.index((prompts.index(texts.owner[row]), row if done[row] else None)) for row in rows],
-            device=device,
-        ),
+        row=torch.tensor([starts.index(start) for start in start_of], device=device),
     )
 
 

@@ -122,7 +122,8 @@ def record_forward(
     names = {module: name or ROOT for name, module in model.named_modules()}
     with ExitStack() as undo:
         for module, name in names.items():
-            if _computes(module) and name not in skip:
+            leaf = next(module.children(), None) is None
+            if (leaf or next(module.parameters(recurse=False), None) is not None) and name not in skip:
                 recording.modules[name] = module
                 undo.enter_context(_record_module(module, name, recording))
         undo.enter_context(_record_attention(names, recording))
@@ -176,10 +177,6 @@ def _rows(tensor: Tensor, count: int) -> Tensor | None:
         if size == count:
             return tensor.reshape(count, -1)
     return None
-
-
-def _computes(module: nn.Module) -> bool:
-    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
 
 
 @contextmanager

@@ -82,7 +82,9 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
         _check_index(Path(source))
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     check_architecture(config.model_type, f"model {name!r}: ")
-    _switch_off_dropout(config)
+    for key, value in list(vars(config).items()):
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
+            setattr(config, key, 0.0)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
         model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
@@ -175,12 +177,6 @@ def _readable_errors(name: str) -> Iterator[None]:
             f"model {name!r} cannot be loaded: no such folder{neighbors(Path(name))}, and {hint}; "
             f"give a local folder, a reachable HF id, or the bundled {BUNDLED!r}"
         ) from error
-
-
-def _switch_off_dropout(config: Any) -> None:
-    for key, value in list(vars(config).items()):
-        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
-            setattr(config, key, 0.0)
 
 
 def _ensure_padding_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:

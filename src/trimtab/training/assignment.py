@@ -1,7 +1,7 @@
 """Assigns the micro-batches of one update to ranks.
 
 Every rank holds the whole batch (token ids are small) and packs it as a single process would, so that perturbations,
-proximal log-probs and the denominators of an update do not depend on the no_values of ranks.
+proximal log-probs and the denominators of an update do not depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -53,8 +53,15 @@ class Batch:
 
         They are NaN at observations, as the sampler's.
         """
+
+        def at_sampled(logps: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
+            return {
+                row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
+                for row, values in logps.items()
+            }
+
         proximal = policy == "proximal"
-        logps, perturbed = (self._at_sampled(values) for values in (stats.mismatch_logps, stats.perturbed))
+        logps, perturbed = at_sampled(stats.mismatch_logps), at_sampled(stats.perturbed)
         return [
             Row(
                 trajectory,
@@ -67,12 +74,6 @@ class Batch:
             )
             for index, trajectory in enumerate(self.trajectories)
         ]
-
-    def _at_sampled(self, logps: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
-        return {
-            row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
-            for row, values in logps.items()
-        }
 
 
 def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
@@ -107,28 +108,18 @@ def _set_token_advantages(minibatches: Sequence[MiniBatch], rows: Sequence[Traje
     for minibatch in minibatches:
         time = max(micro.mask.shape[1] for micro in minibatch)
         logp, squares, mask = (
-            torch.cat([F.pad(value, (0, time - value.shape[1])) for value in values])
-            for values in zip(*((_scored(micro), _squares(micro), micro.mask) for micro in minibatch), strict=True)
+            torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
+            for name in ("proximal", "squares", "mask")
         )
         numbers = [row for micro in minibatch for row in micro.rows]
         rewards = torch.tensor([rows[row].reward for row in numbers], device=mask.device)
         groups = torch.tensor([rows[row].group for row in numbers], device=mask.device)
-        values = optimal_token_advantages(rewards, groups, logp, squares, mask)
+        values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
         means[numbers] = (values.sum(1) / mask.sum(1).clamp(min=1))[:, None].cpu()
         parts = values.split([len(micro.rows) for micro in minibatch])
         for index, (micro, part) in enumerate(zip(list(minibatch), parts, strict=True)):
             minibatch[index] = micro.with_scores(advantage=part[:, : micro.mask.shape[1]])
     return means
-
-
-def _scored(micro: MicroBatch) -> torch.Tensor:
-    assert micro.proximal is not None
-    return torch.where(micro.mask, micro.proximal, 0.0)
-
-
-def _squares(micro: MicroBatch) -> torch.Tensor:
-    assert micro.squares is not None
-    return micro.squares
 
 
 def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:

@@ -24,7 +24,8 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
     section = config.objective
     if given is not None:
         _check_given(config, given)
-        return _recorded(config, {"name": given.name, "code": _code(given), "equation": given.equation()}), given
+        code = re.sub(r" at 0x[0-9a-f]+", "", repr(given))  # addresses of functions differ between processes
+        return _recorded(config, {"name": given.name, "code": code, "equation": given.equation()}), given
     built = from_section(section.model_dump())
     if not is_custom(section.name):
         return config, built
@@ -35,11 +36,6 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
             "function, or leave objective.equation out of the recipe"
         )
     return _recorded(config, {**section.model_dump(exclude={"code"}), "equation": equation}), built
-
-
-def _code(given: Objective) -> str:
-    """The `repr` without addresses of functions, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
 
 
 def refuse_other(saved: Config, config: Config, run: object) -> None:

@@ -25,45 +25,34 @@ class IdleSteps:
 
         Returns a message at the first step of a condition and at every tenth after it, else None.
         """
-        truncated = _all_truncated(trajectories)
         idle = not any(
             advantage != 0 and trajectory.loss_mask.any()
             for trajectory, advantage in zip(trajectories, advantages[:, 0].tolist(), strict=True)
         )
         self.steps = self.steps + 1 if idle else 0
-        self._truncated = self._truncated + 1 if truncated else 0
-        if idle:
-            message = f"it taught nothing: {_explain_missing_signal(trajectories, max_tokens)}"
-        else:
-            count = len(trajectories)
-            message = f"none of {count} responses ended within {_limits(trajectories, max_tokens)}: raise it?"
-        return message if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL == 1 else None
+        self._truncated = self._truncated + 1 if _all_truncated(trajectories) else 0
+        if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL != 1:
+            return None
+        reason = _reason(trajectories, max_tokens)
+        return f"no training signal: {reason}" if idle else f"{reason}: raise them?"
 
     def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
         """The error of a run that ends after too many such steps, the last of which, `step`, is saved."""
         return TrimtabError(
-            f"{self.steps} steps in a row taught nothing, in the last one "
-            f"{_explain_missing_signal(trajectories, max_tokens)}; step {step} is saved: look at the reward and the "
-            "responses, or raise trainer.max_idle_steps (0: never stop)"
+            f"{self.steps} steps in a row had no training signal, the last one because "
+            f"{_reason(trajectories, max_tokens)}; step {step} is saved: look at the reward and the responses, or "
+            "raise trainer.max_idle_steps (0: never stop)"
         )
 
 
-def _explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
-    """Why a batch has no signal."""
+def _reason(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
+    """Why a batch has no signal, or why its responses are truncated."""
     if not trajectories:
         return "no response could be used"
-    count, rewards = len(trajectories), sorted({trajectory.reward for trajectory in trajectories})
-    received = f"all of them got reward {rewards[0]:g}" if len(rewards) == 1 else "the rewards of every group are equal"
     if _all_truncated(trajectories):
-        return f"none of {count} responses ended within {_limits(trajectories, max_tokens)}, {received}"
-    return f"of {count} responses {received}"
-
-
-def _limits(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
-    limits = f"sampling.max_tokens = {max_tokens}"
-    if any(trajectory.completion.outcome is not None for trajectory in trajectories):
-        return f"{limits}, environment.max_turns and environment.max_turn_tokens"
-    return limits
+        return f"no response ended within its limits (sampling.max_tokens = {max_tokens}, or those of [environment])"
+    rewards = [trajectory.reward for trajectory in trajectories]
+    return f"the rewards of every group are equal (from {min(rewards):g} to {max(rewards):g})"
 
 
 def _all_truncated(trajectories: Sequence[Trajectory]) -> bool:

@@ -267,9 +267,8 @@ class Learner:
             options |= {"temperature": config.sampling.temperature, "entropy": entropy, "squares": squares}
             scores = score(model, micro.tokens, **options)
         if not micro.rows:
-            none = (None if values is None else values[:0] for values in (scores.entropy, scores.head, scores.squares))
-            entropy_of_none, head_of_none, squares_of_none = none
-            return TokenScores(scores.logp[:0], entropy_of_none, None, head_of_none, squares_of_none), micro
+            kept = (None if values is None else values[:0] for values in scores._replace(routes=None))
+            return TokenScores(*kept), micro
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro

@@ -16,46 +16,22 @@ class Observer(Protocol):
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         """Called once before the first step, with the resolved recipe, its equation and the run directory."""
-        ...
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Progress within a phase such as "collect", "score", "update" or "evaluate"; a `total` of 0 is unknown."""
-        ...
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         """Called after each step with the object that was written to metrics.jsonl."""
-        ...
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
         """Greedy accuracy in [0, 1] on held-out problems before training, after it, or after step `moment`."""
-        ...
 
     def message(self, text: str) -> None:
         """One line of text for the user."""
-        ...
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
         """Called once, at the end. Displays show `eval/<task>/before`, `/after` and `/problems` in one line."""
-        ...
 
 
-class NullObserver:
+class NullObserver(Observer):
     """An observer that does nothing."""
-
-    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
-        pass
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        pass
-
-    def step(self, metrics: Mapping[str, float | str]) -> None:
-        pass
-
-    def evaluated(self, task: str, moment: Moment, value: float) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        pass

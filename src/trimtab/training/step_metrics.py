@@ -25,6 +25,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     rewards = np.array([t.reward for t in sampled])
     lengths = np.array([t.completion.sampled_tokens for t in sampled])
     ages = version - np.concatenate([t.completion.policy_version[t.completion.sampled] for t in sampled])
+    observed = any(t.completion.loss_mask is not None for t in sampled)
     parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in sampled])) for name in sampled[0].rewards}
     return {
         "trajectories/consumed": len(trajectories),
@@ -33,19 +34,12 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         **parts,
         "length/mean": float(lengths.mean()),
         "length/max": int(lengths.max()),
-        **_episode_length(sampled),
+        **({"length/episode": float(np.mean([len(t) for t in sampled]))} if observed else {}),
         "length/truncated": float(np.mean([t.completion.finish_reason == "length" for t in sampled])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
         **_entropy(sampled),
     }
-
-
-def _episode_length(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean number of tokens of a response with its observations, if any response has one."""
-    if all(t.completion.loss_mask is None for t in trajectories):
-        return {}
-    return {"length/episode": float(np.mean([len(t) for t in trajectories]))}
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -103,16 +97,12 @@ def _drift(stats: StepStatistics) -> dict[str, float]:
 
 def speed_metrics(seconds: Mapping[str, float], rollout_tokens: int, train_tokens: int) -> dict[str, float]:
     """Seconds of each phase, tokens per second of rollout and training, and the peak resident memory in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         **{f"time/{phase}": value for phase, value in seconds.items()},
         "tokens/rollout": rollout_tokens,
         "tokens/train": train_tokens,
         "tokens_per_second/rollout": rollout_tokens / max(seconds["collect"], 1e-9),
         "tokens_per_second/train": train_tokens / max(seconds["update"] + seconds["proximal"], 1e-9),
-        "memory/rss": _peak_rss(),
+        "memory/rss": peak if sys.platform == "darwin" else peak * 1024,  # macOS counts bytes, Linux kibibytes
     }
-
-
-def _peak_rss() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import add
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +18,6 @@ from trimtab.objectives import mismatch
 from trimtab.objectives.metrics import Metrics
 from trimtab.training.batching import MicroBatch
 from trimtab.training.ranks import RankGroup
-
-Part = TypeVar("Part", bound=Mergeable)
 
 
 @dataclass
@@ -87,12 +84,11 @@ def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> M
 
 def without_counts(metrics: Metrics) -> Metrics:
     """The metrics of an empty micro-batch as zeros, so that adding them changes nothing."""
-    return Metrics({name: _without_counts(part) for name, part in metrics.parts.items()})
-
-
-def _without_counts(part: Part) -> Part:
-    sums = {f.name: torch.zeros_like(getattr(part, f.name)) for f in fields(part) if "merge" not in f.metadata}
-    return replace(part, **sums)
+    parts: dict[str, Mergeable] = {}
+    for name, part in metrics.parts.items():
+        sums = {f.name: torch.zeros_like(getattr(part, f.name)) for f in fields(part) if "merge" not in f.metadata}
+        parts[name] = replace(part, **sums)
+    return Metrics(parts)
 
 
 def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:

@@ -12,7 +12,7 @@ from trimtab.rollout.source import RolloutSource
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.dotted_keys import flatten
-from trimtab.runs.layout import CONFIG, best_checkpoint, checkpoint_folder
+from trimtab.runs.layout import CONFIG, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
 from trimtab.training.idle import IdleSteps
@@ -56,15 +56,11 @@ def save_if_unsaved(trainer: Resumable) -> None:
 
 
 def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
-    """Whether this step has the best value of `eval.best` so far; the value before training does not count.
-
-    A best checkpoint by another metric, from before `eval.best` was changed, does not count either.
-    """
+    """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
     value = _value_of_best(trainer, evaluated)
     if value is None:
         return False
-    best = best_checkpoint(trainer.run.checkpoint_root)
-    improved = best is None or best.metric != trainer.config.eval.best_label or value > best.value
+    improved = store.is_best(trainer.run.checkpoint_root, trainer.config.eval.best_label, value)
     # The leader decides: on a shared file system other ranks may still read the previous best.json.
     return current_ranks().broadcast_bool(improved)
 

@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,7 @@ class LoadedCheckpoint:
     """A verified checkpoint.
 
     CPU tensors are memory-mapped from its files: copy them, do not keep them. Sharded sections are
-    `sharded_sections.Shards`, which read on access. `skipped` has one message for each newer checkpoint that was
-    damaged, newest first.
+    `sharded_sections.Shards`, which read on access.
     """
 
     step: int
@@ -57,7 +56,6 @@ class LoadedCheckpoint:
     tensors: dict[str, Mapping[str, Tensor]]
     meta: Any
     files: dict[str, bytes] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
 
 
 def save(
@@ -115,14 +113,18 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
     """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
-    needed = [name for name in files if _is_needed(name, sections)]
+    needed = [
+        name
+        for name in files
+        if sections is None or name == META or name.removesuffix(_SECTION).partition("/")[0] in sections
+    ]
     for name in needed[ranks.rank :: ranks.size]:
         _verify(folder / name, files[name])
     return needed
 
 
 def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
-    """Reads the files `wanted`, which must be verified: a damaged header may crash the reader."""
+    """Reads the files `needed`, which must be verified: a damaged header may crash the reader."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
     for name in needed:
@@ -161,45 +163,41 @@ def latest(
             continue
         for line in skipped:
             (notify or _warn)(f"{line}; using {folder.name} instead")
-        return replace(checkpoint, skipped=tuple(skipped))
+        return checkpoint
     if skipped:
         raise TrimtabError(f"no intact checkpoint in {root}: {skipped[0]}; start again with another --out")
     return None
 
 
-def delete_old(root: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
-    """Deletes checkpoints except the newest `keep`, the best and those of steps in `protect`; returns the folders."""
+def delete_old(root: Path, keep: int) -> None:
+    """Deletes checkpoints except the newest `keep` (at least 1) and the best."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     if not current_ranks().is_leader:
-        return []
+        return
     marked = best_checkpoint(root)
-    protected = {*protect} | ({marked.step} if marked else set())
-    deleted = [folder for folder in list_checkpoints(root)[:-keep] if checkpoint_step(folder) not in protected]
-    for folder in deleted:
-        atomic.remove_folder(folder)
-    return deleted
+    for folder in list_checkpoints(root)[:-keep]:
+        if marked is None or checkpoint_step(folder) != marked.step:
+            atomic.remove_folder(folder)
 
 
-def mark_best(root: Path, step: int, metric: str, value: float) -> bool:
-    """Marks the checkpoint of `step` as best if `value` is higher than the best so far; returns whether it is.
+def is_best(root: Path, metric: str, value: float) -> bool:
+    """Whether `value` is higher than that of the best checkpoint so far.
 
-    A tie keeps the older checkpoint, NaN is never best, and another metric replaces the mark. Idempotent, so that a
-    resumed run may repeat the call.
+    A tie is not, nor is NaN. A best checkpoint by another metric, from before `eval.best` was changed, does not count.
     """
+    best = best_checkpoint(root)
+    return not math.isnan(value) and (best is None or best.metric != metric or value > best.value)
+
+
+def mark_best(root: Path, step: int, metric: str, value: float) -> None:
+    """Marks the checkpoint of `step`, which must exist, as best if it is. Idempotent, for a resumed run."""
     if not current_ranks().is_leader:
-        return False
+        return
     if not checkpoint_folder(root, step).is_dir():
         raise ValueError(f"there is no checkpoint of step {step} in {root}")
-    current = best_checkpoint(root)
-    if math.isnan(value) or (current and current.metric == metric and value <= current.value):
-        return False
-    atomic.write_text(root / BEST, json.dumps({"step": step, "metric": metric, "value": value}))
-    return True
-
-
-def _is_needed(name: str, sections: Collection[str] | None) -> bool:
-    return sections is None or name == META or name.removesuffix(_SECTION).partition("/")[0] in sections
+    if is_best(root, metric, value):
+        atomic.write_text(root / BEST, json.dumps({"step": step, "metric": metric, "value": value}))
 
 
 @contextmanager

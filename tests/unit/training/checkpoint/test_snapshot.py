@@ -73,6 +73,6 @@ def test_the_best_checkpoint_must_be_better_than_the_best_before(tmp_path: Path)
         trainer: Any = SimpleNamespace(run=run, config=recipe(f"eval.best={metric}"))
         assert has_improved(trainer, {metric: 0.25})
         checkpoint_folder(run.checkpoint_root, 1).mkdir(parents=True)
-        assert store.mark_best(run.checkpoint_root, 1, metric, 0.25)
+        store.mark_best(run.checkpoint_root, 1, metric, 0.25)
         assert [has_improved(trainer, {metric: value}) for value in (0.2, 0.25, 0.26)] == [False, False, True]
         assert not has_improved(trainer, {"eval/sort/problems": 1.0})

@@ -121,12 +121,9 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(tmp_path: Path
     damage(tmp_path / "step-000020")
     with pytest.raises(TrimtabError, match=words):
         store.load(tmp_path / "step-000020")
-    with pytest.warns(TrimtabWarning, match="step-000020.*using step-000010 instead"):
+    with pytest.warns(TrimtabWarning, match=f"step-000020.*{words}.*using step-000010 instead"):
         newest = store.latest(tmp_path)
     assert serials(newest) == {10.0}
-    assert newest is not None
-    assert len(newest.skipped) == 1
-    assert words in newest.skipped[0]
 
 
 def test_every_part_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -183,30 +180,27 @@ def test_death_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
     assert serials(store.latest(tmp_path)) == {10.0}
 
 
-def test_prune_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> None:
-    save(tmp_path, *range(10, 80, 10))
-    assert store.mark_best(tmp_path, 20, "eval/arithmetic/greedy", 0.5)
-    gone = store.delete_old(tmp_path, keep=2, protect=[40])
-    assert [folder.name for folder in gone] == ["step-000010", "step-000030", "step-000050"]
-    assert steps(tmp_path) == [20, 40, 60, 70]
-    assert store.delete_old(tmp_path, keep=9) == []
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, *range(10, 60, 10))
+    store.mark_best(tmp_path, 20, "eval/arithmetic/greedy", 0.5)
+    for keep in (2, 9):
+        store.delete_old(tmp_path, keep)
+        assert steps(tmp_path) == [20, 40, 50]
     with pytest.raises(ValueError, match="at least 1"):
         store.delete_old(tmp_path, keep=0)
 
 
 def test_best_is_the_highest_the_earliest_and_never_nan(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, 4, 1_000_000)
+    save(tmp_path, 1, 2, 3, 1_000_000)
+    store.mark_best(tmp_path, 1, "m", float("nan"))
     assert best_checkpoint(tmp_path) is None
-    assert not store.mark_best(tmp_path, 1, "m", float("nan"))
-    assert best_checkpoint(tmp_path) is None
-    assert store.mark_best(tmp_path, 1, "m", -2.0)
-    assert not store.mark_best(tmp_path, 2, "m", -2.0)
-    assert not store.mark_best(tmp_path, 2, "m", float("nan"))
-    assert store.mark_best(tmp_path, 3, "m", 0.25)
-    assert not store.mark_best(tmp_path, 3, "m", 0.25)
-    assert best_checkpoint(tmp_path) == BestCheckpoint(3, "m", 0.25)
-    assert store.mark_best(tmp_path, 1_000_000, "another metric", 0.1)
-    assert best_checkpoint(tmp_path) == BestCheckpoint(1_000_000, "another metric", 0.1)
+    marks = [(1, "m", -2.0), (2, "m", -2.0), (2, "m", float("nan")), (3, "m", 0.25), (1_000_000, "another", 0.1)]
+    best = []
+    for step, metric, value in marks:
+        store.mark_best(tmp_path, step, metric, value)
+        best.append(best_checkpoint(tmp_path))
+    first, second, last = (BestCheckpoint(*marks[index]) for index in (0, 3, 4))
+    assert best == [first, first, first, second, last]
     with pytest.raises(ValueError, match="no checkpoint of step 5"):
         store.mark_best(tmp_path, 5, "m", 1.0)
     (tmp_path / "best.json").write_text("{")
