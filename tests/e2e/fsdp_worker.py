@@ -20,8 +20,8 @@ from trimtab.models import sharding
 from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
 from trimtab.training import assignment, followers, run
-from trimtab.training.backends import Backends
 from trimtab.training.ranks import join
+from trimtab.training.run import Backends
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 

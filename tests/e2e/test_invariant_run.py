@@ -20,8 +20,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.training.backends import Backends
-from trimtab.training.run import train
+from trimtab.training.run import Backends, train
 
 pytestmark = pytest.mark.slow
 

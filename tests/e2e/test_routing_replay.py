@@ -23,8 +23,7 @@ from trimtab.models.load import LoadedModel, load
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.training.backends import LOCAL_BACKENDS, Backends
-from trimtab.training.run import train
+from trimtab.training.run import LOCAL_BACKENDS, Backends, train
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
@@ -191,12 +190,6 @@ def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_pa
 
     with pytest.raises(TrimtabError, match=r"a response to problem '.+' comes without the experts of its tokens"):
         run(tmp_path / "run", ROLLOUT, makers=Backends(forgetful))
-
-
-@pytest.mark.parametrize("replay", ["proximal", "rollout"])
-def test_a_dense_model_is_refused(replay: str, tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
-        run(tmp_path / "run", f"routing.replay={replay}", "model.path=laboratory", "trainer.epochs=2")
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
 from trimtab.models.load import LoadedModel
 from trimtab.runs.directory import read_metrics
-from trimtab.training.backends import LOCAL_BACKENDS, Backends
-from trimtab.training.run import train
+from trimtab.training.run import LOCAL_BACKENDS, Backends, train
 from trimtab.types import Completion, Engine
 
 pytestmark = pytest.mark.e2e

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, peer_module, per_response, turns_of
+from trimtab.adapters.hooks import build, evaluate, peer_module, per_response
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives import Objective
 
 MODULE, FUNCTION = "areal.trainer.ppo.actor", "grpo_loss_fn"
 
@@ -78,15 +78,16 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             return _rows(values, borders)
 
         mask = rows(input_data["loss_mask"]).bool()
-        logps = PolicyLogps(
+        versions = input_data.get("versions")
+        return evaluate(
+            built,
+            mask,
+            _advantage(built, rows(input_data["advantages"]), mask),
             current=rows(logprobs),
             behavior=rows(input_data["logprobs"]),
-            mask=mask,
             proximal=None if proximal is None else rows(proximal),
-            turn=turns_of(mask),
-            age=_ages(built, input_data.get("versions"), current_version, rows, mask) if "age" in built.needs else None,
-        )
-        return built(logps, _advantage(built, rows(input_data["advantages"]), mask)).loss
+            age=_ages(built, versions, current_version, rows, mask) if "age" in built.needs else None,
+        )[0]
 
     return loss
 

@@ -67,7 +67,7 @@ def _adapter(trainer: str, line: str, built: Objective) -> str:
     """Returns what has exactly this loss in a trainer, as a comment; nothing where the adapter cannot carry it."""
     if hook(trainer).refusal(built) is not None:
         return ""
-    return f"\n# exactly this loss, with Trimtab's adapter (docs/adapters/{trainer}.md):\n# {line}"
+    return f"\n# exactly this loss, with Trimtab's adapter (docs/adapters.md):\n# {line}"
 
 
 def _foreign(

@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimtab.adapters.dump import Dump
 from trimtab.corrections.reduce import reported as as_reported
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import Objective, State
+from trimtab.objectives import Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
 
 POLICIES = frozenset({"behavior", "proximal"})
@@ -43,7 +44,7 @@ OWN_RUN = {
 
 METRICS = (
     *("clip/low", "clip/high", "clip/weight", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences"),
-    *("ratio/bounded", "update/kl"),
+    *("ratio/bounded", "update/kl", "unscored", "unscored_tokens"),
 )
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 
@@ -240,6 +241,35 @@ def unscored(mask: Tensor, kept: Tensor) -> dict[str, float]:
         "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),
         "unscored_tokens": ((mask & ~kept).sum() / tokens).item(),
     }
+
+
+def evaluate(
+    objective: Objective,
+    mask: Tensor,
+    advantage: Tensor,
+    *,
+    current: Tensor,
+    behavior: Tensor | None,
+    proximal: Tensor | None,
+    reference: Tensor | None = None,
+    age: Tensor | None = None,
+    state: State | None = None,
+    dump: Dump | None = None,
+) -> tuple[Tensor, dict[str, float], PolicyLogps]:
+    """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
+
+    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted (`scored`)
+    where the objective reads it; denominators of `state` stay. `dump` receives all tokens.
+    """
+    logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
+    if dump is not None:
+        dump.write_call(logps, advantage)
+    kept = mask
+    if behavior is not None and "behavior" in objective.needs:
+        kept = scored(mask, behavior, current if proximal is None else proximal)
+    logps = replace(logps, mask=kept)
+    output = objective(logps, per_response(objective, advantage, mask), state=state)
+    return output.loss, output.metrics.finalize() | unscored(mask, kept), logps
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

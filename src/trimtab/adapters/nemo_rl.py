@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, peer_module, per_response, turns_of
+from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, evaluate, peer_module, per_response
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
@@ -68,21 +68,23 @@ class ObjectiveLoss:
         if proximal is not None and not bool(proximal[mask].any()):
             proximal = next_token_logprobs.detach()
         self._check_reference(mask, behind.get("reference_policy_logprobs"))
-        logps = PolicyLogps(
-            current=next_token_logprobs,
-            behavior=behind.get("generation_logprobs"),
-            mask=mask,
-            proximal=proximal,
-            reference=behind.get("reference_policy_logprobs"),
-            turn=turns_of(mask),
-        )
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)
-        output = self.objective(logps, advantage, state=state)
+        loss, metrics, logps = evaluate(
+            self.objective,
+            mask,
+            advantage,
+            current=next_token_logprobs,
+            behavior=behind.get("generation_logprobs"),
+            proximal=proximal,
+            reference=behind.get("reference_policy_logprobs"),
+            state=state,
+        )
         unfiltered = data.get("curr_logprobs_unfiltered")
-        loss = output.loss if unfiltered is None else self._unfiltered(logps, advantage, state, unfiltered)
+        if unfiltered is not None:
+            loss = self._unfiltered(logps, advantage, state, unfiltered)
         share = (mask.sum() / global_valid_toks).item()
-        metrics = {key: value * share for key, value in averaged(output.metrics.finalize()).items()}
+        metrics = {key: value * share for key, value in averaged(metrics).items()}
         metrics |= {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
         return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, peer_module, per_response, turns_of
+from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives import Objective
 
 MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
 
@@ -62,22 +62,22 @@ class ObjectiveLoss(nn.Module):
                 f"{self.objective.name} reads the sampler's log-probs: set --algo.advantage.is_correction_enable, "
                 "with which vLLM returns them"
             )
-        logps = PolicyLogps(
-            current=log_probs,
-            behavior=rollout_log_probs,
-            mask=mask,
-            proximal=old_log_probs,
-            turn=turns_of(mask),
-        )
-        if self._dump is not None:
-            self._dump.write_call(logps, advantages)
         tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
         sequences = mask.shape[0] if global_batch_size is None else global_batch_size
-        state = counted_state(tokens, sequences, like=log_probs)
-        output = self.objective(logps, per_response(self.objective, advantages, mask), state=state)
-        values = output.metrics.finalize()
+        loss, values, logps = evaluate(
+            self.objective,
+            mask,
+            advantages,
+            current=log_probs,
+            behavior=rollout_log_probs,
+            proximal=old_log_probs,
+            state=counted_state(tokens, sequences, like=log_probs),
+            dump=self._dump,
+        )
         clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
         old_to_new = ((old_log_probs - log_probs).detach() * mask).sum() / mask.sum().clamp(min=1)
-        engine = None if rollout_log_probs is None else (rollout_log_probs - old_log_probs).detach()
-        mismatch = None if engine is None else (engine * mask).sum() / mask.sum().clamp(min=1)
-        return output.loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch
+        mismatch = None
+        if rollout_log_probs is not None:
+            gap = torch.where(logps.mask, rollout_log_probs - old_log_probs, 0.0).detach()
+            mismatch = gap.sum() / mask.sum().clamp(min=1)
+        return loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch

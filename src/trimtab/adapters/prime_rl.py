@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives import Objective
 
 
 class LossInputs(Protocol):
@@ -56,18 +56,17 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
     if weights is not None and not bool((weights[None][mask] == 1).all()):
         raise TrimtabError("prime-rl's rl_weights other than 1 have no meaning in this loss: leave them out")
     current = inputs.trainer_logprobs[None]
-    logps = PolicyLogps(
+    value, metrics, _ = evaluate(
+        built,
+        mask,
+        inputs.advantages[None],
         current=current,
         behavior=inputs.inference_logprobs[None],
-        mask=mask,
         proximal=current.detach(),
         reference=None if inputs.ref_logprobs is None else inputs.ref_logprobs[None],
-        turn=turns_of(mask),
+        state=counted_state(1, 1, like=current),
     )
-    advantage = per_response(built, inputs.advantages[None], mask)
-    output = built(logps, advantage, state=counted_state(1, 1, like=current))
-    metrics = averaged(output.metrics.finalize())
-    return LossOutputs(output.loss, {key: torch.tensor(value) for key, value in metrics.items()})
+    return LossOutputs(value, {key: torch.tensor(number) for key, number in averaged(metrics).items()})
 
 
 @cache

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import averaged, build, counted_state, peer_module, per_response, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Aggregation, Objective, PolicyLogps
+from trimtab.objectives import Aggregation, Objective
 
 REDUCTIONS = {
     "token-mean": "token_mean",
@@ -73,18 +73,17 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
                 "that of the sampled token alone)"
             )
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
-        logps = PolicyLogps(
+        value, metrics, _ = evaluate(
+            summed,
+            mask,
+            advantages,
             current=log_probs,
             behavior=rollout_logprobs,
-            mask=mask,
             proximal=old_log_probs,
-            turn=turns_of(mask),
+            state=counted_state(1, 1, like=log_probs),
+            dump=written,
         )
-        if written is not None:
-            written.write_call(logps, advantages)
-        state = counted_state(1, 1, like=log_probs)
-        output = summed(logps, per_response(built, advantages, mask), state=state)
-        return output.loss, averaged(output.metrics.finalize())
+        return value, averaged(metrics)
 
     return loss
 

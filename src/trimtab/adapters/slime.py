@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, require_correction, scored, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, require_correction, scored, turns_of
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps, correct
+from trimtab.objectives import Objective, correct
 
 IGNORED = {
     "kl_loss_coef": "set kl_coef in trimtab_objective, with --use-kl-loss, which loads the reference",
@@ -104,15 +104,14 @@ def loss(
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _padded(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
     policies.setdefault("proximal", current.detach())
-    logps = PolicyLogps(current=current, mask=mask, turn=turns_of(mask), **{"behavior": None, **policies})
-    advantage = per_response(built, _padded(batch["advantages"]), mask)
-    output = built(logps, advantage, state=counted_state(1, 1, like=current))
-    metrics = averaged(output.metrics.finalize())
+    state = counted_state(1, 1, like=current)
+    advantage = _padded(batch["advantages"])
+    value, metrics, _ = evaluate(built, mask, advantage, current=current, state=state, **{"behavior": None, **policies})
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(scored)))).detach()
-    values = {key: torch.tensor(value).to(size) * size for key, value in metrics.items()}
-    return output.loss, {"loss": output.loss.detach().clone(), **values}
+    values = {key: torch.tensor(number).to(size) * size for key, number in averaged(metrics).items()}
+    return value, {"loss": value.detach().clone(), **values}
 
 
 def _objective(args: Namespace, flag: str) -> Objective:

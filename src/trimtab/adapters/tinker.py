@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, per_response, reported, turns_of
+from trimtab.adapters.hooks import build, evaluate, reported
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives import Objective
 
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -36,23 +36,21 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         current = pad_sequence(list(logprobs), batch_first=True)
         fields = [datum.loss_fn_inputs for datum in data]
         mask = _column(fields, "mask", current)
-        behavior, advantage = (_column(fields, name, current, required=True) for name in ("logprobs", "advantages"))
-        assert advantage is not None
+        behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
         inside = _inside(logprobs, current)
         mask = inside if mask is None else inside & (mask != 0)
         proximal = _column(fields, "old_logprobs", current)
-        logps = PolicyLogps(
+        value, metrics, _ = evaluate(
+            built,
+            mask,
+            advantage,
             current=current,
             behavior=behavior,
-            mask=mask,
             proximal=current.detach() if proximal is None else proximal,
             reference=_column(fields, "ref_logprobs", current),
-            turn=turns_of(mask),
+            dump=written,
         )
-        if written is not None:
-            written.write_call(logps, advantage)
-        output = built(logps, per_response(built, advantage, mask))
-        return output.loss, reported(output.metrics.finalize())
+        return value, reported(metrics)
 
     return loss
 
@@ -63,15 +61,20 @@ def _inside(logprobs: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
 
 
-def _column(fields: Sequence[Any], name: str, like: Tensor, *, required: bool = False) -> Tensor | None:
-    """Returns (batch, time) a field of all data, or None where no datum has it and it is not required."""
+def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:
+    """Returns (batch, time) a field of all data, or None where no datum has it."""
     present = [name in one for one in fields]
     if not any(present):
-        if required:
-            raise TrimtabError(f"the data have no {name!r} in loss_fn_inputs: add it")
         return None
     if not all(present):
         raise TrimtabError(f"{present.count(False)} of {len(fields)} data have no {name!r}: give it to all or to none")
     values = [one[name] for one in fields]
     tensors = [value if isinstance(value, Tensor) else value.to_torch() for value in values]
     return pad_sequence([tensor.to(like) for tensor in tensors], batch_first=True)
+
+
+def _required(fields: Sequence[Any], name: str, like: Tensor) -> Tensor:
+    column = _column(fields, name, like)
+    if column is None:
+        raise TrimtabError(f"the data have no {name!r} in loss_fn_inputs: add it")
+    return column

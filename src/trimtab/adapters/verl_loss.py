@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps, keywords_of
+from trimtab.objectives import Objective, keywords_of
 
 PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
 MODES = {"constant": "seq-mean-token-sum-norm"}
@@ -41,22 +41,17 @@ class PolicyLoss:
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
         objective = self.checked(loss_agg_mode, counts.get("loss_scale_factor"))
-        logps = PolicyLogps(
-            current=log_prob,
-            behavior=_carried(objective, rollout_is_weights, mask),
-            mask=mask,
-            proximal=old_log_prob,
-            turn=turns_of(mask),
-        )
         tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
         state = counted_state(
             mask.sum() if tokens is None else tokens,
             mask.any(1).sum() if sequences is None else sequences,  # As verl counts them.
             like=log_prob,
         )
-        output = objective(logps, per_response(objective, advantages, mask), state=state)
-        metrics = {f"actor/{name}": value for name, value in averaged(output.metrics.finalize()).items()}
-        return output.loss * (counts.get("dp_size") or 1), metrics
+        behavior = _carried(objective, rollout_is_weights, mask)
+        loss, metrics, _ = evaluate(
+            objective, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
+        )
+        return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
     def checked(self, loss_agg_mode: str, factor: int | None) -> Objective:
         """Returns the objective. Raises `TrimtabError` where verl aggregates, or scales, otherwise."""

@@ -23,9 +23,8 @@ from trimtab.engines.factory import engine_spec
 from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.models.load import LoadedModel
 from trimtab.rewards import Scorer
-from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.observer import Moment, NullObserver, Observer
-from trimtab.training.run import train
+from trimtab.training.run import LOCAL_BACKENDS, Backends, train
 from trimtab.training.stop import Stop
 from trimtab.types import Engine, RewardSpec, Task
 

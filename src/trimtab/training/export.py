@@ -14,12 +14,14 @@ from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.models.lora import add_lora, named_weights, save_adapter
 from trimtab.models.quiet import silence_transformers
+from trimtab.objectives.from_section import from_section
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder
+from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
+from trimtab.runs.reader import read_run
 from trimtab.training.checkpoint import state_tensors, store
-from trimtab.training.model_card import FILE, model_card
 
 GENERATION = "generation_config.json"
+CARD = "README.md"  # the name that model hubs show
 
 
 def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -77,7 +79,7 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
     with atomic.new_folder(dest) as temporary:
         save_adapter(adapted, temporary, config.model.path)
-        (temporary / FILE).write_text(model_card(run, config, checkpoint.step, adapter=True))
+        (temporary / CARD).write_text(_model_card(run, config, checkpoint.step, adapter=True))
     return dest
 
 
@@ -90,7 +92,7 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
-        (temporary / FILE).write_text(model_card(run, load_config(run / CONFIG), step, adapter=False))
+        (temporary / CARD).write_text(_model_card(run, load_config(run / CONFIG), step, adapter=False))
     return dest
 
 
@@ -119,3 +121,43 @@ def _untrained(files: Path, config: Config) -> PreTrainedModel:
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=False,
         )
+
+
+def _model_card(run: Path, config: Config, step: int, *, adapter: bool) -> str:
+    """Returns base model, method with its equation, task and held-out accuracy, in the form of the Hugging Face Hub.
+
+    Paths of this machine are left out.
+    """
+    base = None if Path(config.model.path).exists() else config.model.path
+    # Functions of a user are not imported here: a run records their equation.
+    equation = config.objective.equation or from_section(config.objective.model_dump()).equation()
+    return "\n".join(
+        [
+            "---",
+            *([f"base_model: {base}"] if base and "/" in base else []),  # as the hub names it
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "tags: [reinforcement-learning, trimtab]",
+            "---",
+            "",
+            f"# {base or 'A model'}, trained on {config.task.name}",
+            "",
+            f"{'LoRA adapter' if adapter else 'Model'} after {step} of {config.trainer.steps} steps of reinforcement "
+            f"learning with Trimtab, objective `{config.objective.name}`:",
+            "",
+            *(f"    {line}" for line in equation.splitlines()),
+            "",
+            *_accuracies(run),
+        ]
+    )
+
+
+def _accuracies(run: Path) -> list[str]:
+    metrics = run / METRICS
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return ["It was not evaluated during training.", ""]
+    rows = [
+        f"| {task} | {accuracy.before:.3f} | {accuracy.after:.3f} |"
+        for task, accuracy in read_run(run).accuracy().items()
+        if accuracy.before is not None and accuracy.after is not None
+    ]
+    return ["| held-out greedy accuracy | before | at the end |", "|---|---|---|", *rows, ""]

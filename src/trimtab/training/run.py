@@ -36,7 +36,6 @@ from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.training import custom_objective
-from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
 from trimtab.training.features import build_features, routing_replay
@@ -55,6 +54,21 @@ from trimtab.training.stop import Stop
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 RewardFunction = Callable[[str, Problem], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Factories of engines and scorer; None builds them on this machine. A run on a Ray cluster has others.
+
+    `engines` takes the recipe, the trained model and the folder with its config and tokenizer. `scorer` takes the
+    recipe, its rewards and its task.
+    """
+
+    engines: Callable[[Config, LoadedModel, Path], Sequence[Engine]] | None = None
+    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] | None = None
+
+
+LOCAL_BACKENDS = Backends()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,64 @@ def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() 
     assert values["trimtab/reject/tokens"].tolist() == [0] * 6
 
 
+def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """`token-tis` of two responses in the hook of a trainer, with its metrics."""
+    old = torch.tensor([[-0.8, CERTAIN, -1.9], [-1.2, -0.7, -1.1]])
+    current, advantage = (old - 0.001).requires_grad_(), torch.tensor([[1.0], [-2.0]]).expand(2, 3)
+    plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None, "loss_reduction": "token_mean"}
+    if trainer == "verl":
+        config = SimpleNamespace(global_batch_info={"batch_num_tokens": 6, "global_batch_size": 2})
+        return PolicyLoss("token-tis", {})(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
+    if trainer == "skyrl":
+        one = skyrl.policy_loss("token-tis")
+        return one(current, old, advantage, SimpleNamespace(**plain), mask, behavior)
+    if trainer == "openrlhf":
+        counts = {"batch_num_tokens": 6.0, "global_batch_size": 2.0}
+        value, *logged = openrlhf.ObjectiveLoss("token-tis")(current, old, advantage, mask, behavior, **counts)
+        assert all(number.isfinite() for number in logged)
+        return value, {}
+    if trainer == "areal":
+        data = {"logprobs": behavior, "prox_logp": old, "loss_mask": mask.float(), "advantages": advantage}
+        return areal.actor_loss("token-tis")(current, old, data, use_decoupled_loss=True), {}
+    if trainer == "prime-rl":
+        fields = {"inference_logprobs": behavior[0], "advantages": advantage[0], "loss_mask": mask[0]}
+        inputs = SimpleNamespace(trainer_logprobs=current[0], ref_logprobs=None, loss_weights=None, **fields)
+        return prime_rl.loss(inputs, objective="token-tis")
+    if trainer == "nemo-rl":
+        columns = {"token_mask": mask.long(), "advantages": advantage, "prev_logprobs": old}
+        columns["generation_logprobs"] = behavior
+        data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in columns.items()}
+        counts = (torch.tensor(2), torch.tensor(6))
+        return nemo_rl.ObjectiveLoss("token-tis")(current, data | {"sample_mask": torch.ones(2)}, *counts)
+    if trainer == "slime":
+        columns = {"rollout_log_probs": behavior, "log_probs": old, "loss_masks": mask, "advantages": advantage}
+        batch = {"response_lengths": [3, 3], **{name: list(values) for name, values in columns.items()}}
+        args = Namespace(trimtab_objective="token-tis", calculate_per_token_loss=True)
+        return slime.loss(args, batch, current, lambda values: values.sum() / 6)
+    columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
+    rows = [SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()}) for row in (0, 1)]
+    return tinker.custom_loss("token-tis")(rows, list(current))
+
+
+@pytest.mark.parametrize("trainer", ["verl", "skyrl", "openrlhf", "areal", "prime-rl", "nemo-rl", "slime", "tinker"])
+def test_a_token_that_the_sampler_did_not_score_is_left_out_and_counted(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it were not trained; without this, one NaN makes the whole loss NaN."""
+    stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
+    monkeypatch.setattr(slime, "_log_probs", lambda _args, _batch, logits: list(logits))
+    mask, behavior = torch.ones(2, 3).bool(), torch.full((2, 3), -1.0)
+    without, holes = mask.clone(), behavior.clone()
+    without[0, 1], holes[0, 1] = False, NAN
+    loss, metrics = one_loss(trainer, mask, holes)
+    assert loss.item() == pytest.approx(one_loss(trainer, without, behavior)[0].item(), rel=1e-6)
+    assert loss.item() != pytest.approx(one_loss(trainer, mask, behavior)[0].item(), rel=1e-2)
+    counted = [float(value) for name, value in metrics.items() if name.endswith("trimtab/unscored_tokens")]
+    assert counted == (
+        [] if trainer in ("openrlhf", "areal") else [pytest.approx(1 / 3 if trainer == "prime-rl" else 1 / 6)]
+    )
+
+
 def test_a_fraction_as_count_is_divided_by() -> None:
     """OpenRLHF averages the counts of an update over its steps of accumulation."""
     current = torch.zeros(1, 1, requires_grad=True)
