@@ -191,6 +191,8 @@ def test_one_advantage_a_response_where_the_objective_judges_responses() -> None
     assert per_response(objective("grpo"), advantage, first) is advantage
     with pytest.raises(TrimtabError, match="gspo needs one advantage a response"):
         per_response(objective("gspo"), advantage, torch.ones(2, 3).bool())
+    empty = torch.zeros(2, 0)
+    assert per_response(objective("gspo"), empty, empty.bool()).tolist() == [[0.0], [0.0]]
 
 
 def test_a_foreign_log_gets_no_positions_and_no_means_over_nothing() -> None:
@@ -209,19 +211,6 @@ def test_every_micro_batch_of_a_trainer_that_averages_gets_the_same_metrics() ->
     assert (logged[0]["trimtab/weight/mean"], logged[1]["trimtab/weight/mean"]) == (1.0, 0.0)
 
 
-def test_responses_without_a_position_have_the_advantage_zero() -> None:
-    empty = torch.zeros(2, 0)
-    assert per_response(objective("gspo"), empty, empty.bool()).tolist() == [[0.0], [0.0]]
-
-
-def test_prime_rl_refuses_token_weights() -> None:
-    one = torch.zeros(3)
-    fields = {"trainer_logprobs": one, "inference_logprobs": one, "ref_logprobs": None, "advantages": one}
-    inputs = SimpleNamespace(**fields, loss_mask=torch.ones(3).bool(), loss_weights=torch.tensor([1.0, 0.5, 1.0]))
-    with pytest.raises(TrimtabError, match="rl_weights other than 1"):
-        prime_rl.loss(inputs)
-
-
 def test_skyrl_must_reduce_as_the_objective_does() -> None:
     loss, zeros = skyrl.policy_loss("icepop"), torch.zeros(1, 2)
     plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None}
@@ -233,15 +222,12 @@ def test_skyrl_must_reduce_as_the_objective_does() -> None:
     config = SimpleNamespace(loss_reduction="seq_mean_token_sum_norm", max_seq_len=120, off_policy_correction=None)
     with pytest.raises(TrimtabError, match=r"divides by length_max = 100, and SkyRL by .*max_seq_len = 120"):
         constant(zeros, zeros, zeros, config)
-
-
-def test_skyrl_s_own_correction_is_refused() -> None:
-    zeros, off = torch.zeros(1, 2), SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
+    off = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
     config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=off)
-    assert skyrl.policy_loss("icepop")(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
+    assert loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
     off.sequence_mask_metric = "geometric"
     with pytest.raises(TrimtabError, match="off_policy_correction has no effect with icepop"):
-        skyrl.policy_loss("icepop")(zeros, zeros, zeros, config, rollout_logprobs=zeros)
+        loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)
 
 
 def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
@@ -256,6 +242,8 @@ def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
     assert aged(data | {"versions": torch.tensor([[-1, 2, 2]])}).item() == 0
     with pytest.raises(TrimtabError, match="trained tokens have no version"):
         aged(data | {"versions": torch.tensor([[2, 2, -1]])})
+    with pytest.raises(TrimtabError, match="distillation from a teacher"):
+        packed("grpo", [1.0] * 8, teacher_logp=torch.zeros(8))
 
 
 def packed(name: str, advantages: list[float], **fields: Any) -> torch.Tensor:
@@ -291,11 +279,6 @@ def test_areal_s_packed_row_without_borders_is_refused_where_sequences_are_read(
                 assert without == pytest.approx(packed(name, advantages).item(), rel=1e-6), name
     assert {"gspo", "seq-tis", "turn-tis", "geo-mask", "ctpo", "gmpo", "opsm"} <= refused
     assert not {"grpo", "token-tis", "icepop", "a3po"} & refused
-
-
-def test_areal_s_distillation_is_refused() -> None:
-    with pytest.raises(TrimtabError, match="distillation from a teacher"):
-        packed("grpo", [1.0] * 8, teacher_logp=torch.zeros(8))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
@@ -412,31 +395,37 @@ def test_slime_only_measures_without_its_option() -> None:
     assert metrics["trimtab/weight/mean"][3].item() == pytest.approx(1.648721)
 
 
+WITH_KL = {"name": "grpo", "kl_coef": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("name", "options", "line"),
     [
-        ("kl_loss_coef", 0.1),
-        ("use_kl_loss", True),
-        ("entropy_coef", 0.01),
-        ("use_tis", True),
-        ("use_opsm", True),
-        ("custom_pg_loss_reducer_function_path", "drgrpo.reducer"),
+        ("grpo", {"kl_loss_coef": 0.1}, "--kl-loss-coef has no effect"),
+        ("grpo", {"use_kl_loss": True}, "--use-kl-loss has no effect"),
+        ("grpo", {"entropy_coef": 0.01}, "--entropy-coef has no effect"),
+        ("grpo", {"use_tis": True}, "--use-tis has no effect"),
+        ("grpo", {"use_opsm": True}, "--use-opsm has no effect"),
+        (
+            "grpo",
+            {"custom_pg_loss_reducer_function_path": "a.b"},
+            "--custom-pg-loss-reducer-function-path has no effect",
+        ),
+        (WITH_KL, {"use_kl_loss": True, "kl_loss_coef": 0.0}, "no reference log-probs are passed: set --use-kl-loss"),
+        ("icepop", {"use_rollout_logprobs": True}, "--use-rollout-logprobs leaves them out: turn it off"),
+        ("grpo", {}, "a rollout of several samples counts once"),
     ],
 )
-def test_slime_s_loss_refuses_options_of_the_loss_that_it_replaces(option: str, value: object) -> None:
+def test_slime_s_loss_refuses_settings_under_which_it_would_be_another(name: Any, options: Any, line: str) -> None:
     one = [torch.zeros(2)]
-    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "log_probs": one}
-    args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, **{option: value})
-    with pytest.raises(TrimtabError, match=f"--{option.replace('_', '-')} has no effect"):
-        slime.loss(args, batch, torch.zeros(1), torch.sum)
-
-
-def test_slime_s_reference_is_required_by_the_objective_s_kl() -> None:
-    one = [torch.zeros(2)]
-    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "log_probs": one}
-    keywords = {"name": "grpo", "kl_coef": 0.1}
-    args = Namespace(trimtab_objective=keywords, calculate_per_token_loss=False, use_kl_loss=True, kl_loss_coef=0.0)
-    with pytest.raises(TrimtabError, match="no reference log-probs are passed: set --use-kl-loss, with --kl-loss-coef"):
+    batch = {
+        "response_lengths": [2],
+        "loss_masks": [torch.ones(2)],
+        "log_probs": one,
+        "rollout_mask_sums": torch.tensor([5.0]),
+    }
+    args = Namespace(trimtab_objective=name, calculate_per_token_loss=False, **options)
+    with pytest.raises(TrimtabError, match=line):
         slime.loss(args, batch, torch.zeros(1), torch.sum)
 
 
@@ -446,7 +435,7 @@ def test_slime_s_objective_is_a_name_or_a_table(given: Any) -> None:
         tis(given)
 
 
-def test_prime_rl_s_keywords_may_be_tables() -> None:
+def test_prime_rl_s_keywords_may_be_tables_and_token_weights_are_refused() -> None:
     one = torch.zeros(3)
     fields = {"trainer_logprobs": one, "inference_logprobs": one, "ref_logprobs": None, "advantages": one}
     inputs = SimpleNamespace(**fields, loss_mask=torch.ones(3).bool(), loss_weights=None)
@@ -456,6 +445,9 @@ def test_prime_rl_s_keywords_may_be_tables() -> None:
         prime_rl.loss(inputs, objective="ipo", divergence_max=[1, 2])
     with pytest.raises(TrimtabError, match="give the name of an objective"):
         prime_rl.loss(inputs, objective=["ipo"])  # type: ignore[arg-type]
+    inputs.loss_weights = torch.tensor([1.0, 0.5, 1.0])
+    with pytest.raises(TrimtabError, match="rl_weights other than 1"):
+        prime_rl.loss(inputs)
 
 
 def test_slime_refuses_what_its_hook_does_not_pass() -> None:
@@ -474,17 +466,6 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
             loss_masks=[],
             response_lengths=[],
         )
-
-
-def test_slime_s_loss_refuses_settings_that_leave_a_policy_or_a_mean_out() -> None:
-    one = [torch.zeros(2)]
-    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "rollout_mask_sums": torch.tensor([5.0])}
-    plain = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False)
-    with pytest.raises(TrimtabError, match="a rollout of several samples counts once"):
-        slime.loss(plain, batch | {"log_probs": one}, torch.zeros(1), torch.sum)
-    without = Namespace(trimtab_objective="icepop", calculate_per_token_loss=False, use_rollout_logprobs=True)
-    with pytest.raises(TrimtabError, match="--use-rollout-logprobs leaves them out: turn it off"):
-        slime.loss(without, batch | {"rollout_log_probs": one}, torch.zeros(1), torch.sum)
 
 
 def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
@@ -523,21 +504,22 @@ def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path)
     mask = torch.arange(6) < torch.randint(2, 7, (30,), generator=make)[:, None]
     advantage, folder = torch.randn(30, 1, generator=make).expand(30, 6), str(tmp_path / "logps")
     current = (old + 0.2).requires_grad_()
+    modules = {"skyrl": skyrl.policy_loss, "openrlhf": openrlhf.ObjectiveLoss, "tinker": tinker.custom_loss}
+    loss: Any = modules[trainer]("icepop", dump=folder)
     for part in (slice(0, 10), slice(10, 30)):
         fields = (current[part], old[part], advantage[part])
         if trainer == "skyrl":
-            one = skyrl_dumps(folder)
             config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
-            one(*fields, config=config, loss_mask=mask[part], rollout_logprobs=behavior[part])
+            loss(*fields, config=config, loss_mask=mask[part], rollout_logprobs=behavior[part])
         elif trainer == "openrlhf":
-            openrlhf_dumps(folder)(*fields, mask[part], behavior[part])
+            loss(*fields, mask[part], behavior[part])
         else:
             columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
             data = [
                 SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()})
                 for row in range(30)[part]
             ]
-            tinker_dumps(folder)(data, list(current[part]))
+            loss(data, list(current[part]))
     assert sorted(path.name for path in (tmp_path / "logps").iterdir()) == [
         "call_000001_rank_0.jsonl",
         "call_000002_rank_0.jsonl",
@@ -548,32 +530,12 @@ def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path)
     assert size.mismatch["tokens"] == mask.sum()
 
 
-@functools.cache
-def skyrl_dumps(folder: str) -> skyrl.PolicyLoss:
-    return skyrl.policy_loss("icepop", dump=folder)
-
-
-@functools.cache
-def openrlhf_dumps(folder: str) -> openrlhf.ObjectiveLoss:
-    return openrlhf.ObjectiveLoss("icepop", dump=folder)
-
-
-@functools.cache
-def tinker_dumps(folder: str) -> tinker.CustomLoss:
-    return tinker.custom_loss("icepop", dump=folder)
-
-
-def test_a_log_prob_that_is_not_finite_becomes_null() -> None:
-    values = torch.tensor([[float("nan"), -1.0, -9.0]])
-    (row,) = rows(torch.tensor([2]), {"logp_behavior": values}, {"advantage": torch.tensor([0.5])})
-    assert row == {"logp_behavior": [None, -1.0], "advantage": 0.5}
-
-
-def test_a_column_of_any_name_is_cut_where_it_is_of_tokens() -> None:
-    values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
-    assert list(rows(torch.tensor([2, 1]), {"entropy": values}, {"reward": [0.5, float("inf")], "absent": None})) == [
-        {"entropy": [1.0, 2.0], "reward": 0.5},
-        {"entropy": [3.0], "reward": None},
+def test_columns_of_tokens_are_cut_and_what_is_not_finite_becomes_null() -> None:
+    values, advantage = torch.tensor([[NAN, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([0.5, -0.5])
+    responses = {"reward": [0.5, math.inf], "advantage": advantage, "absent": None}
+    assert list(rows(torch.tensor([2, 1]), {"entropy": values}, responses)) == [
+        {"entropy": [None, 2.0], "reward": 0.5, "advantage": 0.5},
+        {"entropy": [3.0], "reward": None, "advantage": -0.5},
     ]
 
 
