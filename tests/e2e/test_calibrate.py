@@ -10,33 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.support.run_results import Messages, untimed, weights
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.report.differences import equation_of
 from trimtab.report.run_report import write_report
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.trajectories import read as read_trajectories
-from trimtab.training.observer import NullObserver
 from trimtab.training.run import check, train
 
 pytestmark = pytest.mark.e2e
-TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
 
 
-class Messages(NullObserver):
+class Notes(Messages):
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        super().__init__()
         self.equations: list[str] = []
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
         self.equations.append(equation)
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def recipe(steps: int, *changes: str) -> Config:
@@ -53,15 +46,6 @@ def recipe(steps: int, *changes: str) -> Config:
     return load_config("laboratory", [*small, *changes])
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    metrics = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in metrics]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
-
-
 def bounds(row: dict[str, Any]) -> dict[str, float]:
     kept = ("calibrate/kept", "calibrate/kept_published")
     result = {key: value for key, value in row.items() if key.startswith("calibrate/") and key not in kept}
@@ -69,19 +53,19 @@ def bounds(row: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def calibrated_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Messages]:
-    out, messages = tmp_path_factory.mktemp("calibrate") / "whole", Messages()
+def calibrated_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notes]:
+    out, messages = tmp_path_factory.mktemp("calibrate") / "whole", Notes()
     train(recipe(4, "objective.name=geo-mask", "objective.calibrate=true"), out=out, observer=messages)
     return out, messages
 
 
 def test_calibrated_bounds_keep_what_published_ones_throw_away(
-    calibrated_run: tuple[Path, Messages], tmp_path: Path
+    calibrated_run: tuple[Path, Notes], tmp_path: Path
 ) -> None:
     run, messages = calibrated_run
     train(recipe(1, "objective.name=geo-mask"), out=tmp_path / "published")
-    published = rows(tmp_path / "published")[0]
-    first, *rest = rows(run)
+    published = untimed(tmp_path / "published", "eval/")[0]
+    first, *rest = untimed(run, "eval/")
     # Both runs sampled the same first batch.
     assert published["mismatch/k3"] == first["mismatch/k3"]
     assert first["calibrate/kept_published"] == pytest.approx(1 - published["reject/tokens"])
@@ -93,7 +77,7 @@ def test_calibrated_bounds_keep_what_published_ones_throw_away(
     assert f"keep_min = {bounds(first)['keep_min']:g}" in line
 
 
-def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[Path, Messages]) -> None:
+def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[Path, Notes]) -> None:
     run, _ = calibrated_run
     first = read_trajectories(run / "trajectories" / "step-000001.parquet")
     parts = [(np.asarray(row.logp_proximal), row.trajectory.completion.logp_behavior) for row in first]
@@ -109,29 +93,29 @@ def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[P
     for part in messages[1:]:
         whole = whole + part
     result = calibrated("geo-mask", whole)
-    assert result == pytest.approx(bounds(rows(run)[0]), rel=1e-5)
+    assert result == pytest.approx(bounds(untimed(run, "eval/")[0]), rel=1e-5)
 
 
 def test_a_resumed_run_keeps_its_bounds_and_equals_the_uninterrupted_one(
-    calibrated_run: tuple[Path, Messages], tmp_path: Path
+    calibrated_run: tuple[Path, Notes], tmp_path: Path
 ) -> None:
     whole, _ = calibrated_run
     parts = tmp_path / "parts"
     settings = ("objective.name=geo-mask", "objective.calibrate=true")
     train(recipe(2, *settings), out=parts)
-    again = Messages()
+    again = Notes()
     train(recipe(4, *settings), out=parts, resume=True, observer=again)
-    assert rows(parts) == rows(whole)
+    assert untimed(parts, "eval/") == untimed(whole, "eval/")
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(parts).items())
     assert not any(line.startswith("calibrated") for line in again.lines)
     assert "note: keep_min, keep_max: calibrated at step 0" in again.equations[0]
 
 
-def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Messages]) -> None:
+def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Notes]) -> None:
     run, _ = calibrated_run
     config = tomllib.loads((run / "config.toml").read_text())
-    result = bounds(rows(run)[0])
-    equation = equation_of(config, rows(run)[-1])
+    result = bounds(untimed(run, "eval/")[0])
+    equation = equation_of(config, untimed(run, "eval/")[-1])
     assert f"{result['keep_min']:g} ≤ ρ_geo ≤ {result['keep_max']:g}" in equation
     page = write_report(run).read_text()
     assert f"{result['keep_min']:g} ≤ ρ_geo" in re.sub(r"&le;", "≤", page)
@@ -139,10 +123,10 @@ def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, 
 
 def test_several_updates_a_batch_and_opsm_calibrate_on_the_whole_first_batch(tmp_path: Path) -> None:
     config = recipe(1, "objective.name=opsm", "objective.calibrate=true", "trainer.minibatches=4", "trainer.prompts=8")
-    messages = Messages()
+    messages = Notes()
     train(config, out=tmp_path / "run", observer=messages)
     assert any("on 64 responses: delta = " in line for line in messages.lines)
-    assert rows(tmp_path / "run")[0]["calibrate/kept"] > 0.97
+    assert untimed(tmp_path / "run", "eval/")[0]["calibrate/kept"] > 0.97
 
 
 def test_a_first_batch_that_is_too_small_stops_the_run_in_one_line(tmp_path: Path) -> None:
@@ -165,12 +149,12 @@ def test_invalid_settings_are_refused_before_a_model_is_loaded(changes: tuple[st
 
 
 def test_a_first_batch_that_is_fresher_than_the_rest_is_cautioned_about(
-    calibrated_run: tuple[Path, Messages], tmp_path: Path
+    calibrated_run: tuple[Path, Notes], tmp_path: Path
 ) -> None:
-    def cautions(messages: Messages) -> list[str]:
+    def cautions(messages: Notes) -> list[str]:
         return [line for line in messages.lines if line.startswith("caution: this first batch is fresh")]
 
-    messages = Messages()
+    messages = Notes()
     lagging = ("trainer.prompts=4", "trainer.sync_every=4", "objective.name=geo-mask", "objective.calibrate=true")
     train(recipe(1, *lagging), out=tmp_path / "stale", observer=messages)
     assert ["up to 3 updates older" in line for line in cautions(messages)] == [True]

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.support.run_results import untimed, weights
 
 from trimtab.config import load_config
 from trimtab.objectives.from_section import from_section
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.training.run import train
 
@@ -49,7 +47,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "token-bypass": ("advantage.kind=optimal-token",),
     "token-alp": ("perturbation.per_response=true", "perturbation.std=0.01"),
 }
-TIMED = ("time/", "tokens_per_second/", "memory/")
 
 
 def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
@@ -57,12 +54,7 @@ def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> list[
     recipe.write_text(COMPOSED if name == "composed" else 'base = "laboratory"\ndescription = "small"\n')
     named = () if name == "composed" else (f"objective.name={name}",)
     train(load_config(recipe, [*named, *SMALL, *SAVED, *RUNS.get(name, ()), *overrides]), out=folder, resume=resume)
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors")
+    return untimed(folder)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.run_results import untimed
 
 from trimtab.config import load_config
 from trimtab.environments.formats import Call
 from trimtab.environments.swap_environment import SwapEnvironment
-from trimtab.runs.directory import read_metrics
 from trimtab.runs.trajectories import read
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
@@ -184,14 +184,7 @@ def test_a_run_that_is_killed_between_turns_resumes_with_the_same_numbers(tmp_pa
     child.kill()
     assert child.wait(60) == -signal.SIGKILL
     assert start("killed", "--resume").wait(300) == 0
-    timed = ("time/", "tokens_per_second/", "memory/")
-    whole, killed = (
-        [
-            {key: value for key, value in row.items() if not key.startswith(timed)}
-            for row in read_metrics(tmp_path / out / "metrics.jsonl")
-        ]
-        for out in ("whole", "killed")
-    )
+    whole, killed = (untimed(tmp_path / out) for out in ("whole", "killed"))
     assert killed == whole
     assert len(whole) == 4
     assert set(resets()) == set(seeds)

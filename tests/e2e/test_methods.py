@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.support.run_results import untimed, weights
 
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
 from trimtab.runs import trajectories
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
@@ -42,17 +40,11 @@ METHODS = {
     "m2po": ("trainer.sync_every=2", "trainer.minibatches=2"),
     "luffy": ("demonstrations.per_group=1",),
 }
-TIMED = ("time/", "tokens_per_second/", "memory/")
 
 
 def run(out: Path, recipe: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
     train(load_config(recipe, [*SMALL, *overrides]), out=out, resume=resume)
-    rows = read_metrics(out / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
-
-
-def weights(out: Path, section: str = "model") -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(out / "checkpoints")[-1] / f"{section}.safetensors")
+    return untimed(out)
 
 
 @pytest.mark.slow

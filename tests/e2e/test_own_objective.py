@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.run_results import untimed
 
 import trimtab
 from trimtab.cli import main
@@ -40,12 +41,6 @@ def saved(out: Path) -> dict[str, Any]:
     return tomllib.loads((out / "config.toml").read_text())["objective"]
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    timed = ("time/", "tokens_per_second/", "memory/", "eval/")
-    metrics = read_metrics(out / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in metrics]
-
-
 def test_a_recipe_names_a_function_and_the_run_writes_its_equation_down(tmp_path: Path) -> None:
     last = run(tmp_path / "run", f"objective.name={DPPO}", "objective.tv_max=0.0")
     assert 0 < last["reject/tv"] < 1  # after the first update some tokens have moved, half of them outward
@@ -64,7 +59,7 @@ def test_an_objective_in_code_trains_as_the_preset_of_the_same_parts(tmp_path: P
     custom = replace(objective("token-tis", weight_max=1.5), name="mine")
     run(tmp_path / "code", objective=custom)
     run(tmp_path / "preset", "objective.name=token-tis", "objective.weight_max=1.5")
-    assert rows(tmp_path / "code") == rows(tmp_path / "preset")
+    assert untimed(tmp_path / "code", "eval/") == untimed(tmp_path / "preset", "eval/")
     assert saved(tmp_path / "code") == {
         "name": "mine",
         "calibrate": False,
@@ -87,7 +82,7 @@ def test_it_resumes_with_the_same_and_with_nothing_else(tmp_path: Path, capsys: 
     assert main.run(["train", str(parts / "config.toml"), "--out", str(parts), "--resume"]) == 2
     assert "'mine' was given in code" in capsys.readouterr().err
     run(parts, objective=custom, steps=3, resume=True)
-    assert rows(parts) == rows(tmp_path / "whole")
+    assert untimed(parts, "eval/") == untimed(tmp_path / "whole", "eval/")
 
 
 @dataclass(frozen=True)

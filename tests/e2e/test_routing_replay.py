@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.e2e import fsdp_worker
+from tests.support.run_results import untimed, weights
 
 from trimtab.config import Config, load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
@@ -39,8 +39,8 @@ SMALL = [
 ]
 ROLLOUT, PROXIMAL = "routing.replay=rollout", "routing.replay=proximal"
 COARSE = "engine.quantize=int3"
-# What the clock and the system say, what is measured of lanes only, and what only a replay has.
-APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length", "routing/")
+# What is measured of lanes only, and what only a replay has.
+APART = ("engine/", "lag/share", "lag/length", "routing/")
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -48,17 +48,13 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def comparable(out: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not key.startswith(APART)} for row in rows(out)]
+    return untimed(out, *APART)
 
 
 def run(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> Path:
     torch.set_num_threads(1)
     train(load_config("laboratory", [*SMALL, *sets]), out=out, backends=makers)
     return out
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(out / "checkpoints")[-1] / "model.safetensors")
 
 
 def test_with_equal_numerics_replay_changes_nothing(tmp_path: Path) -> None:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.support.run_results import Messages, untimed, weights
 
 from trimtab.config import Config, load_config
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
-TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
-
-
-class Messages(NullObserver):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def recipe(steps: int, *changes: str) -> Config:
@@ -48,20 +35,11 @@ def recipe(steps: int, *changes: str) -> Config:
 DETECT = ("optim.surge.baseline=3", "optim.surge.window=2", "optim.surge.factor=1.001")
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    metrics = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in metrics]
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
-
-
 @pytest.mark.slow
 def test_the_logged_rate_follows_the_surge_and_survives_resuming_at_any_step(tmp_path: Path) -> None:
     whole, messages = tmp_path / "whole", Messages()
     train(recipe(14, *DETECT), out=whole, observer=messages)
-    expected = rows(whole)
+    expected = untimed(whole, "eval/")
     surge = next(row["optim/surge_step"] for row in expected if "optim/surge_step" in row)
     assert 3 < surge <= 8, "the run must pass through before, at and after the surge"
     assert [line for line in messages.lines if line.startswith("length surge")] != []
@@ -78,7 +56,7 @@ def test_the_logged_rate_follows_the_surge_and_survives_resuming_at_any_step(tmp
         part = tmp_path / f"stopped-after-{stop}"
         train(recipe(stop, *DETECT), out=part)
         train(recipe(14, *DETECT), out=part, resume=True)
-        assert rows(part) == expected
+        assert untimed(part, "eval/") == expected
         resumed, uninterrupted = weights(part), weights(whole)
         assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
 
@@ -87,7 +65,7 @@ def test_a_fixed_step_and_another_schedule(tmp_path: Path) -> None:
     train(recipe(5, "optim.surge.at=2"), out=tmp_path / "fixed")
     lr = recipe(5).optim.lr
     # Period 0.4 x 2 = 0.8 steps: one halving in step 3 (1 / 0.8), two in 4 (2.5), three in 5 (3.75).
-    assert [row["optim/lr"] for row in rows(tmp_path / "fixed")] == [lr, lr, lr / 2, lr / 4, lr / 8]
+    assert [row["optim/lr"] for row in untimed(tmp_path / "fixed", "eval/")] == [lr, lr, lr / 2, lr / 4, lr / 8]
     constant = recipe(2).model_copy(update={"optim": load_config("laboratory", ["optim.warmup=0"]).optim})
     train(constant, out=tmp_path / "constant")
-    assert all("optim/surge_step" not in row for row in rows(tmp_path / "constant"))
+    assert all("optim/surge_step" not in row for row in untimed(tmp_path / "constant", "eval/"))

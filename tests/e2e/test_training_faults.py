@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.run_results import Messages
+from tests.unit.training.checkpoint.test_store import small_disk
 from torch import Tensor
 
 import trimtab
@@ -24,7 +25,6 @@ from trimtab.runs.layout import best_checkpoint, checkpoint_folder, list_checkpo
 from trimtab.runs.reader import read_run
 from trimtab.training import export
 from trimtab.training.checkpoint import store
-from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -35,16 +35,6 @@ SMALL = ("trainer.steps=4", "trainer.prompts=2", "trainer.samples=4", "eval.prob
 def recipe(*overrides: str) -> Config:
     config = load_config("quickstart-stale", (*SMALL, "trainer.sync_every=1", *overrides))
     return config.model_copy(update={"compare": None})
-
-
-class Notes(NullObserver):
-    """Remembers the messages of a run."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def test_divergence_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -136,7 +126,7 @@ def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> Non
 
 
 def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
-    out, notes = tmp_path / "run", Notes()
+    out, notes = tmp_path / "run", Messages()
     train(recipe(), out=out)
     newest = list_checkpoints(out / "checkpoints")[-1]
     weights = newest / "model.safetensors"
@@ -149,28 +139,18 @@ def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
     assert len(read_metrics(out / "metrics.jsonl")) == 4
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real filesystem with room for about two checkpoints of the laboratory model."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small filesystem here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_keeps_the_previous_checkpoint(tiny_disk: Path) -> None:
-    out = tiny_disk / "run"
-    with pytest.raises(TrimtabError, match="No space left on device"):
-        train(recipe("checkpoint.keep=9", "trainer.steps=9"), out=out)
-    newest = store.latest(out / "checkpoints")
-    assert newest is not None
-    assert newest.step >= 1
-    assert not list((out / "checkpoints").glob(".tmp-*"))
-    assert not list(out.glob(".trimtab-*"))
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    """There is room for about two checkpoints of the laboratory model."""
+    with small_disk(tmp_path / "disk", 14):
+        out = tmp_path / "disk" / "run"
+        with pytest.raises(TrimtabError, match="No space left on device"):
+            train(recipe("checkpoint.keep=9", "trainer.steps=9"), out=out)
+        newest = store.latest(out / "checkpoints")
+        assert newest is not None
+        assert newest.step >= 1
+        del newest  # its tensors are mapped from files on that disk
+        assert not list((out / "checkpoints").glob(".tmp-*"))
+        assert not list(out.glob(".trimtab-*"))
 
 
 def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> None:
@@ -182,7 +162,7 @@ def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> Non
         "    return float(len(set(completion)))\n"
     )
     sys.path.insert(0, str(tmp_path))
-    notes = Notes()
+    notes = Messages()
     config = recipe("trainer.prompts=8", "trainer.steps=2")
     data = config.model_dump(exclude_none=True) | {"reward": [{"name": f"{calls}:reward"}]}
     train(load_config(data), out=tmp_path / "run", observer=notes)

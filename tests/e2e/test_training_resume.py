@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.run_results import untimed
 
 from trimtab.config import Config, load_config
-from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, best_checkpoint, list_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,6 @@ OVERRIDES = (
     "eval.best=eval/sort/greedy",
     "log.trajectories_every=1",
 )
-TIMED = ("time/", "tokens_per_second/", "memory/")
 
 
 def recipe() -> Config:
@@ -44,11 +43,6 @@ def train_in_child(out: str, resume: bool) -> None:
     from trimtab.training.run import train
 
     train(recipe(), out=out, resume=resume)
-
-
-def comparable(run: Path) -> list[dict[str, Any]]:
-    rows = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
 
 
 def final_tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -110,7 +104,7 @@ def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path,
         child.join()
         kills += 1
     assert kills >= 10
-    assert comparable(out) == comparable(uninterrupted)
+    assert untimed(out) == untimed(uninterrupted)
     killed, whole = final_tensors(out), final_tensors(uninterrupted)
     assert killed.keys() == whole.keys()
     different = [name for name in whole if not torch.equal(killed[name], whole[name])]
@@ -134,11 +128,11 @@ def test_the_comparison_can_fail(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "other"
     other = recipe().model_copy(update={"seed": 1})
     train(other, out=out)
-    assert comparable(out) != comparable(uninterrupted)
+    assert untimed(out) != untimed(uninterrupted)
 
 
 def test_staleness_and_leftovers_really_occurred(uninterrupted: Path) -> None:
-    rows = comparable(uninterrupted)
+    rows = untimed(uninterrupted)
     assert len(rows) == 24
     assert max(row["lag/max"] for row in rows) >= 4
     assert any(row["groups/no_signal"] for row in rows)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.run_results import untimed
 
 from trimtab.config import load_config
 from trimtab.errors import TrimtabWarning
-from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -23,13 +23,11 @@ UNUSED = (
     *("engine.hang_timeout=60.0", "ray.engines=2", "trainer.in_flight=discard", "sharding.offload=true"),
     *("advantage.value_beta=0.5", "sampling.top_logprobs=8"),
 )
-TIMED = ("time/", "tokens_per_second/", "memory/")
 
 
 def metrics(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     train(load_config("laboratory", [*SMALL, *overrides]), out=folder)
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+    return untimed(folder)
 
 
 def test_keys_without_effect_change_no_number(tmp_path: Path) -> None:

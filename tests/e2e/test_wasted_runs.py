@@ -6,28 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.run_results import Messages
 
 import trimtab
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
 
 SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
-
-
-class Notes(NullObserver):
-    """Remembers the messages of a run."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def problems(path: Path, lengths: list[int], first: int) -> Path:
@@ -46,7 +36,7 @@ def sorting(folder: Path, train_lengths: list[int], test_lengths: list[int], *ch
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path: Path) -> None:
-    notes = Notes()
+    notes = Messages()
     config = sorting(tmp_path, [10, 10, 70, 10], [10, 80, 10, 90], "trainer.steps=4")
     train(config, out=tmp_path / "run", observer=notes)
     assert "prompts    11 to 71 tokens, median 11, 95 % up to 71 (all 4 problems)" in notes.lines
@@ -84,7 +74,7 @@ def test_a_recipe_that_trains_several_runs_is_for_the_command_line(tmp_path: Pat
 
 def test_a_run_that_learns_nothing_stops_and_resuming_it_goes_on_counting(tmp_path: Path) -> None:
     changes = [*SMALL, "sampling.max_tokens=1", "trainer.steps=9", "trainer.max_idle_steps=3"]
-    notes, run = Notes(), tmp_path / "run"
+    notes, run = Messages(), tmp_path / "run"
     with pytest.raises(TrimtabError, match=r"3 steps in a row .* no response ended .* = 1, .*; step 3 is saved"):
         train(load_config("laboratory", changes), out=run, observer=notes)
     assert [line.partition(": no ")[0] for line in notes.lines if "no training signal" in line] == ["step 1"]
@@ -113,7 +103,7 @@ def test_training_from_python_reports_its_progress_unless_disabled(
     assert lines[-1] == f"report: {tmp_path / 'printed' / 'report.html'}"
     trimtab.train(config, out=tmp_path / "silent", progress=False)
     assert capfd.readouterr() == ("", "")
-    notes = Notes()
+    notes = Messages()
     trimtab.train(config, out=tmp_path / "observed", observer=notes)
     assert capfd.readouterr() == ("", "")
     assert notes.lines

@@ -11,18 +11,17 @@ import psutil
 import pytest
 import torch
 from tests.support.processes import words
+from tests.support.run_results import untimed
 
 from trimtab.config import load_config
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import METRICS
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.slow
 
 ENGINE = "trimtab.engines.remote.engine_host"
-# What the clock and the system say, and what is measured of lanes only.
-APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length")
+# What is measured of lanes only.
+APART = ("engine/", "lag/share", "lag/length")
 
 
 class Killer(NullObserver):
@@ -46,9 +45,7 @@ def numbers(out: Path, workers: int, observer: NullObserver | None = None) -> li
     overrides += ["engine.hang_timeout=8"] * workers
     config = load_config("laboratory", [*overrides, "eval.problems=16", "checkpoint.every=0"])
     train(config, out=out, observer=observer)
-    return [
-        {key: value for key, value in row.items() if not key.startswith(APART)} for row in read_metrics(out / METRICS)
-    ]
+    return untimed(out, *APART)
 
 
 def test_workers_change_no_number_and_neither_does_a_kill(tmp_path: Path) -> None:

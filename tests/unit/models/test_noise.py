@@ -22,15 +22,6 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float((a.double() * b.double()).mean())
 
 
-def test_moments() -> None:
-    """Each within four standard errors of the normal's: 0, 1, 0 and 3."""
-    sample = draw(COUNT).double()
-    assert abs(sample.mean()) < 4 / math.sqrt(COUNT)
-    assert abs(sample.var() - 1) < 4 * math.sqrt(2 / COUNT)
-    assert abs(sample.pow(3).mean()) < 4 * math.sqrt(15 / COUNT)
-    assert abs(sample.pow(4).mean() - 3) < 4 * math.sqrt(96 / COUNT)
-
-
 def test_kolmogorov_smirnov() -> None:
     """The largest distance of the distribution functions is below the 1 % point."""
     sample = draw(COUNT).double().sort().values

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from tests.unit.training.checkpoint.test_store import small_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import trimtab
@@ -23,17 +21,6 @@ from trimtab.models.lora import add_lora
 from trimtab.runs.directory import RunDirectory
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.export import export, export_adapter, restore, save_model_files
-
-
-@contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """No file may grow beyond `limit` bytes (a write fails with EFBIG, as on a full disk)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(("limit", "reached"), [(500, "config"), (1000, "tokenizer")])
