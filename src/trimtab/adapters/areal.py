@@ -75,7 +75,8 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
         borders = _borders(built, logprobs, input_data.get("cu_seqlens"))
 
         def rows(values: Tensor) -> Tensor:
-            return _rows(values, borders)
+            """Returns (batch, time): each sequence of a packed row is a row."""
+            return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)
 
         mask = rows(input_data["loss_mask"]).bool()
         versions = input_data.get("versions")
@@ -152,8 +153,3 @@ def _reads_tokens_only(objective: Objective) -> bool:
             for rule in objective.masks
         )
     )
-
-
-def _rows(values: Tensor, borders: list[int] | None) -> Tensor:
-    """Returns (batch, time): each sequence of a packed row is a row."""
-    return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)

@@ -189,10 +189,14 @@ def _miles(built: Objective) -> list[str]:
         return [*rows, *(["# Miles' mismatch helper rejects beside a weight only"] if helper else [])]
     setting = weight.peers()["Miles"]
     built_in = _flags(setting)
-    return [
-        *rows,
-        *(built_in if built_in and not helper else _miles_helper({**_keys(setting), "use_rs": "false"}, helper)),
-    ]
+    if built_in and not helper:
+        return [*rows, *built_in]
+    settings = {**_keys(setting), "use_rs": "false", **helper}
+    for key in ("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
+        settings.setdefault(key, "null")
+    # Flags and configuration file of the mismatch helper in Miles' examples.
+    rows += ["--use-tis", f"--custom-tis-function-path {MIS}", "--custom-config-path mis.yaml", "# mis.yaml"]
+    return [*rows, *(f"{key}: {value}" for key, value in settings.items())]
 
 
 def _flags(setting: Setting) -> list[str]:
@@ -201,17 +205,3 @@ def _flags(setting: Setting) -> list[str]:
 
 def _keys(setting: Setting) -> dict[str, str]:
     return {key: value for key, value in setting.options.items() if not key.startswith("--")}
-
-
-def _miles_helper(weight: Mapping[str, str], rules: Mapping[str, str]) -> list[str]:
-    """Flags and configuration file of the mismatch helper in Miles' examples."""
-    settings = {**weight, **rules}
-    for key in ("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
-        settings.setdefault(key, "null")
-    return [
-        "--use-tis",
-        f"--custom-tis-function-path {MIS}",
-        "--custom-config-path mis.yaml",
-        "# mis.yaml",
-        *(f"{key}: {value}" for key, value in settings.items()),
-    ]

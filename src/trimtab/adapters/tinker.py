@@ -37,7 +37,8 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         fields = [datum.loss_fn_inputs for datum in data]
         mask = _column(fields, "mask", current)
         behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
-        inside = _inside(logprobs, current)
+        lengths = torch.tensor([len(one) for one in logprobs], device=current.device)
+        inside = torch.arange(current.shape[1], device=current.device) < lengths[:, None]  # not padding
         mask = inside if mask is None else inside & (mask != 0)
         proximal = _column(fields, "old_logprobs", current)
         value, metrics, _ = evaluate(
@@ -53,12 +54,6 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         return value, reported(metrics)
 
     return loss
-
-
-def _inside(logprobs: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Returns (batch, time) bool, False at padding."""
-    lengths = torch.tensor([len(one) for one in logprobs], device=like.device)
-    return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
 
 
 def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from trimtab.adapters.hooks import build, reported, require_correction, scored, 
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import Objective, correct, mismatch
+from trimtab.objectives import correct, mismatch
 
 
 def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, dict]]:
@@ -34,7 +34,9 @@ def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Cal
         if chosen == CARRY:
             fields["rollout_is_weights"] = rollout
             return batch, _named(mismatch(old, rollout, mask).finalize())
-        objective = _correction(chosen.removeprefix(PREFIX), named)
+        loss = _named_loss(f"rollout_is={chosen}", named)
+        objective = build("verl", loss.name, loss.keywords)
+        require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY}")
         kept, turn = scored(mask, rollout, old), turns_of(mask)
         result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
@@ -165,14 +167,6 @@ def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
         plain(batch, rollout_corr_config=rollout_corr_config, policy_loss_config=policy_loss_config)
 
     return apply
-
-
-def _correction(name: str, named: Mapping[str, PolicyLoss]) -> Objective:
-    loss = _named_loss(f"rollout_is={PREFIX}{name}", named)
-    objective = build("verl", loss.name, loss.keywords)
-    remedy = f"use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
-    require_correction(objective, f"rollout_is={PREFIX}{name}: ", remedy)
-    return objective
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
