@@ -8,9 +8,9 @@ Only attention depends on the layout. It spreads queries and keys over padded ro
 prompt's keys and its own, and packs the result again. A dense block mask over the packed row would compute scores that
 are masked, and rows of prompt and response would run every prompt once for each response.
 
-`IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the short rows
-of reinforcement learning on a CPU, products of small matrices are several times as fast as the fused kernel, most of
-all in the backward. Scores are computed in float32, so autocast rounds nothing before the softmax.
+`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
+short rows of reinforcement learning on a CPU, products of small matrices are several times as fast as the fused kernel,
+most of all in the backward. Scores are computed in float32, so autocast rounds nothing before the softmax.
 """
 
 from __future__ import annotations
