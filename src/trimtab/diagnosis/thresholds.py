@@ -129,6 +129,7 @@ TABLE: dict[str, Threshold] = {
     "truncated-deficit": Threshold(0.001, "least mass that truncation must cut"),
     "truncated-bulk-z": Threshold(4.0, "standard errors of the deficit without outliers"),
     "truncated-uneven": Threshold(4.0, "times the log of the mass that the mean log-ratio may be"),
+    "truncated-proportional": Threshold(0.8, "correlation of log-ratio and log-prob, at most", "zoo: .6; log-base .94"),
     "truncated-up": Threshold(0.6, "tokens that move up for each that moves down"),
     "raw-likelihood": Threshold(2.0, "nats by which the trainer must explain the tokens better"),
     "temperature-z": Threshold(6.0, "standard errors of the slope on a tight line"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.detector import Context, Finding, Residual
-from trimtab.diagnosis.causes.evidence import confidence, share, z_of
+from trimtab.diagnosis.causes.evidence import confidence, correlation, share, z_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
 from trimtab.diagnosis.causes.raw_logprobs import declared_raw, undeclared_raw
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
@@ -148,7 +148,10 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     by_mass = less and leans and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
-    if not (by_zeros or by_mass) or far > LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved:
+    bounded = far <= LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved
+    # The mass that is lost depends on the context; values in another unit differ in proportion to the log-prob itself.
+    proportional = correlation(log_ratio, tokens.mean) > LIMITS["truncated-proportional"]
+    if not (by_zeros or by_mass) or not bounded or proportional:
         return None
     return Truncation(mass, z, one_sided_zeros)
 

@@ -74,6 +74,16 @@ def test_a_temperature_that_is_not_known_is_not_called_quantized() -> None:
     assert "probability of a token decides where its logit moves" in cause.evidence
 
 
+def test_logarithms_of_an_unknown_base_are_not_called_truncated() -> None:
+    """Their ratios are as one-sided as those of truncation, but in proportion to the log-prob."""
+    random = np.random.default_rng(0)
+    logit = random.normal(4, 2, 5000)
+    drawn = random.random(5000) < 1 / (1 + np.exp(-logit))  # one of two outcomes
+    logp = -np.logaddexp(0, np.where(drawn, -logit, logit)).astype(np.float32)
+    table = TokenTable(np.arange(0, 5001, 25), np.ones(5000, dtype=bool), logp / np.float32(np.log(2)), proximal=logp)
+    assert [first(table).name, first(table, "log-base").name] == ["log-base", "unexplained"]
+
+
 def asked(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, prompts, and the steps since each prompt was first asked; the engine starts again at step 4."""
     random = np.random.default_rng(seed)
