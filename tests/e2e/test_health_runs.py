@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from trimtab.config import load_config
 from trimtab.lab.regimes import regime
@@ -20,9 +21,10 @@ FEW = ("eval.problems=16", "eval.every=0", "log.trajectories_every=0")
 def verdict(folder: Path, *changes: str) -> str:
     """Trains the laboratory and returns the first line of the run's page."""
     train(load_config("laboratory", [*FEW, *changes]), out=folder)
-    text = health(read_run(folder)).text
-    assert f"<strong>{text}</strong>" in write_report(folder).read_text()
-    return text
+    result, page = health(read_run(folder)), write_report(folder).read_text()
+    assert f"<dd>{result.headline}.</dd>" in page
+    assert all(escape(finding.detail) in page for finding in result.findings)
+    return result.text
 
 
 def stale(objective: str) -> tuple[str, ...]:

@@ -170,9 +170,8 @@ def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: b
 
 
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.report.comparison_table import legend, markdown, summarize
+    from trimtab.report.comparison_table import Recommendation, by_accuracy, legend, markdown, recommend, summarize
     from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.recommendation import Recommendation, by_accuracy, recommend
     from trimtab.runs.summary import read_table
 
     grid, order, verdict = summarize(read_table(out)), None, None

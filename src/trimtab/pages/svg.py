@@ -12,12 +12,14 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from trimtab.pages.render import power
+from trimtab.pages.numbers import power, short_exponent
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
@@ -60,79 +62,85 @@ RC: dict[Any, Any] = {
 }
 
 
+def log_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis sparsely, as in the text of the page (1e-3)."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axis.set_minor_locator(NullLocator())
+
+
 def log_scale(axes: Axes) -> None:
-    """Set a logarithmic axis with few labels, written as in the text of the page (1e-3)."""
+    """Set a logarithmic y-axis."""
     axes.set_yscale("log", nonpositive="mask")
-    low, high = axes.get_ylim()
-    subdivided = (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subdivided, numticks=8))
+    log_ticks(axes.yaxis)
+
+
+def log_scale_of_any_sign(axes: Axes) -> None:
+    """Set a logarithmic y-axis that also has a place for exact zeros and for estimates that may be negative.
+
+    With either it is linear around 0, up to the smallest magnitude; where values are negative, at least up to six
+    powers of ten below the largest one.
+    """
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    magnitudes = np.abs(values[values != 0])
+    if not len(magnitudes) or (values > 0).all():
+        log_scale(axes)
+        return
+    lowest, highest = float(values.min()), float(values.max())
+    high, low = np.ceil(np.log10(magnitudes.max())), np.floor(np.log10(magnitudes.min()))
+    if lowest < 0:
+        low = max(low, high - 6)
+    edge = 10.0**low
+    axes.set_yscale("symlog", linthresh=edge, linscale=0.5)
+    axes.set_ylim(1.3 * lowest if lowest < 0 else -0.4 * edge, 1.3 * highest if highest > 0 else edge)
+    # No tick at the edge of the linear part: its label would overlap that of 0.
+    powers = 10.0 ** np.arange(high, low, -max(1, round((high - low) / (3 if lowest < 0 else 5))))
+    bottom, top = axes.get_ylim()
+    axes.set_yticks([tick for tick in (*-powers, 0.0, *powers[::-1]) if bottom <= tick <= top])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def log_scale_with_zero(axes: Axes) -> None:
-    """Set a logarithmic axis with an additional position for exact zeros below it."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
-    positive = values[values > 0]
-    if not len(positive) or not (values == 0).any():
-        log_scale(axes)
-        return
-    low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
-    zero_edge = 10.0 ** (low - 1)
-    axes.set_yscale("symlog", linthresh=zero_edge, linscale=0.3)
-    axes.set_ylim(-0.4 * zero_edge, 1.3 * positive.max())
-    stride = max(1, round((high - low) / 5))
-    axes.set_yticks([0.0, *(10.0 ** np.arange(low, high + 1, stride))])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else short_power(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
+def start_at_zero(axes: Axes, top: float | None = None) -> None:
+    """Start the y-axis slightly below 0, so that a curve at 0 is visible, if curves come near 0 or are nearly constant.
 
-
-def log_scale_of_both_signs(axes: Axes) -> None:
-    """Set a symmetric logarithmic axis, for estimates that may be negative.
-
-    It contains 0 and is linear around it, from six powers of ten below the largest magnitude, or from the smallest one
-    if that is larger.
+    `top` is the end of the axis if all curves are 0 throughout.
     """
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
-    magnitudes = np.abs(values[values != 0])
-    high = np.ceil(np.log10(magnitudes.max()))
-    low = max(np.floor(np.log10(magnitudes.min())), high - 6)
-    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
-    ends = (min(values.min(), 0.0), -1), (max(values.max(), 0.0), 1)
-    axes.set_ylim(*(1.3 * end if end else side * 10.0**low for end, side in ends))
-    stride = max(1, round((high - low) / 3))
-    # No tick at the edge of the linear part: its label would overlap that of 0.
-    powers = 10.0 ** np.arange(high, low, -stride)[::-1]
-    bottom, top = axes.get_ylim()
-    axes.set_yticks([tick for tick in (*-powers[::-1], 0.0, *powers) if bottom <= tick <= top])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _signed_power(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _signed_power(value: float) -> str:
-    if value == 0:
-        return "0"
-    return short_power(value) if value > 0 else f"\N{MINUS SIGN}{short_power(-value)}"
+    drawn = [values for line in axes.lines if len(values := np.asarray(line.get_ydata(), dtype=np.float64))]
+    if not drawn or (smallest := min(values.min() for values in drawn)) < 0:
+        return
+    largest = max(values.max() for values in drawn)
+    # An axis fitted to nearly constant curves would show only their rounding.
+    if smallest < 0.3 * largest or largest - smallest <= 1e-6 * largest:
+        highest = largest or top or 1.0
+        axes.set_ylim(-0.03 * highest, 1.08 * highest)
 
 
 def short_power(value: float) -> str:
-    """Returns 2e-3 for 0.002; numbers from 0.01 to 1000 without exponent."""
-    if 0.01 <= value < 1000:
-        return f"{value:g}"
-    return power(value, 0)
+    """Returns 2e-3 for 0.002; 0 and magnitudes from 0.01 to 1000 without exponent."""
+    size = abs(value)
+    text = f"{size:g}" if value == 0 or 0.01 <= size < 1000 else power(size, 0)
+    return f"\N{MINUS SIGN}{text}" if value < 0 else text
 
 
-def finish(figure: Figure, axes: Axes) -> None:
-    """Set integer steps on the x-axis, and a legend if there is more than one labelled curve."""
+def digits(axis: Axis, count: int) -> None:
+    """Label an axis with numbers of at most `count` significant digits."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_exponent(f"{value:.{count}g}")))
+
+
+def percent(axis: Axis) -> None:
+    """Label an axis of shares in percent."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+
+
+def step_axis(axes: Axes) -> None:
+    """Label the x-axis with whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("step")
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        # Outside the axes, so that it covers no curve.
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 3), columnspacing=1.2)
 
 
-def to_svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> Markup:
     """Returns the figure as an inline `<svg>` that scales with the page and follows its theme.
 
     `name` is the label for screen readers.
@@ -150,5 +158,5 @@ def to_svg(figure: Figure, name: str) -> str:
         svg = svg.replace(color.lower(), variable)
     referenced = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
-    label = name.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    # Not escaped: matplotlib escapes every text that it draws.
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)}"', 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trimtab.report.groups import Group, format_value, join_names
@@ -14,101 +14,92 @@ from trimtab.runs.reader import Run
 
 PROBLEMS = "eval.problems"
 _COUNT = re.compile(r"eval/[^/]+/problems")
-# Settings whose difference makes held-out accuracies incomparable.
-_MEASURE = (
-    ("task.name", "The tasks differ", "accuracy, reward and length mean different things"),
-    ("model.path", "The models differ", "they started from different places"),
-    (PROBLEMS, "The numbers of held-out problems differ", "accuracies are of different problems"),
+# What differs, the setting, and why it limits a comparison; most serious first. A trailing dot stands for all settings
+# of a section.
+_DIFFERENCES = (
+    ("tasks", "task.name", "accuracy, reward and length mean different things"),
+    ("models", "model.path", "they started from different places"),
+    ("numbers of held-out problems", PROBLEMS, "accuracies are of different problems"),
+    ("settings of the task", "task.", "accuracy and reward are of different measures"),
+    ("rewards", "reward", "accuracy and reward are of different measures"),
+    ("prompts of a step", "trainer.prompts", "a step is not the same amount of data"),
+    ("samples of a prompt", "trainer.samples", "a step is not the same amount of data"),
+    ("planned numbers of steps", "trainer.steps", "last values are not of the same step"),
 )
+_MEASURE = ("task.", "model.path", PROBLEMS, "reward")
+"""Settings whose difference makes held-out accuracies incomparable."""
 
 
 def same_measure(groups: Sequence[Group]) -> bool:
     """Whether all groups have the same task, rewards, model and held-out problems, so that one can be best."""
-    keys = {key for group in groups for key in group.config if key.startswith(("task.", "reward"))}
-    return not any(_differs(groups, key) for key in (*keys, *(key for key, *_ in _MEASURE)))
+    return not any(_differing(groups, key) for key in _MEASURE)
 
 
 def cautions(groups: Sequence[Group]) -> list[str]:
     """Returns one sentence for each difference that limits the comparison, most serious first."""
-    sentences = [
-        f"{statement} ({_values_by_group(groups, lambda group, key=key: format_value(_value(group, key)))}): {effect}."
-        for key, statement, effect in _MEASURE
-        if _differs(groups, key)
-    ]
-    if not _differs(groups, "task.name"):
-        sentences += _settings(groups, "task.", "The settings of the task differ")
-    sentences += _settings(groups, "reward", "The rewards differ")
-    if _differs(groups, "trainer.prompts") or _differs(groups, "trainer.samples"):
-        values = _values_by_group(
-            groups, lambda group: f"{_shown_value(group, 'trainer.prompts')} x {_shown_value(group, 'trainer.samples')}"
-        )
-        sentences.append(f"The batches differ (prompts x samples: {values}): a step is not the same amount of data.")
-    if _differs(groups, "trainer.steps"):
-        values = _values_by_group(groups, lambda group: _shown_value(group, "trainer.steps"))
-        sentences.append(f"The planned numbers of steps differ ({values}): last values are not of the same step.")
+    named = _differing(groups, "task.name")
+    sentences = []
+    for what, key, effect in _DIFFERENCES:
+        differing = _differing(groups, key)
+        if differing and not (named and key == "task."):  # other tasks have other settings
+            values = _values_by_group(groups, lambda group, key=key: format_value(_value(group, key)))
+            shown = values if differing == [key] else ", ".join(differing[:4])
+            sentences.append(f"The {what} differ ({shown}): {effect}.")
+    return [*sentences, *_provenance(groups), *_unfinished(groups), *_unmeasured(groups), *_seeds(groups)]
+
+
+def _provenance(groups: Sequence[Group]) -> Iterator[str]:
     if len({setting(part) for group in groups for run in group.runs for part in run.origins}) > 1:
-        sentences.append(
+        yield (
             "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
             "give equal results."
         )
-    sentences += _unfinished(groups)
-    sentences += _unmeasured(groups)
-    return sentences + _seeds(groups)
 
 
-def _unfinished(groups: Sequence[Group]) -> list[str]:
-    """Returns a sentence naming the runs with fewer steps than planned."""
-    unfinished = []
-    for group in groups:
-        planned = group.config.get("trainer.steps")
-        runs = [run for run in group.runs if isinstance(planned, int) and run.last["step"] < planned]
-        unfinished += [f"{_run_name(group, run)} at step {run.last['step']} of {planned}" for run in runs]
-    if not unfinished:
-        return []
-    return [
-        f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."
+def _unfinished(groups: Sequence[Group]) -> Iterator[str]:
+    unfinished = [
+        f"{_run_name(group, run)} at step {run.last['step']} of {planned}"
+        for group in groups
+        if isinstance(planned := group.config.get("trainer.steps"), int)
+        for run in group.runs
+        if run.last["step"] < planned
     ]
+    if unfinished:
+        yield (
+            f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."
+        )
 
 
-def _unmeasured(groups: Sequence[Group]) -> list[str]:
-    """Returns a sentence naming the runs that were not evaluated after training (an accuracy of 0 was measured)."""
+def _unmeasured(groups: Sequence[Group]) -> Iterator[str]:
+    """Yields the runs that were not evaluated after training (an accuracy of 0 was measured)."""
     missing = [
         _run_name(group, run)
         for group in groups
         for run in group.runs
         if (accuracy := accuracy_of(run)) is None or accuracy.after is None
     ]
-    return [f"Held-out accuracy was not measured after training: {join_names(missing)}."] if missing else []
+    if missing:
+        yield f"Held-out accuracy was not measured after training: {join_names(missing)}."
 
 
-def _seeds(groups: Sequence[Group]) -> list[str]:
-    sentences = []
+def _seeds(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         repeated = [str(seed) for seed, count in Counter(group.seeds).items() if count > 1]
         if repeated:
-            sentences.append(
-                f"{group.name}: seed {', '.join(repeated)} more than once; runs of one seed are not independent."
-            )
+            yield f"{group.name}: seed {', '.join(repeated)} more than once; runs of one seed are not independent."
     if any(len(group.runs) != len(groups[0].runs) for group in groups):
         counts = _values_by_group(groups, lambda group: str(len(group.runs)))
-        sentences.append(f"The numbers of seeds differ ({counts}): intervals of few seeds are ranges, not confidence.")
+        yield f"The numbers of seeds differ ({counts}): intervals of few seeds are ranges, not confidence."
     elif any(set(group.seeds) != set(groups[0].seeds) for group in groups):
-        sentences.append("The seeds differ between groups: part of a difference may be that of the seeds.")
-    return sentences
+        yield "The seeds differ between groups: part of a difference may be that of the seeds."
 
 
-def _settings(groups: Sequence[Group], prefix: str, statement: str) -> list[str]:
-    keys = sorted({key for group in groups for key in group.config if key.startswith(prefix)})
-    differing = [key for key in keys if _differs(groups, key)]
-    return (
-        [f"{statement} ({', '.join(differing[:4])}): accuracy and reward are of different measures."]
-        if differing
-        else []
-    )
-
-
-def _differs(groups: Sequence[Group], key: str) -> bool:
-    return any(_value(group, key) != _value(groups[0], key) for group in groups)
+def _differing(groups: Sequence[Group], key: str) -> list[str]:
+    """Returns the settings that start with `key` and differ between groups."""
+    keys = sorted({key for group in groups for key in group.config} | {PROBLEMS})
+    return [
+        one for one in keys if one.startswith(key) and any(_value(of, one) != _value(groups[0], one) for of in groups)
+    ]
 
 
 def _value(group: Group, key: str) -> Any:
@@ -118,14 +109,10 @@ def _value(group: Group, key: str) -> Any:
     """
     if key == PROBLEMS:
         counts = [run.series(name)[1] for run in group.runs for name in run.keys if _COUNT.fullmatch(name)]
-        evaluated = {int(count[-1]) for count in counts if len(count)}
+        evaluated = sorted({int(count[-1]) for count in counts if len(count)})
         if evaluated:
-            return evaluated.pop() if len(evaluated) == 1 else tuple(sorted(evaluated))
+            return evaluated[0] if len(evaluated) == 1 else tuple(evaluated)
     return group.config.get(key)
-
-
-def _shown_value(group: Group, key: str) -> str:
-    return format_value(group.config.get(key))
 
 
 def _values_by_group(groups: Sequence[Group], show: Callable[[Group], str]) -> str:
@@ -137,7 +124,4 @@ def _values_by_group(groups: Sequence[Group], show: Callable[[Group], str]) -> s
 
 
 def _run_name(group: Group, run: Run) -> str:
-    if len(group.runs) == 1:
-        return group.name
-    seed: Any = run.config.get("seed", run.path.name)
-    return f"{group.name} seed {seed}"
+    return group.name if len(group.runs) == 1 else f"{group.name} seed {run.config.get('seed', run.path.name)}"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from trimtab.report.groups import natural_key
 from trimtab.runs.metric_catalog import Metric, metric
 from trimtab.runs.reader import Run
 
 QUANTILES = ("q01", "q05", "q50", "q95", "q99")
+Lines = list[tuple[str, str]]
+"""Label and key of each curve of a figure."""
 Kind = Literal["lines", "quantiles", "accuracy", "layers"]
 
 
@@ -19,7 +23,8 @@ Kind = Literal["lines", "quantiles", "accuracy", "layers"]
 class Chart:
     """The specification of one figure.
 
-    `lines` are pairs of legend label and key; an empty label is replaced by the `<name>` that the pattern matched.
+    `lines` maps legend labels to keys, by default to `about` alone; an empty label is replaced by the `<name>` that the
+    pattern matched.
     `about` is the key whose row in the metric catalog gives the caption and the shaded healthy band.
     `what` replaces the caption where it would describe only one of several curves.
     `each` lists the healthy range of every curve in the caption.
@@ -28,7 +33,7 @@ class Chart:
 
     title: str
     about: str
-    lines: tuple[tuple[str, str], ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
     kind: Kind = "lines"
     log: bool = False
     shade: bool = True
@@ -43,20 +48,11 @@ class Chart:
             raise KeyError(self.about)
         return row
 
-
-@dataclass(frozen=True)
-class ResolvedChart:
-    """A chart with the labels and keys of the curves that a run has."""
-
-    chart: Chart
-    lines: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def healthy(self) -> str:
-        """The healthy range in words, one for all curves or one for each curve."""
-        if not self.chart.each:
-            return self.chart.caption.healthy
-        rows = [(label, metric(key)) for label, key in self.lines]
+    def healthy(self, lines: Lines) -> str:
+        """Returns the healthy range in words, one for all curves or one for each curve."""
+        if not self.each:
+            return self.caption.healthy
+        rows = [(label, metric(key)) for label, key in lines]
         return "; ".join(f"{label} {row.healthy}" for label, row in rows if row)
 
 
@@ -64,16 +60,15 @@ class ResolvedChart:
 _TOTALS = frozenset({"reward/mean", "reward/std", "reward/failed", "reject/tokens", "reject/sequences"})
 
 
-def resolve(chart: Chart, run: Run) -> ResolvedChart | None:
-    """Returns the chart with patterns expanded to the keys that hold numbers in `run`, or None without any."""
-    lines: list[tuple[str, str]] = []
-    for label, key in (line for pattern in chart.lines for line in _expand(*pattern, run)):
+def resolve(chart: Chart, run: Run) -> Lines:
+    """Returns label and key of each curve that holds numbers in `run`, patterns expanded; empty without any."""
+    lines: Lines = []
+    for pattern in (chart.lines or {"": chart.about}).items():
         # A total with a single part equals that part and is drawn once.
-        if not any(_repeats(run, key, other) for _, other in lines):
-            lines.append((label, key))
-    if chart.kind == "quantiles" and len(lines) < len(QUANTILES):
-        return None
-    return ResolvedChart(chart, lines) if lines else None
+        lines += [
+            line for line in _expand(*pattern, run) if not any(_repeats(run, line[1], other) for _, other in lines)
+        ]
+    return [] if chart.kind == "quantiles" and len(lines) < len(QUANTILES) else lines
 
 
 def _repeats(run: Run, key: str, other: str) -> bool:
@@ -89,10 +84,5 @@ def _expand(label: str, key: str, run: Run) -> list[tuple[str, str]]:
         return [(label, key)] if len(run.series(key)[0]) else []
     pattern = re.compile(re.sub(r"<[a-z]+>", "([^/]+)", key))
     matches = [(match[1], match[0]) for match in map(pattern.fullmatch, run.keys) if match]
-    matches.sort(key=lambda pair: _natural_key(pair[0]))
+    matches.sort(key=lambda pair: natural_key(pair[0]))
     return [(name, match) for name, match in matches if match not in _TOTALS and len(run.series(match)[0])]
-
-
-def _natural_key(name: str) -> tuple[bool, int, str]:
-    """Returns a sort key: numbers by size, then words (layer 2, layer 10, logits)."""
-    return (False, int(name), "") if name.isdecimal() else (True, 0, name)

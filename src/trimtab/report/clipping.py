@@ -34,9 +34,15 @@ def clipping(config: Mapping[str, Any], tokens: TokenTable) -> Clipping | str:
     The ratio is over the behavior policy and at the level of the objective (token or sequence). Its numerator is the
     perturbed policy where the file has it (ALP), otherwise the clean one. Untrained tokens are never clipped.
     """
-    objective = _clipping_objective(config)
+    from trimtab.objectives import Clipped, SecondMoment
+
+    objective = objective_of(config)
     if isinstance(objective, str):
         return objective
+    if objective.ratio.over == "proximal":
+        return f"{objective.name} {ONE_UPDATE}"
+    if not isinstance(objective.surrogate, Clipped | SecondMoment):
+        return f"{objective.name} clips nothing"
     if tokens.perturbed is None and tokens.anchor is None:
         return "the files hold no log-prob of the trainer"
     if tokens.advantage is None:
@@ -62,20 +68,6 @@ def objective_of(config: Mapping[str, Any]) -> Objective | str:
         return from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
-
-
-def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
-    """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
-    from trimtab.objectives import Clipped, SecondMoment
-
-    objective = objective_of(config)
-    if isinstance(objective, str):
-        return objective
-    if objective.ratio.over == "proximal":
-        return f"{objective.name} {ONE_UPDATE}"
-    if not isinstance(objective.surrogate, Clipped | SecondMoment):
-        return f"{objective.name} clips nothing"
-    return objective
 
 
 def _clipped_sides(

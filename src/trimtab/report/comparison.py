@@ -11,11 +11,13 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from markupsafe import Markup
 
 from trimtab.intervals import SeedMean, interval_method
-from trimtab.pages.render import render, short
+from trimtab.pages.numbers import short
+from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
-from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
+from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, legend_of, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
 from trimtab.report.differences import align, differing_keys, equation_of
 from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
@@ -85,7 +87,7 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 def write_page(comparison: Comparison, path: Path) -> Path:
     """Write the page `path` and, beside it, a picture for documents that cannot include HTML."""
     write_output(path.parent / PICTURE, picture(comparison.groups))
-    return write_output(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
+    return write_output(path, _page(comparison, path.parent).html().encode())
 
 
 def as_data(comparison: Comparison) -> dict[str, Any]:
@@ -142,44 +144,41 @@ def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
     return {name: equations[0] for name, equations in by_group.items()}, notes
 
 
-def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
-    groups, figures = comparison.groups, draw_panels(comparison.groups)
+def _page(comparison: Comparison, folder: Path) -> Page:
+    groups, results = comparison.groups, comparison.results
     names = [group.name for group in groups]
-    runs = {
-        "legend": [(swatch(index), group.name, _seed_list(group)) for index, group in enumerate(groups)],
-        "panels": [(title, svg, join_names(missing)) for title, svg, missing in figures.drawn],
-        "absent": figures.absent,
-        "zero": figures.zero,
-        "rules": _interval_notes(groups),
-        "drawing": _band_note(groups),
-        "averages": _average_note(groups),
-        "picture": PICTURE,
-        "target": comparison.target,
-        "tables": [
-            ("Results", _summary_table(comparison.results, names)),
-            ("On the way", _summary_table(comparison.process_metrics, names)),
+    drawn, absent, zero = draw_panels(groups)
+    drawing = [_drawing_text(groups)]
+    drawing += [f"Logged by no run: {'; '.join(absent)}."] if absent else []
+    drawing += [f"0 in all runs: {'; '.join(zero)}."] if zero else []
+    picture_link = Markup('<p class="small soft">Reward, accuracy and k3 as a picture: <a href="{0}">{0}</a>.</p>')
+    return Page(
+        kind="Trimtab comparison",
+        title=" against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
+        description=[text] if (text := plain(_shared(groups, "description") or "")) else [],
+        facts=_facts(groups),
+        sections=[
+            Section(
+                "", [Card("Before comparing", list(map(Note, comparison.cautions)))] if comparison.cautions else []
+            ),
+            Section(
+                "Curves",
+                [
+                    legend_of([(group.name, _seed_list(group)) for group in groups]),
+                    Charts(drawn),
+                    Note(" ".join(drawing)),
+                    picture_link.format(PICTURE),
+                ],
+            ),
+            Section("Results", [_summary_table(results, names), Note(_result_text(comparison))] if results else []),
+            Section(
+                "On the way", [_summary_table(comparison.process_metrics, names)] if comparison.process_metrics else []
+            ),
+            Section("What differs in the configuration", _differences(comparison)),
+            Section("What each one minimizes", [Card(parts=[_equation_parts(comparison.equations)])]),
+            Section("Every run", [_run_table(comparison, folder)]),
         ],
-        "differences": _difference_table(comparison),
-        "parts": [
-            (
-                [(_names_or_all(reading.names, names), reading.pieces) for reading in part.readings],
-                join_names(part.without),
-            )
-            for part in align(comparison.equations)
-        ],
-        "each": _run_table(comparison, folder),
-    }
-    description = plain(_shared(groups, "description") or "")
-    return {
-        "over": "Trimtab comparison",
-        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
-        "notes": [description] if description else [],
-        "facts": _facts(groups),
-        "verdict": "",
-        "cautions": comparison.cautions,
-        "scores": None,
-        "runs": runs,
-    }
+    )
 
 
 def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
@@ -202,45 +201,54 @@ def _seed_list(group: Group) -> str:
     return f"{'seed' if len(group.seeds) == 1 else 'seeds'} {seeds}"
 
 
-def _interval_notes(groups: Sequence[Group]) -> list[str]:
-    """Returns sentences that say what the intervals of this page are."""
-    counts = sorted({len(group.runs) for group in groups})
-    sentences = [f"With {count} seeds: {interval_method(count)}." for count in counts if count > 1]
-    if 1 in counts:
-        sentences.append("Groups of one seed have no interval.")
-    return sentences
-
-
-def _band_note(groups: Sequence[Group]) -> str:
+def _drawing_text(groups: Sequence[Group]) -> str:
+    """Returns sentences that say what the lines and bands of the figures are."""
+    sentences = ["Thick lines are means over seeds, at the steps all seeds of a group have."]
     if len(groups) > BANDS_UP_TO:
-        return "With so many groups only the means are drawn."
-    bands = "Bands run from the lowest seed to the highest." if any(len(group.runs) > 1 for group in groups) else ""
-    thin = "Thin lines are single seeds." if any(1 < len(group.runs) <= THIN_UP_TO for group in groups) else ""
-    return f"{bands} {thin}".strip()
+        return f"{sentences[0]} With so many groups only the means are drawn."
+    if any(len(group.runs) > 1 for group in groups):
+        sentences.append("Bands run from the lowest seed to the highest.")
+    if any(1 < len(group.runs) <= THIN_UP_TO for group in groups):
+        sentences.append("Thin lines are single seeds.")
+    if any(run.last["step"] >= AVERAGED_FROM for group in groups for run in group.runs):
+        sentences.append(
+            f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what was "
+            "logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged."
+        )
+    return " ".join(sentences)
 
 
-def _average_note(groups: Sequence[Group]) -> str:
-    if len(groups) > BANDS_UP_TO or all(run.last["step"] < AVERAGED_FROM for group in groups for run in group.runs):
-        return ""
+def _result_text(comparison: Comparison) -> str:
+    """Returns sentences that say what the intervals of this page are, and which target was to be reached."""
+    counts = sorted({len(group.runs) for group in comparison.groups})
+    methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts if count > 1)
+    target = comparison.target
+    goal = (
+        f"No column for how soon: {target.why}."
+        if target.accuracy is None
+        else f"Steps and seconds are to the first held-out measurement of {target.accuracy} or more ({target.why}); "
+        "seconds are those of training steps."
+    )
     return (
-        f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, looking back "
-        "only, and what was logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged."
+        f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: the interval lies apart from "
+        "those of all others, each of at least three seeds (the ranges of three seeds lie apart by chance in one of "
+        "ten cases, of four in one of 35); no bold means that these runs do not tell. Wall-clock seconds are never "
+        f"judged: runs that did not take turns on an idle machine tell nothing about it. {goal}"
     )
 
 
-def _summary_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
+def _summary_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> Table:
     """Returns one row per group: mean, interval, and whether it is best."""
-    rows = []
-    for index, name in enumerate(names):
-        cells = [_cell(item, index) for item in outcomes]
-        rows.append({"name": name, "swatch": swatch(index), "cells": cells})
-    return {"titles": [item.column.title for item in outcomes], "rows": rows}
+    rows = [
+        [Cell(name, mark=swatch(index)), *(_cell(item, index) for item in outcomes)] for index, name in enumerate(names)
+    ]
+    return Table(("group", *(item.column.title for item in outcomes)), rows, numeric=range(1, len(outcomes) + 1))
 
 
-def _cell(item: Outcome, index: int) -> dict[str, Any]:
+def _cell(item: Outcome, index: int) -> Cell:
     interval, values = item.intervals[index], item.values[index]
     if interval is None:
-        return {"mean": "–", "range": "", "best": False}
+        return Cell("–")
     ends = (
         f"[{_format(item.column, interval.low)}, {_format(item.column, interval.high)}]"
         if interval.high > interval.low
@@ -248,7 +256,7 @@ def _cell(item: Outcome, index: int) -> dict[str, Any]:
     )
     # A mean over some of the seeds must be recognizable.
     seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
-    return {"mean": _format(item.column, interval.mean), "range": (ends + seeds).strip(), "best": item.winner == index}
+    return Cell(_format(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
 
 
 def _format(column: Column, value: float) -> str:
@@ -261,21 +269,36 @@ def _format(column: Column, value: float) -> str:
     return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
 
 
-def _difference_table(comparison: Comparison) -> dict[str, Any]:
+def _differences(comparison: Comparison) -> list[Part]:
     """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
     names = [group.name for group in comparison.groups]
-    rows = [(key, [format_value(value) for value in row]) for key, row in comparison.differences.items()]
-    if len(names) <= _MAX_GROUP_COLUMNS or len(rows) > 2 * len(names):
-        return {"corner": "key", "across": names, "rows": rows}
-    columns = [(name, [row[index] for _, row in rows]) for index, name in enumerate(names)]
-    return {"corner": "group", "across": [key for key, _ in rows], "rows": columns if rows else []}
+    rows = [[key, *map(format_value, values)] for key, values in comparison.differences.items()]
+    if not rows:
+        return [Note("Nothing but seed and out.")]
+    heads = ["key", *names]
+    if len(names) > _MAX_GROUP_COLUMNS and len(rows) <= 2 * len(names):
+        heads, *rows = [list(column) for column in zip(["group", *names], *rows, strict=True)]
+    note = "Keys that are equal everywhere, seed and out are left out; – stands for a key a recipe does not have."
+    return [Table(heads, rows, mono=range(len(heads))), Note(note)]
 
 
-def _names_or_all(names: Sequence[str], everyone: Sequence[str]) -> str:
-    return "all" if len(names) == len(everyone) else join_names(names)
+def _equation_parts(equations: Mapping[str, str]) -> Markup:
+    """Returns the equations aligned by symbol, with what differs marked."""
+    reading = Markup('<div class="reading"><bdi class="small soft">{}</bdi><code>{}</code></div>')
+    parts = []
+    for part in align(equations):
+        lines = []
+        for item in part.readings:
+            pieces = [Markup("<mark>{}</mark>" if differs else "{}").format(text) for text, differs in item.pieces]
+            who = "all" if len(item.names) == len(equations) else join_names(item.names)
+            lines.append(reading.format(who, Markup("").join(pieces)))
+        if part.without:
+            lines.append(reading.format(join_names(part.without), "no such part"))
+        parts.append(Markup('<div class="part">{}</div>').format(Markup("").join(lines)))
+    return Markup("").join(parts)
 
 
-def _run_table(comparison: Comparison, folder: Path) -> dict[str, Any]:
+def _run_table(comparison: Comparison, folder: Path) -> Fold:
     """Returns one row per run, with a link to its report where it exists."""
     columns = [item.column for item in comparison.results]
     rows = []
@@ -283,19 +306,11 @@ def _run_table(comparison: Comparison, folder: Path) -> dict[str, Any]:
         numbers = by_seed(comparison.results, index)
         for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
             shown = [values[column.key] for column in columns]
-            rows.append(
-                {
-                    "group": group.name,
-                    "run": plain(run.path.name),
-                    "link": _link(run.path / "report.html", folder),
-                    "seed": format_value(seed),
-                    "cells": [
-                        "–" if value is None else _format(column, value)
-                        for column, value in zip(columns, shown, strict=True)
-                    ],
-                }
-            )
-    return {"titles": [column.title for column in columns], "rows": rows}
+            cells = ["–" if value is None else _format(of, value) for of, value in zip(columns, shown, strict=True)]
+            name = Cell(plain(run.path.name), link=_link(run.path / "report.html", folder))
+            rows.append([group.name, name, format_value(seed), *cells])
+    heads = ("group", "run", "seed", *(column.title for column in columns))
+    return Fold(f"{len(rows)} runs, one by one", [Table(heads, rows, numeric=range(2, len(heads)))])
 
 
 def _link(report: Path, folder: Path) -> str:

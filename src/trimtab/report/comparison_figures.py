@@ -14,11 +14,12 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trimtab.pages.svg import CYCLE, INK, RC, STYLES, THEME, finish, log_scale_with_zero, to_svg
+from trimtab.pages.charts import draw
+from trimtab.pages.page import Chart, Note
+from trimtab.pages.svg import CYCLE, INK, RC, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
 from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
-from trimtab.report.groups import Group
+from trimtab.report.groups import Group, join_names
 from trimtab.report.summary_columns import accuracy_of, clipped
 from trimtab.runs.reader import Run
 
@@ -44,18 +45,6 @@ class Panel:
     unit: bool = False
     points: bool = False
     noisy: bool = False
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The drawn panels (title, SVG, names of groups without data) and the titles of those not drawn.
-
-    `absent`: not logged by any run. `zero`: 0 at every step of all runs.
-    """
-
-    drawn: list[tuple[str, Markup, list[str]]]
-    absent: list[str]
-    zero: list[str]
 
 
 def _first_logged(*keys: str) -> Callable[[Run], Series]:
@@ -115,27 +104,30 @@ PANELS = (
 PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
 
 
-def draw_panels(groups: Sequence[Group]) -> Figures:
-    """Draw every panel that some run has data for, as one figure each so that narrow screens can stack them."""
+def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[str]]:
+    """Returns the figures that some run has data for, and the titles of the others.
+
+    The first titles are of what no run logged, the second of what is 0 at every step of all runs.
+    """
     drawn, absent, zero = [], [], []
     for panel in PANELS:
         series = [[panel.read(run) for run in group.runs] for group in groups]
-        has_data = [any(len(steps) for steps, _ in seeds) for seeds in series]
-        if not any(has_data):
+        missing = [
+            group.name for group, seeds in zip(groups, series, strict=True) if not any(len(steps) for steps, _ in seeds)
+        ]
+        if len(missing) == len(groups):
             absent.append(panel.title.lower())
-            continue
-        if not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
+        elif not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
             zero.append(panel.title.lower())
-            continue
-        svg = _panel_svg(panel.title, panel, series)
-        missing = [group.name for group, present in zip(groups, has_data, strict=True) if not present]
-        drawn.append((panel.title, svg, missing))
-    return Figures(drawn, absent, zero)
+        else:
+            notes = [Note(f"Not logged by {join_names(missing)}.")] if missing else []
+            drawn.append(Chart(panel.title, _panel_svg(panel.title, panel, series), notes))
+    return drawn, absent, zero
 
 
 def accuracy_figures(
     regime: str, curves: Mapping[str, Sequence[Series]], best: str, before: float | None
-) -> list[tuple[str, Markup]]:
+) -> list[Chart]:
     """Returns held-out accuracy over steps: one figure for a few methods, otherwise a small one with a name for each.
 
     Small figures also show the mean of the method `best`, dotted. `before` is drawn as a level line.
@@ -143,9 +135,12 @@ def accuracy_figures(
     panel = PANELS[0]
     if len(curves) <= MAX_SHARED_FIGURE:
         title = f"{regime}: held-out accuracy"
-        return [("", _panel_svg(title, panel, list(curves.values()), level=before))] if curves else []
+        return [Chart("", _panel_svg(title, panel, list(curves.values()), level=before))] if curves else []
     return [
-        (method, _panel_svg(f"{method} in {regime}", panel, [seeds], size=(3, 2), level=before, dotted=curves[best]))
+        Chart(
+            method,
+            _panel_svg(f"{method} in {regime}", panel, [seeds], size=(3, 2), level=before, dotted=curves[best]),
+        )
         for method, seeds in curves.items()
     ]
 
@@ -159,17 +154,14 @@ def _panel_svg(
     level: float | None = None,
     dotted: Sequence[Series] = (),
 ) -> Markup:
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.add_subplot()
+    def paint(axes: Axes) -> None:
         if (reference := band(dotted)) is not None:
             axes.plot(reference.steps, reference.mean, color=INK, linewidth=1, linestyle=":", alpha=0.7)
         _draw_panel(axes, panel, series)
         if level is not None:
             axes.axhline(level, color=INK, linewidth=0.5, alpha=0.5)
-        finish(figure, axes)
-        # Not escaped: matplotlib escapes every text that it draws.
-        return Markup(to_svg(figure, name))
+
+    return draw(name, paint, size=size, steps=True)
 
 
 def swatch(index: int) -> Markup:
@@ -178,6 +170,13 @@ def swatch(index: int) -> Markup:
     dashes = f' stroke-dasharray="{_DASHES[style]}"' if _DASHES[style] else ""
     line = f'<line x1="0" x2="34" y1="5" y2="5" stroke="{THEME[color]}" stroke-width="3"{dashes}/>'
     return Markup(f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true">{line}</svg>')
+
+
+def legend_of(groups: Sequence[tuple[str, str]]) -> Markup:
+    """Returns the legend of figures: the line of each group, its name and what to know about it."""
+    item = Markup('<li>{}<bdi>{}</bdi> <span class="soft">{}</span></li>')
+    items = [item.format(swatch(index), name, about) for index, (name, about) in enumerate(groups)]
+    return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
 
 
 def picture(groups: Sequence[Group]) -> bytes:
@@ -190,8 +189,7 @@ def picture(groups: Sequence[Group]) -> bytes:
         for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
             _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
             axes.set_title(panel.title, fontsize=10, loc="left")
-            axes.set_xlabel("step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            step_axis(axes)
         handles = [
             Line2D([], [], color=color, linestyle=style, linewidth=2)
             for color, style in (_line_style(index) for index in range(len(groups)))
@@ -212,9 +210,11 @@ def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) ->
     if panel.unit:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
-        log_scale_with_zero(axes)
+        log_scale_of_any_sign(axes)
     else:
-        _start_at_zero(axes)
+        if 0 < axes.get_ylim()[1] < 0.01:
+            digits(axes.yaxis, 2)
+        start_at_zero(axes)
 
 
 def _draw_group(
@@ -241,20 +241,6 @@ def _draw_group(
     width = 1.2 if crowded or dense else 2.0
     marker = "o" if points or len(smooth.steps) < 4 else None
     axes.plot(smooth.steps, smooth.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
-
-
-def _start_at_zero(axes: Axes) -> None:
-    """Start the axis slightly below 0 if the curves are nonnegative and come near 0 or are nearly constant."""
-    _, high = axes.get_ylim()
-    if 0 < high < 0.01:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}".replace("e-0", "e-")))
-    values = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
-    smallest = min((value.min() for value in values if len(value)), default=0.0)
-    largest = max((value.max() for value in values if len(value)), default=0.0)
-    # An axis fitted to nearly constant curves would show only their rounding.
-    if smallest >= 0 and (smallest < 0.3 * largest or largest - smallest <= 1e-3 * largest):
-        top = high if largest > 0 else 1.0
-        axes.set_ylim(-0.03 * top, top)
 
 
 def _line_style(index: int) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""The table of an experiment (methods x regimes x seeds): means, intervals and ranks."""
+"""The table of an experiment (methods x regimes x seeds): means, intervals, ranks, and the recommended method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.intervals import UNBOUNDED, SeedMean, interval_method, seed_interval
+from trimtab.intervals import SEPARABLE_FROM, STUDENT_FROM, UNBOUNDED, SeedMean, interval_method, seed_interval
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 
@@ -158,3 +158,74 @@ def legend(table: ComparisonTable) -> str:
         "=: as good as the best by the interval of the difference paired by seed, which says little below five seeds; "
         "†: most runs ended below half of where they started. A diverged run counts as 0."
     )
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The recommended method and the reason; `method` is None if none can be recommended."""
+
+    method: str | None
+    text: str
+
+
+def by_accuracy(table: ComparisonTable) -> list[str]:
+    """Returns the methods by mean accuracy over the regimes, highest first; those not trained in every regime last."""
+    return sorted(table.methods, key=lambda method: (not _is_complete(table, method), -_mean(table, method)))
+
+
+def recommend(table: ComparisonTable) -> Recommendation:
+    """Recommends the method with the highest mean accuracy, and names those the seeds cannot distinguish from it."""
+    complete = [method for method in by_accuracy(table) if _is_complete(table, method)]
+    if not complete:
+        return Recommendation(None, "No recommendation: no method was trained in every regime.")
+    best, mean = complete[0], _mean(table, complete[0])
+    before = "" if table.before is None else f" ({table.before:.3f} before)"
+    where = "" if len(table.regimes) == 1 else f", the mean over {' and '.join(table.regimes)}"
+    result = f"{mean:.3f} held-out accuracy{before}{where}"
+    if any(table.scores[best, regime].collapsed_mostly for regime in table.regimes) or (table.before or 0.0) >= mean:
+        return Recommendation(
+            None,
+            f"No method learns at this mismatch: {best}, the best of {len(complete)}, ends at {result}. Lower the "
+            "mismatch first (trimtab diagnose).",
+        )
+    return Recommendation(best, f"Recommended: {best}, with {result}. {_margin_text(table, complete)}")
+
+
+def _margin_text(table: ComparisonTable, complete: Sequence[str]) -> str:
+    """Returns sentences on how sure the lead of the first method is."""
+    best, *others = complete
+    if not others:
+        return "It is the only method that was trained."
+    seeds = min(len(table.scores[best, regime].values) for regime in table.regimes)
+    ties = [method for method in others if _indistinguishable(table, best, method)]
+    if ties:
+        lead = f"Seeds: {seeds}, which cannot tell it from {', '.join(ties)}."
+    else:
+        ahead = _mean(table, best) - _mean(table, others[0])
+        lead = f"Seeds: {seeds}, in which it is ahead of all others, of {others[0]} by {ahead:.3f}."
+    more = f" More seeds tell more: the same command with --seeds {STUDENT_FROM} adds them."
+    return lead + (more if seeds < STUDENT_FROM else "")
+
+
+def _indistinguishable(table: ComparisonTable, best: str, other: str) -> bool:
+    """Whether the seeds cannot distinguish two methods by their mean accuracy over the regimes."""
+    first, second = _by_seed(table, best), _by_seed(table, other)
+    difference = seed_interval([first[seed] - second[seed] for seed in first.keys() & second.keys()])
+    return difference is None or difference.count < SEPARABLE_FROM or difference.low <= 0
+
+
+def _by_seed(table: ComparisonTable, method: str) -> dict[int, float]:
+    """Returns the mean accuracy over the regimes by seed, for the seeds that were trained in all of them."""
+    scores = [table.scores[method, regime] for regime in table.regimes]
+    values = [dict(zip(score.seeds, score.values, strict=True)) for score in scores]
+    shared = set(values[0]).intersection(*values[1:])
+    return {seed: sum(by_regime[seed] for by_regime in values) / len(values) for seed in sorted(shared)}
+
+
+def _is_complete(table: ComparisonTable, method: str) -> bool:
+    return all((method, regime) in table.scores for regime in table.regimes)
+
+
+def _mean(table: ComparisonTable, method: str) -> float:
+    means = [table.scores[method, regime].accuracy.mean for regime in table.regimes if (method, regime) in table.scores]
+    return sum(means) / len(means) if means else -1.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from trimtab.diagnosis.token_texts import token_texts
-from trimtab.pages.render import number, short
+from trimtab.pages.numbers import number, short
+from trimtab.pages.page import Note, Part, Table
 from trimtab.runs import trajectories
 from trimtab.runs.reader import Run, evenly_spaced, open_table, sample_steps
 from trimtab.runs.trajectories import Row
@@ -20,26 +21,32 @@ EPISODES_SHOWN, TOKENS_SHOWN = 6, 1000
 FULL_SHADE = 0.99
 
 
-def episode_section(run: Run) -> dict[str, Any] | None:
-    """Returns the template values of the section, from the last trajectory file; None without multi-turn responses.
+def episode_section(run: Run) -> list[Part]:
+    """Returns the parts of the section, from the last trajectory file; none without multi-turn responses.
 
     Raises `TrimtabError` when the file is damaged.
     """
     step, rows = _last_episodes(run.path)
     if not rows:
-        return None
+        return []
     shown = evenly_spaced(sorted(rows, key=lambda row: -row.trajectory.reward), EPISODES_SHOWN)
     texts, reason = token_texts(run.path, {int(id_) for row in shown for id_ in row.trajectory.completion.response_ids})
     ratios = np.abs(np.concatenate([log_ratio(row) for row in shown]))
     full = float(np.quantile(ratios[np.isfinite(ratios)], FULL_SHADE)) if np.isfinite(ratios).any() else 0.0
-    return {
-        "step": step,
-        "count": f"{len(rows):,}",
-        "reason": reason,
-        "full": short(full),
-        "turns": turn_table(rows),
-        "episodes": [_episode(row, texts, full) for row in shown],
-    }
+    heads = ("turn", "responses", "sampled tokens", "k3", "largest |log-ratio|")
+    return [
+        Note(
+            f"From the trajectory file of step {step}, {len(rows):,} responses. k3 and the largest |log-ratio| compare "
+            f"trainer and sampler, in nats.{f' Texts: {reason}.' if reason else ''}"
+        ),
+        Table(heads, turn_table(rows), numeric=range(1, 5)),
+        Note(
+            "Responses from the highest reward to the lowest. Tokens that the trainer finds more likely than the "
+            f"sampler did are shaded blue, less likely ones orange, fully from a log-ratio of {short(full)} on. In a "
+            "box: results, which are not trained on."
+        ),
+        *(_episode(row, texts, full) for row in shown),
+    ]
 
 
 def _last_episodes(path: Path) -> tuple[int, list[Row]]:
@@ -61,20 +68,15 @@ def log_ratio(row: Row) -> np.ndarray:
     return np.full(len(behavior), np.nan) if trainer is None else trainer.astype(np.float64) - behavior
 
 
-def turn_table(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns for each turn, and for the first token after a result, the responses, tokens and mismatch."""
+def turn_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns a row for each turn, and one for the first token after a result: responses, tokens and mismatch."""
     turn, after, ratio, owner = (
         np.concatenate(parts)
         for parts in zip(*(_token_columns(index, row) for index, row in enumerate(rows)), strict=True)
     )
     groups = {str(number_ + 1): turn == number_ for number_ in range(int(turn.max(initial=-1)) + 1)}
     return [
-        {
-            "name": name,
-            "responses": f"{len(np.unique(owner[where])):,}",
-            "tokens": f"{int(where.sum()):,}",
-            **_mismatch(ratio[where]),
-        }
+        [name, f"{len(np.unique(owner[where])):,}", f"{int(where.sum()):,}", *_mismatch(ratio[where])]
         for name, where in (groups | {"first token after a result": after}).items()
     ]
 
@@ -87,44 +89,45 @@ def _token_columns(index: int, row: Row) -> tuple[np.ndarray, np.ndarray, np.nda
     return completion.turn[sampled], after[sampled], log_ratio(row)[sampled], np.full(int(sampled.sum()), index)
 
 
-def _mismatch(ratio: np.ndarray) -> dict[str, str]:
+def _mismatch(ratio: np.ndarray) -> tuple[str, str]:
+    """Returns k3 and the largest |log-ratio|."""
     known = ratio[np.isfinite(ratio)]
     if len(known) == 0:
-        return {"k3": "–", "largest": "–"}
-    return {"k3": short(float((np.expm1(known) - known).mean())), "largest": short(float(np.abs(known).max()))}
+        return "–", "–"
+    return short(float((np.expm1(known) - known).mean())), short(float(np.abs(known).max()))
 
 
-def _episode(row: Row, texts: dict[int, str], full: float) -> dict[str, Any]:
+def _episode(row: Row, texts: dict[int, str], full: float) -> Markup:
     completion = row.trajectory.completion
     pieces = list(zip(completion.response_ids, completion.sampled, log_ratio(row), strict=True))
-    parts = [
-        {"result": not sampled, "tokens": [_token(int(id_), texts, value, full) for id_, _, value in part]}
-        for sampled, part in groupby(pieces[:TOKENS_SHOWN], key=lambda piece: bool(piece[1]))
-    ]
+    parts = []
+    for sampled, part in groupby(pieces[:TOKENS_SHOWN], key=lambda piece: bool(piece[1])):
+        tokens = [_token(int(id_), texts, value if sampled else np.nan, full) for id_, _, value in part]
+        parts.append(Markup("{}" if sampled else '<span class="result">{}</span>').format(Markup("").join(tokens)))
     turns = int(completion.turn.max(initial=0)) + 1
     results = int((np.diff(completion.sampled.astype(int)) == -1).sum())
-    return {
-        "reward": number(row.trajectory.reward),
-        "tone": "good" if row.trajectory.reward > 0 else "plain",
-        "facts": f"{_count(turns, 'turn')}, {_count(results, 'result')}, ended by {completion.finish_reason}",
-        "masked": not row.trajectory.loss_mask.any(),
-        "parts": parts,
-        "hidden": max(len(pieces) - TOKENS_SHOWN, 0),
-    }
+    masked = "" if row.trajectory.loss_mask.any() else "; masked"
+    facts = f"turns: {turns}; results: {results}; ended by {completion.finish_reason}{masked}"
+    hidden = len(pieces) - TOKENS_SHOWN
+    parts += [f" … ({hidden} more tokens)"] if hidden > 0 else []
+    return sample_block(
+        row.trajectory.reward, facts, Markup('<pre class="text">{}</pre>').format(Markup("").join(parts))
+    )
 
 
-def _count(number_: int, name: str) -> str:
-    return f"{number_} {name}{'' if number_ == 1 else 's'}"
+def sample_block(reward: float, facts: str, text: Markup) -> Markup:
+    """Returns one response beside its reward and what to know about it."""
+    return Markup(
+        '<div class="sample"><div><span class="tag {}">reward {}</span><div class="small soft">{}</div></div>{}</div>'
+    ).format("good" if reward > 0 else "plain", number(reward), facts, text)
 
 
-def _token(id_: int, texts: dict[int, str], ratio: float, full: float) -> dict[str, Any]:
+def _token(id_: int, texts: dict[int, str], ratio: float, full: float) -> Markup:
+    """Returns the text of a token, shaded by its log-ratio where that is known."""
     text = texts.get(id_, f"{id_} ").replace("␣", " ").replace("↵", "↵\n")
     if not np.isfinite(ratio):
-        return {"text": text, "sign": "", "shade": "", "title": ""}
+        return escape(text)
     shade = min(abs(ratio) / full, 1.0) if full > 0 else 0.0
-    return {
-        "text": text,
-        "sign": "more" if ratio > 0 else "less",
-        "shade": f"{100 * shade:.0f}%",
-        "title": f"log π − log μ = {ratio:+.2g}",
-    }
+    return Markup('<span class="token {}" style="--shade: {:.0f}%" title="log π − log μ = {:+.2g}">{}</span>').format(
+        "more" if ratio > 0 else "less", 100 * shade, ratio, text
+    )

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trimtab.pages.render import render, short
-from trimtab.report.comparison_figures import MAX_SHARED_FIGURE, accuracy_figures, swatch
+from trimtab.pages.numbers import short
+from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table, Verdict
+from trimtab.report.comparison_figures import MAX_SHARED_FIGURE, accuracy_figures, legend_of
 from trimtab.report.comparison_table import ComparisonTable, MethodScore, cell_text, legend
-from trimtab.report.curves import Series
 from trimtab.runs.atomic import write_output
 
 TITLE = "Methods under controlled mismatch"
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
+CURVES = (
+    "Held-out accuracy over steps: mean of the seeds, and the range from the lowest to the highest; of up to three "
+    "seeds each has a thin line. The level line is the accuracy before training."
+)
+DETAILS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("best", "accuracy_best", "{:.3f}".format),
+    ("reward, last tenth", "reward", "{:.3f}".format),
+    ("k3, end", "k3", short),
+    ("k3, worst", "k3_worst", short),
+    ("ESS, lowest", "ess_worst", short),
+    ("sequence |log-ratio|, worst", "log_ratio_seq_worst", short),
+    ("gradient norm, worst", "grad_norm_max", short),
+    ("clipped", "clipped", "{:.1%}".format),
+    ("rejected", "rejected", "{:.1%}".format),
+)
+"""Title, key and format of the columns of a regime's table, each a mean over seeds."""
 
 
 def write_experiment_page(
@@ -30,32 +45,20 @@ def write_experiment_page(
 ) -> Path:
     """Write the page and return `path`.
 
-    `notes` are sentences shown above the table, `verdict` is shown above them. `methods` gives the order of the rows.
+    `notes` are sentences shown above the table, `verdict` is shown below them. `methods` gives the order of the rows.
     """
-    scores = {
-        "legend": legend(table),
-        "regimes": [{"name": name, "description": text} for name, text in table.regimes.items()],
-        "rows": [
-            {"method": method, "cells": [_cell(table, method, regime) for regime in table.regimes]}
-            for method in methods or table.methods
+    page = Page(
+        kind="Trimtab laboratory",
+        title=title,
+        description=notes,
+        facts=_facts(table),
+        sections=[
+            Section("", [Verdict("plain", [("", verdict)])] if verdict else []),
+            Section("Held-out accuracy after training", _scores(table, methods or table.methods)),
+            *(Section(regime, _regime(table, regime)) for regime in table.regimes),
         ],
-        "details": [
-            {"regime": regime, **_curves(table, regime), "rows": _details(table, regime)} for regime in table.regimes
-        ],
-        "refused": [f"{regime}, {method}: {reason}" for (method, regime), reason in table.refused.items()],
-        "failed": [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed],
-    }
-    values = {
-        "over": "Trimtab laboratory",
-        "title": title,
-        "notes": list(notes),
-        "facts": _facts(table),
-        "verdict": verdict,
-        "cautions": [],
-        "scores": scores,
-        "runs": None,
-    }
-    return write_output(path, render("comparison.html.j2", values).encode())
+    )
+    return write_output(path, page.html().encode())
 
 
 def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
@@ -71,73 +74,72 @@ def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
     return facts if table.before is None else [*facts, ("before training", f"{table.before:.3f}")]
 
 
-def _cell(table: ComparisonTable, method: str, regime: str) -> dict[str, str]:
+def _scores(table: ComparisonTable, methods: Sequence[str]) -> list[Part]:
+    rows = [[method, *(_cell(table, method, regime) for regime in table.regimes)] for method in methods]
+    failed = [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed]
+    return [
+        Table(("method", *table.regimes), rows, mono=(0,)),
+        Note(f"{legend(table)} Blue is above the start, orange below it."),
+        *(Note(text, name) for name, text in table.regimes.items() if text),
+        *(
+            Note(f"{regime}, {method}: {why}", "not trained", "plain")
+            for (method, regime), why in table.refused.items()
+        ),
+        *(Note(text, "failed, not in the table", "warn") for text in failed),
+    ]
+
+
+def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
     score = table.scores.get((method, regime))
     if score is None:
-        return {"text": "–", "interval": "", "rank": "", "style": "", "hint": table.refused.get((method, regime), "")}
+        return Cell("–", hint=table.refused.get((method, regime), ""))
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
-    return {
-        "text": f"{score.accuracy.mean:.3f}{' †' if score.collapsed_mostly else ''}",
-        "interval": score.interval_text,
-        "rank": score.rank_text,
-        "style": _shade(score.accuracy.mean, table.before),
-        "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
-    }
+    return Cell(
+        f"{score.accuracy.mean:.3f} {score.rank_text}{' †' if score.collapsed_mostly else ''}",
+        note=score.interval_text,
+        shade=_shade(score.accuracy.mean, table.before),
+        hint=f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
+    )
 
 
 def _shade(value: float, before: float | None) -> str:
-    """Returns a CSS background: blue above the initial accuracy, orange below, stronger with distance."""
+    """Returns a CSS color: blue above the initial accuracy, orange below, stronger with distance."""
     start = before or 0.0
     above = value >= start
     largest = (1 - start) if above else start
     red, green, blue = ABOVE if above else BELOW
-    return f"background: rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
+    return f"rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
 
 
-def _curves(table: ComparisonTable, regime: str) -> dict[str, Any]:
-    """Returns the figures of held-out accuracy in a regime and, where methods share one, its legend."""
+def _regime(table: ComparisonTable, regime: str) -> list[Part]:
+    """Returns the curves of held-out accuracy in a regime and the table of its methods, best first."""
     scores = {method: table.scores[method, regime] for method in table.methods if (method, regime) in table.scores}
-    curves = {method: seeds for method, score in scores.items() if (seeds := _series(score))}
+    curves = {
+        method: [(np.array(row["curve_steps"]), np.array(row["curve"])) for row in score.rows if row["curve_steps"]]
+        for method, score in scores.items()
+    }
+    curves = {method: seeds for method, seeds in curves.items() if seeds}
     best = min(curves, key=lambda method: scores[method].rank, default="")
     shared = len(curves) <= MAX_SHARED_FIGURE
-    return {
-        "figures": accuracy_figures(regime, curves, best, table.before),
-        "swatches": [(swatch(index), method) for index, method in enumerate(curves)] if shared else [],
-    }
-
-
-def _series(score: MethodScore) -> list[Series]:
-    """Returns steps and accuracies of every seed that was evaluated."""
-    return [(np.array(row["curve_steps"]), np.array(row["curve"])) for row in score.rows if row["curve_steps"]]
-
-
-def _details(table: ComparisonTable, regime: str) -> list[dict[str, Any]]:
-    scores = [(method, table.scores[method, regime]) for method in table.methods if (method, regime) in table.scores]
-    scores.sort(key=lambda pair: pair[1].rank)
-    return [
-        {"method": method, "score": cell_text(table, method, regime), "cells": _numbers(score)}
-        for method, score in scores
+    ranked = sorted(scores.items(), key=lambda pair: pair[1].rank)
+    details = Table(
+        ("method", "accuracy", *(title for title, *_ in DETAILS), "skipped updates", "diverged"),
+        [[method, cell_text(table, method, regime), *_numbers(score)] for method, score in ranked],
+        numeric=range(1, len(DETAILS) + 4),
+        mono=(0,),
+    )
+    figures: list[Part] = [
+        *([legend_of([(method, "") for method in curves])] if shared else []),
+        Charts(accuracy_figures(regime, curves, best, table.before), narrow=not shared),
+        Note(CURVES if shared else f"{CURVES} Dotted is the best method of the regime."),
     ]
+    return [*(figures if curves else []), Fold("Mismatch and training, means over seeds", [details])]
 
 
 def _numbers(score: MethodScore) -> list[str]:
-    """Returns the cells of the detail table.
-
-    Best accuracy, reward, last and largest k3, lowest ESS, largest sequence log-ratio and gradient norm, share of
-    clipped and rejected tokens (means over seeds), skipped updates (sum), and number of diverged runs.
-    """
-
-    def mean(key: str) -> float | None:
+    """Returns the cells of `DETAILS`, skipped updates (sum over seeds), and number of diverged runs."""
+    cells = []
+    for _, key, form in DETAILS:
         values = [row[key] for row in score.rows if row.get(key) is not None]
-        return float(np.mean(values)) if values else None
-
-    measures = [mean(key) for key in ("accuracy_best", "reward")]
-    sizes = [mean(key) for key in ("k3", "k3_worst", "ess_worst", "log_ratio_seq_worst", "grad_norm_max")]
-    shares = [mean(key) for key in ("clipped", "rejected")]
-    return [
-        *("–" if value is None else f"{value:.3f}" for value in measures),
-        *("–" if value is None else short(value) for value in sizes),
-        *("–" if value is None else f"{value:.1%}" for value in shares),
-        str(sum(row.get("skipped") or 0 for row in score.rows)),
-        str(score.diverged),
-    ]
+        cells.append(form(float(np.mean(values))) if values else "–")
+    return [*cells, str(sum(row.get("skipped") or 0 for row in score.rows)), str(score.diverged)]

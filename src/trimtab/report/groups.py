@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ def find_runs(path: Path) -> list[Path]:
     """
     if (path / CONFIG).is_file():
         return [path]
-    runs = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}")}, key=_natural_key)
+    found = {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}")}
+    runs = sorted(found, key=lambda run: natural_key(str(run)))
     if not runs:
         raise TrimtabError(f"{path} holds no run (config.toml is missing): check the path{neighbors(path)}")
     return runs
@@ -187,17 +189,15 @@ def _shorten(name: str) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
+    """Returns the names, with a number behind those that were there before."""
     labels: list[str] = []
     for name in names:
-        number, label = 1, name
-        while label in labels:
-            number += 1
-            label = f"{name} #{number}"
-        labels.append(label)
+        candidates = (name if count == 1 else f"{name} #{count}" for count in itertools.count(1))
+        labels.append(next(label for label in candidates if label not in labels))
     return labels
 
 
-def _natural_key(path: Path) -> list[tuple[bool, int, str]]:
-    """Returns a sort key with numbers by size: seed2 before seed10."""
-    parts = re.split(r"(\d+)", str(path))
+def natural_key(text: str) -> list[tuple[bool, int, str]]:
+    """Returns a sort key with numbers by size: seed2 before seed10, and numbers before words."""
+    parts = re.split(r"(\d+)", text)
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -1,26 +1,20 @@
-"""The health verdict of a run: judges each metric against its range over all steps and summarizes it in one line.
-
-A run is divided into up to four phases of at least five steps. A metric is outside its range if more than half of the
-steps of some phase are, so that single steps do not decide.
-"""
+"""The health of a run: a list of checks over all steps it has logged, and the verdict that follows from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.pages.render import beside, number, short
-from trimtab.report import perturbation_verdict
+from trimtab.findings import Finding
+from trimtab.pages.numbers import beside, number, short
 from trimtab.report.clipping import objective_of
-from trimtab.report.learning_verdict import collapse, equal_parts, nothing_learned, reward_rose
+from trimtab.report.judged_metrics import JudgedMetric, clearly_above, equal_parts, judge_metric
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Run
 
-State = Literal["healthy", "at times", "outside", ""]
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
 # same small differences of log-probs weigh more.
@@ -36,113 +30,101 @@ MILD = {
     "reject/tokens": "the share of rejected tokens",
 }
 LOSSES = {
-    "optim/skipped": "update{s} skipped as not finite",
-    "trajectories/dropped": "response{s} dropped",
-    "metrics/nonfinite": "figure{s} logged as not finite",
+    "optim/skipped": "updates skipped as not finite",
+    "trajectories/dropped": "responses dropped",
+    "metrics/nonfinite": "figures logged as not finite",
 }
 MANY_CLIPPED = 0.5
 """Share of clipped updates above which a verdict notes them."""
-MAX_CLAUSES = 4
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Consecutive measurements of one metric from step `first` to `last`, `outside` of them outside its range."""
-
-    first: int
-    last: int
-    outside: int
-    measured: int
-    median: float
-
-    @property
-    def share(self) -> float:
-        return self.outside / self.measured
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One metric judged over the run.
-
-    worst: the phase with the largest share of steps outside; among equals the one whose median is furthest out.
-    """
-
-    key: str
-    state: State
-    outside: int
-    measured: int
-    median: float
-    worst: Phase
-
-    @property
-    def steps(self) -> str:
-        """Text such as `62 of 80 steps, mostly 61 to 80`; empty if no step is outside."""
-        if not self.outside:
-            return ""
-        where = f", mostly {span(self.worst)}" if self.outside < self.measured > self.worst.measured else ""
-        return f"{self.outside} of {self.measured} steps{where}"
+COLLAPSED_SHARE = 0.5
+"""Share of the best reward of a phase below which the last one has collapsed."""
+RULE = (
+    "Judged over all logged steps: a metric is outside its range where more than half of the steps of one of up to "
+    "four equal parts of the run are, and at times where fewer are. Figures are medians, over the whole run where no "
+    "steps are named. In charts, the green band is the healthy range."
+)
 
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key.
+    """The verdict on a run, the checks it follows from, and every judged metric by key.
 
-    note: what is worth knowing and no fault, as a line; empty without any.
+    findings: `fail` for a fault, `note` for data that is lost or left out, `ok` for what is worth knowing.
     """
 
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
-    text: str
-    note: str
-    judged: str
-    findings: Mapping[str, Finding]
+    length: str
+    findings: Sequence[Finding]
+    metrics: Mapping[str, JudgedMetric]
+
+    @property
+    def headline(self) -> str:
+        """The verdict alone, such as `Not healthy over 80 steps`."""
+        return f"{self.state.removesuffix(', but').capitalize()} over {self.length}"
+
+    @property
+    def text(self) -> str:
+        """The verdict with its reasons as one line."""
+        reasons = "; ".join(item.detail for item in self.findings if item.status != "ok")
+        link = ", but " if self.state == "healthy, but" else ": "
+        return f"{self.headline}{link}{reasons}." if reasons else f"{self.headline}."
+
+    @property
+    def note(self) -> str:
+        """What is worth knowing and not a fault, as one line; empty if there is nothing."""
+        notes = "; ".join(item.detail for item in self.findings if item.status == "ok")
+        return f"To note: {notes}." if notes else ""
 
 
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
-    findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
-    mismatch, idle, fallen = (list(found) for found in (_mismatch(findings), nothing_learned(run), collapse(run)))
-    corrected = list(_corrected_lag(run, findings)) if mismatch and not (idle or fallen) else []
-    critical = [*_failure(run), *idle, *([] if corrected else mismatch), *_ineffective_noise(run), *fallen]
-    waste = [] if idle else list(_mild_findings(findings))
-    signal, learned = ([] if idle else list(_signal(findings, run))), reward_rose(run)
-    mild = [*corrected, *_losses(run), *([] if learned else signal), *waste]
-    notes = [*(signal if learned else []), *_clipped(run)]
-    length = _length_text(run)
-    measured = any(key in findings for key in CRITICAL)
-    if critical:
-        state, text = "not healthy", f"Not healthy over {length}: {_joined_clauses([*critical, *mild])}"
-    elif not measured:
-        state, start = "not judged", f"Not judged over {length}: no mismatch between trainer and sampler was measured"
-        text = f"{start}; {_joined_clauses(mild)}" if mild else start
-    elif mild:
-        state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
-    else:
-        state, text = "healthy", f"Healthy over {length}"
-    note = f"To note: {'; '.join(notes)}." if notes else ""
-    return HealthVerdict(state, f"{text}.{_ending(run)}", note, _rule_text(run), findings)
-
-
-def judge_metric(run: Run, key: str) -> Finding | None:
-    """Returns the finding for one metric; None if it has no range or was not measured."""
-    steps, values = _judged_series(run, key)
-    states = [judge(key, value) for value in values.tolist()]
-    if not any(states):
-        return None
-    outside = np.array([state == "outside" for state in states])
-    phases = [
-        Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
-        for part in equal_parts(len(values))
+    metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
+    idle, fallen = list(_nothing_learned(run)), list(_collapse(run))
+    found = [
+        *_end(run),
+        *idle,
+        *_mismatch(run, metrics, learns=not (idle or fallen)),
+        *_noise(run),
+        *fallen,
+        *_losses(run),
+        *([] if idle else [*_signal(run, metrics), *_unused(metrics)]),
+        *_clipped(run),
     ]
-    worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
-    state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
-    return Finding(key, state, int(outside.sum()), len(values), _median(values), worst)
+    found.sort(key=lambda item: ("fail", "note", "ok").index(item.status))
+    statuses = {item.status for item in found}
+    if "fail" in statuses:
+        state = "not healthy"
+    elif metrics.keys().isdisjoint(CRITICAL):
+        state = "not judged"
+    else:
+        state = "healthy, but" if "note" in statuses else "healthy"
+    done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
+    of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
+    length = "1 step" if (done, of) == (1, "") else f"{done}{of} steps"
+    return HealthVerdict(state, length, found, metrics)
 
 
-def _excess(key: str, value: float) -> float:
-    row = metric(key)
-    assert row is not None
-    low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
-    return max(value - high, low - value, 0.0)
+def as_data(verdict: HealthVerdict) -> dict[str, Any]:
+    """Returns the verdict for JSON: state, text, rule, checks, and every metric outside its range at any step."""
+    return {
+        "state": verdict.state,
+        "text": verdict.text,
+        "note": verdict.note,
+        "judged": RULE,
+        "findings": [asdict(item) for item in verdict.findings],
+        "outside": {
+            key: {
+                "state": found.state,
+                "steps_outside": found.outside,
+                "steps": found.measured,
+                "median": found.median,
+                "worst_steps": [found.worst.first, found.worst.last],
+                "worst_median": found.worst.median,
+            }
+            for key, found in verdict.metrics.items()
+            if found.outside
+        },
+    }
 
 
 def clipped_share(run: Run) -> float | None:
@@ -151,120 +133,141 @@ def clipped_share(run: Run) -> float | None:
     return float(shares.mean()) if len(shares) else None
 
 
-def span(phase: Phase) -> str:
-    return f"{phase.first} to {phase.last}" if phase.last > phase.first else str(phase.first)
-
-
-def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and values that the range of `key` applies to: the metric, or its share of another metric."""
-    row = metric(key)
-    if row is None or not row.of:
-        return run.series(key)
-    measured = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
-    pairs = [(step, part / whole) for step, part, whole in measured if whole]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values))
-
-
-def _length_text(run: Run) -> str:
-    done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
-    of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
-    return f"{done}{of} step{'s' if done > 1 or of else ''}"
-
-
-def _rule_text(run: Run) -> str:
-    parts = len(equal_parts(len(run.rows)))
-    of = "of them" if parts == 1 else f"of those of one of {parts} equal parts of the run"
-    return (
-        f"Judged over all logged steps: a metric is outside its range where more than half {of} are, and at times "
-        "where fewer are. Figures are medians, over the whole run where no steps are named."
-    )
-
-
-def _failure(run: Run) -> Iterator[str]:
-    """Yields the error that ended the last start of the run, from provenance.json."""
-    last = run.origins[-1] if run.origins else {}
-    if last.get("outcome") == "failed":
-        error, _, _ = str(last.get("error") or "without a message").partition(
-            "; "
-        )  # the page shows the whole message further down
-        yield f"it ended with an error ({error})"
-
-
-def _ending(run: Run) -> str:
-    """Returns a sentence for a run that was stopped or has not ended; empty if it finished, failed or is unknown."""
+def _end(run: Run) -> Iterator[Finding]:
+    """Yields how the last start of the run ended before its last step, or with an error, from provenance.json."""
     last = run.origins[-1] if run.origins else {}
     planned = run.config.get("trainer", {}).get("steps")
-    if isinstance(planned, int) and run.last["step"] >= planned:
-        return ""
-    if last.get("outcome") == "stopped":
-        return " It was stopped before its end."
-    if "outcome" in last and last["outcome"] is None:
-        return " It has not ended: it is still running, or was killed."
-    return ""
+    complete = isinstance(planned, int) and run.last["step"] >= planned
+    if last.get("outcome") == "failed":
+        # Up to the first clause: the page shows the whole message further down.
+        error, _, _ = str(last.get("error") or "without a message").partition("; ")
+        yield Finding("fail", "end", f"it ended with an error ({error})")
+    elif "outcome" in last and not complete:
+        if last["outcome"] is None:
+            yield Finding("ok", "end", "it has not ended: it is still running, or was killed")
+        elif last["outcome"] == "stopped":
+            yield Finding("ok", "end", "it was stopped before its end")
 
 
-def _outside_mismatch(findings: Mapping[str, Finding]) -> Finding | None:
-    """Returns the first of the critical mismatch metrics that is outside its range."""
-    return next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+def _nothing_learned(run: Run) -> Iterator[Finding]:
+    """Yields why a run learns nothing: in more than half of its last phase every advantage was 0.
+
+    A policy that solves all of its prompts has learned them: steps without signal then have the higher reward.
+    """
+    idle = np.array([_without_signal(row) for row in run.rows])
+    if idle[equal_parts(len(idle))[-1]].mean() <= 0.5:
+        return
+    rows, others = ([run.rows[index] for index in np.flatnonzero(which)] for which in (idle, ~idle))
+    if others and _mean_reward(rows) > _mean_reward(others):
+        return
+    rewards = {row.get("reward/mean") for row in rows if row.get("reward/std") == 0}
+    if len(rewards) == 1 and all(row.get("reward/std") == 0 for row in rows):
+        why = f"every response got reward {number(rewards.pop())}"
+    else:
+        why = "the rewards of every group were equal"
+    cut = [row["length/truncated"] for row in rows if row.get("length/truncated") is not None]
+    share = float(np.median(cut)) if cut else 0.0
+    if judge("length/truncated", share) == "outside":
+        why += f", and {share:.0%} of the responses were cut by the length limit"
+    yield Finding("fail", "learning", f"nothing was learned in {len(rows)} of {len(idle)} steps: {why}")
 
 
-def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:
-    finding = _outside_mismatch(findings)
-    if finding is not None:
-        meaning = k3_range(finding.worst.median).text if finding.key == K3 else f"healthy: {band_text(finding.key)}"
-        yield f"{CRITICAL[finding.key]} is {_value_text(finding)}: {meaning}"
+def _without_signal(row: Mapping[str, Any]) -> bool:
+    """Whether all rewards that a step compares were equal; where it compares the whole batch, no group is counted."""
+    sampled, equal = row.get("groups/sampled") or 0, row.get("groups/no_signal") or 0
+    return equal >= sampled > 0 or (row.get("reward/std") == 0 and not row.get("expert/traces"))
 
 
-def _corrected_lag(run: Run, findings: Mapping[str, Finding]) -> Iterator[str]:
-    """Yields the mismatch of a run with stale samples whose objective corrects for them.
+def _mean_reward(rows: Sequence[Mapping[str, Any]]) -> float:
+    return float(np.mean([row.get("reward/mean") or 0.0 for row in rows]))
+
+
+def _collapse(run: Run) -> Iterator[Finding]:
+    """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
+
+    The difference must also exceed three standard errors.
+    """
+    steps, rewards = run.series("reward/mean")
+    *earlier, last = equal_parts(len(rewards))
+    best = max(earlier, key=lambda part: rewards[part].mean(), default=last)
+    before, after = (float(rewards[part].mean()) if len(part) else 0.0 for part in (best, last))
+    if before > 0 and after < COLLAPSED_SHARE * before and clearly_above(rewards[best], rewards[last]):
+        (start, end), (first, final) = ((steps[part[0]], steps[part[-1]]) for part in (best, last))
+        text = f"{short(before)} (steps {start:.0f} to {end:.0f}) to {short(after)} (steps {first:.0f} to {final:.0f})"
+        yield Finding("fail", "reward", f"the reward fell from {text}")
+
+
+def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) -> Iterator[Finding]:
+    """Yields the first of the critical mismatch metrics that is outside its range.
 
     The published ranges are for numerics alone; of stale samples the ratio to the behavior policy is what the recipe
     asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault.
     """
-    finding, built, (_, lags) = _outside_mismatch(findings), objective_of(run.config), run.series("lag/max")
-    if (
-        finding is not None
-        and len(lags)
-        and lags.max() > 0
-        and not isinstance(built, str)
-        and "behavior" in built.needs
+    found = next((metrics[key] for key in CRITICAL if key in metrics and metrics[key].state == "outside"), None)
+    if metrics.keys().isdisjoint(CRITICAL):
+        yield Finding("note", "mismatch", "no mismatch between trainer and sampler was measured")
+    if found is None:
+        return
+    text, objective = f"{CRITICAL[found.key]} is {_value_text(found)}", objective_of(run.config)
+    _, lags = run.series("lag/max")
+    if learns and lags.max(initial=0) > 0 and not isinstance(objective, str) and "behavior" in objective.needs:
+        age = f"of samples up to {lags.max():.0f} updates old, for which {objective.name} corrects"
+        yield Finding("note", "mismatch", f"{text}, {age}")
+    else:
+        meaning = k3_range(found.worst.median).text if found.key == K3 else f"healthy: {band_text(found.key)}"
+        yield Finding("fail", "mismatch", f"{text}: {meaning}")
+
+
+def _noise(run: Run) -> Iterator[Finding]:
+    """Yields whether the perturbation (ALP noise) has an effect at the last probe step; without one it is bypass.
+
+    It has none if the log-probs or the entries change less than the healthy ranges of `perturbation/dlogp` and
+    `perturbation/changed`. Noise on the logits has no entries; there only the log-probs are judged.
+    """
+    steps, changes = run.series("perturbation/dlogp")
+    if not len(steps):
+        return
+    row = next(row for row in run.rows if row["step"] == steps[-1])
+    share, change = row.get("perturbation/changed"), float(changes[-1])
+    entries = "" if share is None else f", {100 * share:.3g}% of the entries going into matrix products changed"
+    numbers = f"mean |Δ log p| {number(change)}{entries} at step {steps[-1]:.0f}"
+    if change >= _healthy_low("perturbation/dlogp") and (
+        share is None or share >= _healthy_low("perturbation/changed")
     ):
-        yield (
-            f"{CRITICAL[finding.key]} is {_value_text(finding)}, of samples up to {lags.max():.0f} updates old, for "
-            f"which {built.name} corrects"
-        )
+        acts = "acts" if share is None or share >= 0.5 else "acts in part, since rounding undoes the rest"
+        yield Finding("ok", "noise", f"the noise of the perturbation {acts} ({numbers})")
+    else:
+        sigma = number(row.get("perturbation/sigma_mean"))
+        detail = f"the noise of the perturbation, σ = {sigma}, is in effect a no-op ({numbers})"
+        yield Finding("fail", "noise", detail, "raise perturbation.std or see model.autocast")
 
 
-def _ineffective_noise(run: Run) -> Iterator[str]:
-    noise = perturbation_verdict.perturbation_verdict(run)
-    if noise is not None and not noise.acts:
-        yield "the noise of the perturbation is in effect a no-op"
+def _healthy_low(key: str) -> float:
+    row = metric(key)
+    assert row is not None
+    assert row.low is not None
+    return row.low
 
 
-def _losses(run: Run) -> Iterator[str]:
+def _losses(run: Run) -> Iterator[Finding]:
     for key, words in LOSSES.items():
         total = int(run.series(key)[1].sum())
         if total:
-            yield f"{total:,} {words.format(s='s' if total > 1 else '')}"
+            yield Finding("note", "lost data", f"{words}: {total:,}")
 
 
-def _signal(findings: Mapping[str, Finding], run: Run) -> Iterator[str]:
-    """Yields the groups without signal, as a number of groups per step."""
-    finding = findings.get("groups/no_signal")
-    if finding is None or finding.state != "outside":
+def _signal(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
+    """Yields the groups without signal per step; where the reward clearly rose, they are alike because of learning."""
+    found = metrics.get("groups/no_signal")
+    if found is None or found.state != "outside":
         return
     rows = [row for row in run.rows if row.get("groups/sampled") and row.get("groups/no_signal") is not None]
-    rows_of_worst = [row for row in rows if finding.worst.first <= row["step"] <= finding.worst.last]
-    whole, worst, where = _typical_share(rows), _typical_share(rows_of_worst), f"in steps {span(finding.worst)}"
-    if judge(finding.key, finding.median) != "outside":
-        yield f"{worst} groups give no signal {where}"
-    else:
-        yield f"{whole} groups give no signal" + (f", {worst} {where}" if worst != whole else "")
+    rows_of_worst = [row for row in rows if found.worst.first <= row["step"] <= found.worst.last]
+    text = _over_run_and_worst(found, _typical_share(rows), _typical_share(rows_of_worst))
+    _, rewards = run.series("reward/mean")
+    parts = equal_parts(len(rewards))
+    rose = len(parts) > 1 and clearly_above(rewards[parts[-1]], rewards[parts[0]])
+    yield Finding("ok" if rose else "note", "signal", f"groups without signal: {text}")
 
 
 def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -272,57 +275,27 @@ def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{empty:g} of {sampled:g}"
 
 
-def _clipped(run: Run) -> Iterator[str]:
-    """Yields how many updates were clipped: no fault, since the step of AdamW hardly depends on the gradient's size."""
-    share = clipped_share(run)
-    if share is None or share <= MANY_CLIPPED:
-        return
-    _, norms = run.series("optim/grad_norm")
-    bound = run.config.get("optim", {}).get("grad_clip")
-    how = "every update was" if share == 1 else f"{share:.0%} of the updates were"
-    yield f"{how} clipped (gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {number(bound)})"
-
-
-def _mild_findings(findings: Mapping[str, Finding]) -> Iterator[str]:
+def _unused(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     for key, name in MILD.items():
-        finding = findings.get(key)
-        if finding is not None and finding.state == "outside":
-            yield f"{name} is {_value_text(finding)} (healthy: {band_text(key)})"
+        if key in metrics and metrics[key].state == "outside":
+            yield Finding("note", "unused data", f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})")
 
 
-def _value_text(finding: Finding) -> str:
+def _clipped(run: Run) -> Iterator[Finding]:
+    """Yields how many updates were clipped: no fault, since the step of AdamW hardly depends on the gradient's size."""
+    share, (_, norms) = clipped_share(run), run.series("optim/grad_norm")
+    if share is not None and share > MANY_CLIPPED:
+        bound = number(run.config.get("optim", {}).get("grad_clip"))
+        text = f"{share:.0%} of the updates were clipped (gradient norm {short(norms.min())} to {short(norms.max())}"
+        yield Finding("ok", "clipping", f"{text}, optim.grad_clip {bound})")
+
+
+def _value_text(found: JudgedMetric) -> str:
+    whole, worst = (beside(value, bounds(found.key)) for value in (found.median, found.worst.median))
+    return _over_run_and_worst(found, whole, worst)
+
+
+def _over_run_and_worst(found: JudgedMetric, whole: str, worst: str) -> str:
     """Returns `0.12, 0.81 in steps 21 to 40`, or only the second part if the median over the run is healthy."""
-    whole, worst = (beside(value, bounds(finding.key)) for value in (finding.median, finding.worst.median))
-    if judge(finding.key, finding.median) != "outside":
-        return f"{worst} in steps {span(finding.worst)}"
-    return f"{whole}, {worst} in steps {span(finding.worst)}" if worst != whole else whole
-
-
-def _joined_clauses(clauses: Sequence[str]) -> str:
-    shown = list(clauses[:MAX_CLAUSES])
-    rest = len(clauses) - len(shown)
-    if rest:
-        shown.append(f"{rest} more below")
-    return "; ".join(shown)
-
-
-def as_data(verdict: HealthVerdict) -> dict[str, Any]:
-    """Returns the verdict for JSON: state, text, rule, and every metric that was outside its range at any step."""
-    return {
-        "state": verdict.state,
-        "text": verdict.text,
-        "note": verdict.note,
-        "judged": verdict.judged,
-        "outside": {
-            key: {
-                "state": finding.state,
-                "steps_outside": finding.outside,
-                "steps": finding.measured,
-                "median": finding.median,
-                "worst_steps": [finding.worst.first, finding.worst.last],
-                "worst_median": finding.worst.median,
-            }
-            for key, finding in verdict.findings.items()
-            if finding.outside
-        },
-    }
+    parts = [whole] if judge(found.key, found.median) == "outside" else []
+    return ", ".join(parts if worst in parts else [*parts, f"{worst} in steps {found.worst}"])

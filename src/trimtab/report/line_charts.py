@@ -3,125 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
-import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
+from trimtab.pages.charts import WIDTH, draw, quantile_bands
 from trimtab.pages.svg import (
-    BLUE,
     CYCLE,
     GREEN,
     INK,
-    RC,
     SKY,
     STYLES,
-    VERMILLION,
-    finish,
-    log_scale,
-    log_scale_of_both_signs,
-    log_scale_with_zero,
-    to_svg,
+    digits,
+    log_scale_of_any_sign,
+    start_at_zero,
 )
-from trimtab.report.chart_specs import ResolvedChart
+from trimtab.report.chart_specs import Chart, Lines
 from trimtab.report.curves import AVERAGED_FROM, trailing
 from trimtab.runs.metric_catalog import Metric
-from trimtab.runs.reader import Run
+from trimtab.runs.reader import Run, evenly_spaced
+
+Curve = tuple[str, np.ndarray, np.ndarray]
+"""Label, steps and values of a series, both arrays (count,)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """One labelled series, both arrays (count,)."""
+def draw_chart(chart: Chart, lines: Lines, run: Run) -> Markup:
+    """Returns the chart of one run as an `<svg>` element; `lines` are labels and keys of the curves it has."""
 
-    label: str
-    steps: np.ndarray
-    values: np.ndarray
-
-
-def draw_chart(drawn: ResolvedChart, run: Run) -> str:
-    """Returns the chart of one run as an `<svg>` element."""
-    chart = drawn.chart
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(4.2, 2.5), layout="constrained")
-        axes = figure.add_subplot()
+    def paint(axes: Axes) -> None:
+        curves: list[Curve] = [(label, *run.series(key)) for label, key in lines]
+        if chart.kind == "accuracy":
+            curves = [(task, accuracy.steps, accuracy.values) for task, accuracy in run.accuracy().items()]
         if chart.kind == "quantiles":
-            _draw_quantiles(axes, [run.series(key) for _, key in drawn.lines])
+            quantile_bands(axes, curves[0][1], [values for *_, values in curves])
         elif chart.kind == "layers":
-            _draw_layers(axes, _read_curves(drawn, run))
+            _draw_layers(axes, curves)
         else:
-            _draw_curves(
-                axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
-            )
+            _draw_curves(axes, curves, log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high)
         if chart.bound:
             _draw_bound(axes, chart.bound, run)
         if chart.kind == "accuracy":
             axes.set_ylim(0, 1)
         elif chart.shade:
             _shade_healthy(axes, chart.caption)
-        finish(figure, axes)
-        return to_svg(figure, chart.title)
 
-
-def _read_curves(drawn: ResolvedChart, run: Run) -> list[Curve]:
-    if drawn.chart.kind == "accuracy":
-        return [Curve(task, accuracy.steps, accuracy.values) for task, accuracy in run.accuracy().items()]
-    return [Curve(label, *run.series(key)) for label, key in drawn.lines]
+    return draw(chart.title, paint, size=(WIDTH, 2.5), steps=True)
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
     """Draw the curves; `top` is the end of the axis if all curves are 0 throughout."""
-    for index, curve in enumerate(curves):
+    for index, (label, steps, values) in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
-        marker = "o" if points or len(curve.steps) < 4 else None
+        marker = "o" if points or len(steps) < 4 else None
         # No trailing mean on a logarithmic axis: it would be dominated by the largest value.
-        if len(curve.steps) >= AVERAGED_FROM and not log:
-            axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
-            axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
+        if len(steps) >= AVERAGED_FROM and not log:
+            axes.plot(steps, values, color=color, alpha=0.55, linewidth=0.7)
+            axes.plot(*trailing((steps, values)), color=color, linestyle=style, label=label)
         else:
-            axes.plot(
-                curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
-            )
+            axes.plot(steps, values, color=color, linestyle=style, marker=marker, markersize=4, label=label)
     # A logarithmic axis cannot show a curve that is zero throughout.
-    if log and any((curve.values < 0).any() for curve in curves):
-        log_scale_of_both_signs(axes)
-    elif log and any((curve.values > 0).any() for curve in curves):
-        log_scale_with_zero(axes)
-    elif curves and all((curve.values >= 0).all() for curve in curves):
-        highest = max(curve.values.max() for curve in curves)
-        if min(curve.values.min() for curve in curves) < 0.3 * highest or highest == 0:
-            highest = highest or top or 1.0
-            # Slightly below 0, so that a curve at 0 is visible.
-            axes.set_ylim(-0.03 * highest, 1.08 * highest)
-
-
-def _draw_quantiles(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Draw five series: the quantiles 1, 5, 50, 95 and 99 of a ratio, whose neutral value is 1."""
-    (steps, _), values = series[0], [value for _, value in series]
-    axes.fill_between(steps, values[0], values[4], color=SKY, alpha=0.35, linewidth=0, label="1 to 99%")
-    axes.fill_between(steps, values[1], values[3], color=BLUE, alpha=0.4, linewidth=0, label="5 to 95%")
-    marker = "o" if len(steps) < 4 else None
-    axes.plot(steps, values[2], color=VERMILLION, marker=marker, markersize=4, label="median")
-    axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=":")
-    low, high = min(value.min() for value in values), max(value.max() for value in values)
-    if low > 0 and high / low > 10:
-        log_scale(axes)
+    if log and any(values.any() for *_, values in curves):
+        log_scale_of_any_sign(axes)
+    else:
+        start_at_zero(axes, top)
 
 
 def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
     """Draw every layer; of more than six layers five and the range of all over the steps they share."""
     shown = list(curves)
     if len(curves) > len(CYCLE):
-        steps = reduce(np.intersect1d, [curve.steps for curve in curves])
-        values = np.stack([curve.values[np.isin(curve.steps, steps)] for curve in curves])
-        axes.fill_between(steps, values.min(0), values.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
-        shown = [curves[index] for index in np.linspace(0, len(curves) - 1, 5).round().astype(int)]
-    named = [Curve(f"layer {c.label}" if c.label.isdecimal() else c.label, c.steps, c.values) for c in shown]
+        common = reduce(np.intersect1d, [steps for _, steps, _ in curves])
+        table = np.stack([values[np.isin(steps, common)] for _, steps, values in curves])
+        axes.fill_between(common, table.min(0), table.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
+        shown = evenly_spaced(curves, 5)
+    named = [(f"layer {name}" if name.isdecimal() else name, steps, values) for name, steps, values in shown]
     _draw_curves(axes, named, log=False, points=False, top=None)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-")))
+    digits(axes.yaxis, 4)
 
 
 def _draw_bound(axes: Axes, key: str, run: Run) -> None:

@@ -75,7 +75,7 @@ def result_columns(target: Target) -> list[Column]:
         Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before"), limits=SHARE_LIMITS),
         Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high", limits=SHARE_LIMITS),
         Column("accuracy/best", "best held-out", _best, "high", limits=SHARE_LIMITS),
-        Column("reward/last", "reward, last tenth", _last("reward/mean"), "high", limits=UNBOUNDED),
+        Column("reward/last", "reward, last tenth", _of(_last_tenth, "reward/mean"), "high", limits=UNBOUNDED),
     ]
     if (goal := target.accuracy) is not None:
         columns += [
@@ -88,19 +88,17 @@ def result_columns(target: Target) -> list[Column]:
 def process_columns() -> list[Column]:
     """Returns the columns of mismatch, optimization and speed during the run."""
     return [
-        Column("mismatch/k3", "k3, median", _reduced("mismatch/k3", np.median), "low", form="decades"),
-        Column(
-            "mismatch/ess_token", "ESS, lowest", _reduced("mismatch/ess_token", np.min), "high", limits=SHARE_LIMITS
-        ),
-        Column("mismatch/ratio_q01", "ratio q01, lowest", _reduced("mismatch/ratio_q01", np.min), form="number"),
-        Column("mismatch/ratio_q99", "ratio q99, highest", _reduced("mismatch/ratio_q99", np.max), form="number"),
-        Column("optim/grad_norm", "grad norm, median", _reduced("optim/grad_norm", np.median), form="decades"),
-        Column("entropy/mean", "entropy, last tenth", _last("entropy/mean", "entropy/rollout")),
-        Column("length/mean", "length, last tenth", _last("length/mean"), form="number"),
+        Column("mismatch/k3", "k3, median", _of(np.median, "mismatch/k3"), "low", form="decades"),
+        Column("mismatch/ess_token", "ESS, lowest", _of(np.min, "mismatch/ess_token"), "high", limits=SHARE_LIMITS),
+        Column("mismatch/ratio_q01", "ratio q01, lowest", _of(np.min, "mismatch/ratio_q01"), form="number"),
+        Column("mismatch/ratio_q99", "ratio q99, highest", _of(np.max, "mismatch/ratio_q99"), form="number"),
+        Column("optim/grad_norm", "grad norm, median", _of(np.median, "optim/grad_norm"), form="decades"),
+        Column("entropy/mean", "entropy, last tenth", _of(_last_tenth, "entropy/mean", "entropy/rollout")),
+        Column("length/mean", "length, last tenth", _of(_last_tenth, "length/mean"), form="number"),
         Column("clip/share", "clipped, mean", _clipped, limits=SHARE_LIMITS),
-        Column("reject/tokens", "rejected, mean", _reduced("reject/tokens", np.mean), limits=SHARE_LIMITS),
-        Column("optim/skipped", "skipped updates", _reduced("optim/skipped", np.sum), "low", form="whole"),
-        Column("time/step", "seconds a step", _reduced("time/step", np.median), form="number"),
+        Column("reject/tokens", "rejected, mean", _of(np.mean, "reject/tokens"), limits=SHARE_LIMITS),
+        Column("optim/skipped", "skipped updates", _of(np.sum, "optim/skipped"), "low", form="whole"),
+        Column("time/step", "seconds a step", _of(np.median, "time/step"), form="number"),
     ]
 
 
@@ -179,19 +177,15 @@ def _clipped(run: Run) -> float | None:
     return float(shares.mean()) if len(shares) else None
 
 
-def _last(*keys: str) -> Pick:
-    """Returns a function for the mean over the last tenth of the steps (at least one) of the first logged key."""
+def _of(reduce: Callable[[np.ndarray], np.floating], *keys: str) -> Pick:
+    """Returns a function for the reduced values of the first of `keys` that a run logged."""
 
     def pick(run: Run) -> float | None:
-        values = next((logged for key in keys if len(logged := run.series(key)[1])), ())
-        return float(np.mean(values[-max(len(values) // 10, 1) :])) if len(values) else None
+        values = next((logged for key in keys if len(logged := run.series(key)[1])), None)
+        return None if values is None else float(reduce(values))
 
     return pick
 
 
-def _reduced(key: str, reduce: Callable[[np.ndarray], np.floating]) -> Pick:
-    def pick(run: Run) -> float | None:
-        _, values = run.series(key)
-        return float(reduce(values)) if len(values) else None
-
-    return pick
+def _last_tenth(values: np.ndarray) -> np.floating:
+    return values[-max(len(values) // 10, 1) :].mean()

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trimtab.diagnosis.tokens import DECILES
-from trimtab.pages.charts import draw, log_labels
-from trimtab.pages.render import short
-from trimtab.pages.svg import BLUE, INK, ORANGE, SKY, VERMILLION
+from trimtab.pages.charts import draw
+from trimtab.pages.numbers import short
+from trimtab.pages.svg import BLUE, INK, ORANGE, SKY, VERMILLION, log_ticks, percent
 from trimtab.report.token_statistics import Envelope, Shift
 
 # Color, fill and line style of the first and of the last step shown.
 _ENDS = ((VERMILLION, ORANGE, "--"), (BLUE, SKY, "-"))
 
 
-def envelope_svg(envelopes: Mapping[int, Envelope]) -> str:
+def envelope_svg(envelopes: Mapping[int, Envelope]) -> Markup:
     """Percentiles of log π − log μ over the behavior probability, for one or two steps."""
 
     def paint(axes: Axes) -> None:
@@ -41,14 +42,14 @@ def envelope_svg(envelopes: Mapping[int, Envelope]) -> str:
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
         axes.set_xlim(min(envelope.probability.min() for envelope in envelopes.values()) / 2, 1.0)
-        log_labels(axes)
+        log_ticks(axes.xaxis)
         axes.set_xlabel("behavior probability")
         axes.set_ylabel("log π − log μ, nats")
 
     return draw("Log-ratio envelope", paint, legend=True)
 
 
-def shift_svg(histogram: Shift) -> str:
+def shift_svg(histogram: Shift) -> Markup:
     """Histogram of |p_perturbed − p_clean| with its 75th percentile."""
 
     def paint(axes: Axes) -> None:
@@ -59,14 +60,14 @@ def shift_svg(histogram: Shift) -> str:
             axes.axvline(histogram.upper_quartile, color=VERMILLION, linestyle="--", label=label)
         axes.set_axisbelow(True)
         axes.set_xscale("log")
-        log_labels(axes)
+        log_ticks(axes.xaxis)
         axes.set_xlabel("|p with noise − p without|")
         axes.set_ylabel("tokens")
 
     return draw("Change of probability", paint, legend=True)
 
 
-def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
+def entropy_svg(entropies: Mapping[int, np.ndarray]) -> Markup:
     """Mean entropy (10,) of each tenth of the response, for one or two steps."""
 
     def paint(axes: Axes) -> None:
@@ -88,7 +89,7 @@ def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
     return draw("Entropy by position", paint, legend=True)
 
 
-def clipped_svg(shares: Mapping[str, np.ndarray]) -> str:
+def clipped_svg(shares: Mapping[str, np.ndarray]) -> Markup:
     """Stacked fractions (10,) of clipped tokens in each tenth of the response, by label; at most two."""
 
     def paint(axes: Axes) -> None:
@@ -99,7 +100,7 @@ def clipped_svg(shares: Mapping[str, np.ndarray]) -> str:
             total = total + np.nan_to_num(share)
         highest = float(total.max())
         axes.set_ylim(0, 1.08 * highest if highest > 0 else 0.01)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+        percent(axes.yaxis)
         axes.set_ylabel("clipped tokens")
         _position_axis(axes)
 

@@ -18,10 +18,11 @@ from trimtab.diagnosis.reading.layouts import TRIMTAB_REPORT
 from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE
 from trimtab.diagnosis.token_texts import token_texts
 from trimtab.diagnosis.tokens import DECILES, TokenTable
-from trimtab.pages import charts
-from trimtab.pages.render import number, short
+from trimtab.pages.charts import scatter_svg
+from trimtab.pages.numbers import number, short
+from trimtab.pages.page import Card, Chart, Note, Part, Table, charts
 from trimtab.report import token_figures, token_statistics
-from trimtab.report.clipping import ONE_UPDATE, Clipping, clipping
+from trimtab.report.clipping import ONE_UPDATE, clipping
 from trimtab.report.token_statistics import Frequent
 from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 
@@ -30,8 +31,9 @@ from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 class TokenSectionData:
     """The first and the last file with trained tokens, and sums over all files.
 
-    noisy: the last file with perturbed log-probs. clip_*: counts (10,) by tenth of the response. before, after: ids of
-    the tokens on both sides of each position where a newer policy continued a response, with their entropies.
+    noisy: the last file with perturbed log-probs. clipped: counts (3, 10) by tenth of the response, of tokens clipped
+    below and above and of all. before, after: ids of the tokens on both sides of each position where a newer policy
+    continued a response, and their entropies.
     """
 
     first: tuple[int, TokenTable] | None = None
@@ -41,16 +43,11 @@ class TokenSectionData:
     rows: int = 0
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    clip_low: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
-    clip_high: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
-    clip_tokens: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
+    clipped: np.ndarray = field(default_factory=lambda: np.zeros((3, DECILES)))
     clip_rules: set[str] = field(default_factory=set)
     no_clip: str = "no response is left"
-    clip_in_later_updates: bool = False
-    before: list[np.ndarray] = field(default_factory=list)
-    after: list[np.ndarray] = field(default_factory=list)
-    before_entropy: list[np.ndarray] = field(default_factory=list)
-    after_entropy: list[np.ndarray] = field(default_factory=list)
+    before: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
+    after: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
 
     @property
     def ends(self) -> dict[int, TokenTable]:
@@ -73,32 +70,19 @@ class TokenSectionData:
         self.first, self.last = self.first or (step, tokens), (step, tokens)
         if tokens.perturbed is not None and tokens.anchor is not None:
             self.noisy = (step, tokens)
-        self._add_clipped(clipping(config, tokens), tokens)
-        self._add_takeovers(tokens)
-
-    def _add_clipped(self, clip: Clipping | str, tokens: TokenTable) -> None:
+        clip = clipping(config, tokens)
         if isinstance(clip, str):
-            self.no_clip, self.clip_in_later_updates = clip, clip.endswith(ONE_UPDATE)
-            return
-        decile = tokens.decile
-        low, high, trained = (
-            np.bincount(decile[mask], minlength=DECILES) for mask in (clip.low, clip.high, tokens.mask)
-        )
-        self.clip_low, self.clip_high = self.clip_low + low, self.clip_high + high
-        self.clip_tokens = self.clip_tokens + trained
-        self.clip_rules.add(clip.rule)
-
-    def _add_takeovers(self, tokens: TokenTable) -> None:
-        if tokens.version is None or tokens.ids is None:
-            return
-        positions = token_statistics.takeovers(tokens.version, tokens.starts)
-        # Values at untrained tokens are not known.
-        positions = positions[tokens.mask[positions] & tokens.mask[positions - 1]]
-        self.after.append(tokens.ids[positions])
-        self.before.append(tokens.ids[positions - 1])
-        if tokens.entropy is not None:
-            self.after_entropy.append(tokens.entropy[positions])
-            self.before_entropy.append(tokens.entropy[positions - 1])
+            self.no_clip = clip
+        else:
+            masks = (clip.low, clip.high, tokens.mask)
+            self.clipped += [np.bincount(tokens.decile[mask], minlength=DECILES) for mask in masks]
+            self.clip_rules.add(clip.rule)
+        if tokens.version is not None and tokens.ids is not None:
+            places = token_statistics.takeovers(tokens.version, tokens.starts)
+            # Values at untrained tokens are not known.
+            places = places[tokens.mask[places] & tokens.mask[places - 1]]
+            for found, index in ((self.before, places - 1), (self.after, places)):
+                found.append((tokens.ids[index], None if tokens.entropy is None else tokens.entropy[index]))
 
 
 STEPS_READ, TABLE_ROWS, SCATTER_BINS = 8, 12, 50
@@ -106,24 +90,26 @@ STEPS_READ, TABLE_ROWS, SCATTER_BINS = 8, 12, 50
 _CLEAN_KEY = "mismatch/k3"
 
 
-def token_section(run: Run) -> dict[str, Any] | None:
-    """Returns the template values of the section; None if the run has no trajectory files.
+def token_section(run: Run) -> list[Part]:
+    """Returns the parts of the section; none if the run has no trajectory files.
 
-    Raises `TrimtabError` when a file is damaged or no trajectory file.
+    Raises `TrimtabError` when a file is damaged or not a trajectory file.
     """
     files = _files_to_read(run)
     if not files:
-        return None
+        return []
     data = TokenSectionData()
     for step, file in files.items():
         data.add(run.config, step, file)
     panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data, run)]
-    return {
-        "note": _note(data),
-        "charts": [panel for panel in panels if not isinstance(panel, str)],
-        "absent": [panel for panel in panels if isinstance(panel, str) and panel],
-        "cuts": _takeover_table(run.path, data),
-    }
+    return [
+        Note(_note(data)),
+        *charts(
+            [part for part in panels if isinstance(part, Chart)],
+            [part for part in panels if isinstance(part, str) and part],
+        ),
+        *_takeover_tables(run.path, data),
+    ]
 
 
 def _files_to_read(run: Run) -> dict[int, Path]:
@@ -134,7 +120,7 @@ def _files_to_read(run: Run) -> dict[int, Path]:
 
 def _note(data: TokenSectionData) -> str:
     steps = ", ".join(str(step) for step in data.steps)
-    text = f"From the trajectory files of step{'s' if len(data.steps) > 1 else ''} {steps}: "
+    text = f"From the trajectory files of steps {steps}: "
     text += f"{data.rows + data.dropped.total():,} responses"
     text += f", an even sample of {data.read:,}." if data.read < data.rows else "."
     reasons = {
@@ -145,12 +131,12 @@ def _note(data: TokenSectionData) -> str:
     return f"{text} Left out: {dropped}." if dropped else text
 
 
-Panel = dict[str, Any] | str
-"""A figure for the template, or the reason why it is missing (empty: not applicable to this run)."""
+Panel = Chart | str
+"""A figure, or the reason why it is missing (empty: not applicable to this run)."""
 
 
-def _panel(title: str, now: str, svg: str, what: str) -> Panel:
-    return {"title": title, "now": now, "svg": Markup(svg), "what": what}
+def _panel(title: str, now: str, svg: Markup, what: str) -> Chart:
+    return Chart(title, svg, (Note(what),), now)
 
 
 def _clean(data: TokenSectionData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -203,7 +189,7 @@ def _scatter(data: TokenSectionData) -> Panel:
         f"{len(trainer):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
         "Healthy: Pearson r above 0.95."
     )
-    svg = charts.scatter_svg(plane(sampler, trainer, SCATTER_BINS))
+    svg = scatter_svg(plane(sampler, trainer, SCATTER_BINS))
     r = token_statistics.pearson(sampler, trainer)
     return _panel("Trainer against sampler", f"r = {r:.5f}" if np.isfinite(r) else "r not defined", svg, what)
 
@@ -238,14 +224,11 @@ def _entropy(data: TokenSectionData) -> Panel:
 
 def _clipped(data: TokenSectionData, run: Run) -> Panel:
     if not data.clip_rules:
-        if data.clip_in_later_updates and (panel := _clipped_in_later_updates(run)) is not None:
-            return panel
-        return f"clipped tokens by position ({data.no_clip})"
-    low, high = (
-        np.divide(counts, data.clip_tokens, out=np.full(DECILES, np.nan), where=data.clip_tokens > 0)
-        for counts in (data.clip_low, data.clip_high)
-    )
-    share = float((data.clip_low + data.clip_high).sum() / data.clip_tokens.sum())
+        later = _clipped_in_later_updates(run) if data.no_clip.endswith(ONE_UPDATE) else None
+        return later or f"clipped tokens by position ({data.no_clip})"
+    *sides, tokens = data.clipped
+    low, high = (np.divide(side, tokens, out=np.full(DECILES, np.nan), where=tokens > 0) for side in sides)
+    share = float((data.clipped[0] + data.clipped[1]).sum() / tokens.sum())
     rule = data.clip_rules.pop() if len(data.clip_rules) == 1 else "the bound differs from step to step"
     what = (
         "Share of tokens without gradient in the first update on the batch, in each tenth of the response's length, "
@@ -257,11 +240,8 @@ def _clipped(data: TokenSectionData, run: Run) -> Panel:
 
 def _clipped_in_later_updates(run: Run) -> Panel | None:
     """Returns the panel of an objective over the proximal policy, whose updates logged the shares; None without."""
-    shares = np.full(DECILES, np.nan)
-    for tenth in range(1, DECILES + 1):
-        _, values = run.series(f"clip/tenth/{tenth}")
-        if len(values):
-            shares[tenth - 1] = values.mean()
+    logged = [run.series(f"clip/tenth/{tenth}")[1] for tenth in range(1, DECILES + 1)]
+    shares = np.array([values.mean() if len(values) else np.nan for values in logged])
     if np.isnan(shares).all():
         return None
     what = (
@@ -272,29 +252,38 @@ def _clipped_in_later_updates(run: Run) -> Panel | None:
     return _panel("Clipped tokens by position", f"{100 * float(np.nanmean(shares)):.3g}% of all", svg, what)
 
 
-def _takeover_table(path: Path, data: TokenSectionData) -> dict[str, Any] | None:
-    """Returns the table of tokens around the positions where a newer policy took over; None without any."""
-    count = sum(len(part) for part in data.after)
+def _takeover_tables(path: Path, data: TokenSectionData) -> list[Part]:
+    """Returns the tokens around the positions where a newer policy took over; nothing without any."""
+    count = sum(len(ids) for ids, _ in data.after)
     if count == 0:
-        return None
-    before = token_statistics.most_frequent(*_concatenate(data.before, data.before_entropy), TABLE_ROWS)
-    after = token_statistics.most_frequent(*_concatenate(data.after, data.after_entropy), TABLE_ROWS)
+        return []
+    before = token_statistics.most_frequent(*_concatenate(data.before), TABLE_ROWS)
+    after = token_statistics.most_frequent(*_concatenate(data.after), TABLE_ROWS)
     texts, reason = token_texts(path, {row.id for row in [*before, *after]})
 
-    def shown(rows: Sequence[Frequent]) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": row.id,
-                "text": texts.get(row.id, ""),
-                "count": f"{row.count:,}",
-                "share": f"{100 * row.count / count:.1f}%",
-                "entropy": number(row.entropy),
-            }
+    def table(title: str, rows: Sequence[Frequent]) -> Table:
+        cells = [
+            [
+                texts.get(row.id, "–"),
+                str(row.id),
+                f"{row.count:,}",
+                f"{100 * row.count / count:.1f}%",
+                number(row.entropy),
+            ]
             for row in rows
         ]
+        return Table(("token", "id", "count", "share", "mean entropy"), cells, title, numeric=range(1, 5))
 
-    return {"count": f"{count:,}", "reason": reason, "before": shown(before), "after": shown(after)}
+    what = (
+        "Where the current policy took over from an older one inside a response: the last token of the prefix, and the "
+        f"token generated anew after it. Entropy in nats.{f' Texts: {reason}.' if reason else ''}"
+    )
+    tables = [table("Before the cut", before), table("After the cut", after)]
+    return [Card("Tokens at truncation points", [Note(what), *tables], f"{count:,} places")]
 
 
-def _concatenate(ids: Sequence[np.ndarray], entropy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-    return np.concatenate(ids), np.concatenate(entropy) if len(entropy) == len(ids) else None
+def _concatenate(parts: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> tuple[np.ndarray, np.ndarray | None]:
+    entropies = [entropy for _, entropy in parts if entropy is not None]
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate(entropies) if len(entropies) == len(
+        parts
+    ) else None

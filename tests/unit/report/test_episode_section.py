@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from tests.support.trajectories import multi_turn, trajectory
 
+from trimtab.pages.page import Note
 from trimtab.report import episode_section as module
 from trimtab.report.episode_section import episode_section, turn_table
 from trimtab.report.run_report import write_report
@@ -45,33 +48,37 @@ def k3(*ratios: float) -> float:
 def test_mismatch_by_turn_by_hand() -> None:
     rows = [row("ab..cd.e", [0.1, -0.2, 0.5, 0.0, 0.4]), row("xy", [0.3, 0.0])]
     one, two, three, after = turn_table(rows)
-    assert [part["name"] for part in (one, two, three, after)] == ["1", "2", "3", "first token after a result"]
-    assert [part["responses"] for part in (one, two, three, after)] == ["2", "1", "1", "1"]
-    assert [part["tokens"] for part in (one, two, three, after)] == ["4", "2", "1", "2"]
-    assert float(one["k3"]) == pytest.approx(k3(0.1, -0.2, 0.3, 0.0), rel=0.05)
-    assert float(after["k3"]) == pytest.approx(k3(0.5, 0.4), rel=0.05)
-    assert [part["largest"] for part in (one, two, three, after)] == ["0.3", "0.5", "0.4", "0.5"]
+    assert [part[:3] for part in (one, two, three, after)] == [
+        ["1", "2", "4"],
+        ["2", "1", "2"],
+        ["3", "1", "1"],
+        ["first token after a result", "1", "2"],
+    ]
+    assert float(one[3]) == pytest.approx(k3(0.1, -0.2, 0.3, 0.0), rel=0.05)
+    assert float(after[3]) == pytest.approx(k3(0.5, 0.4), rel=0.05)
+    assert [part[4] for part in (one, two, three, after)] == ["0.3", "0.5", "0.4", "0.5"]
+
+
+def responses(run: Path) -> list[str]:
+    """The HTML of each response of the section."""
+    return [str(part) for part in episode_section(read_run(run)) if isinstance(part, Markup)]
 
 
 def test_parts_of_a_response_and_their_shades(run: Path) -> None:
-    section = episode_section(read_run(save(run, [row("ab..c", [0.2, -0.1, 0.0], reward=1.0)])))
-    assert section is not None
-    (episode,) = section["episodes"]
-    assert episode["facts"] == "2 turns, 1 result, ended by stop"
-    assert [part["result"] for part in episode["parts"]] == [False, True, False]
-    first, result, last = (part["tokens"] for part in episode["parts"])
-    assert [(token["sign"], token["shade"]) for token in first] == [("more", "100%"), ("less", "51%")]
-    assert [token["sign"] for token in result] == ["", ""]
-    assert last[0]["shade"] == "0%"
-    assert [token["text"] for token in first] == ["97 ", "98 "]  # the run has no tokenizer
-    assert section["reason"].startswith("only ids are shown")
+    (text,) = responses(save(run, [row("ab..c", [0.2, -0.1, 0.0], reward=1.0)]))
+    assert "turns: 2; results: 1; ended by stop<" in text
+    shaded = re.findall(r'<span class="token (\w+)" style="--shade: (\d+)%"[^>]*>(\d+) </span>', text)
+    # The run has no tokenizer: ids are shown.
+    assert shaded == [("more", "100", "97"), ("less", "51", "98"), ("less", "0", "99")]
+    assert re.findall(r'<span class="result">([\d ]+)</span>', text) == ["46 46 "]
+    note = episode_section(read_run(run))[0]
+    assert isinstance(note, Note)
+    assert "only ids are shown" in note.text
 
 
 def test_responses_are_shown_from_the_highest_reward_to_the_lowest(run: Path) -> None:
     rows = [row("a.b", [0.0, 0.1], reward=float(index)) for index in range(20)]
-    section = episode_section(read_run(save(run, rows)))
-    assert section is not None
-    rewards = [float(episode["reward"]) for episode in section["episodes"]]
+    rewards = [float(re.findall(r">reward ([\d.]+)<", text)[0]) for text in responses(save(run, rows))]
     assert (rewards[0], rewards[-1], len(rewards)) == (19, 0, module.EPISODES_SHOWN)
     assert rewards == sorted(rewards, reverse=True)
 
@@ -80,22 +87,21 @@ def test_a_void_response_is_named_as_masked_and_a_long_one_is_cut(run: Path, mon
     monkeypatch.setattr(module, "TOKENS_SHOWN", 2)
     void = row("a.bc", [0.0, 0.1, 0.2])
     masked = replace(void.trajectory, loss_mask=np.zeros(4, dtype=np.bool_))
-    section = episode_section(read_run(save(run, [replace(void, trajectory=masked)])))
-    assert section is not None
-    (episode,) = section["episodes"]
-    assert (episode["masked"], episode["hidden"], len(episode["parts"])) == (True, 2, 2)
+    (text,) = responses(save(run, [replace(void, trajectory=masked)]))
+    assert "; masked<" in text
+    assert " … (2 more tokens)</pre>" in text
 
 
 def test_a_run_without_results_has_no_section(run: Path) -> None:
-    assert episode_section(read_run(run)) is None
+    assert episode_section(read_run(run)) == []
     plain = Row(trajectory(0, [1, 2]), logp_current=np.zeros(2, dtype=np.float32), advantage=0.0)
-    assert episode_section(read_run(save(run, [plain]))) is None
+    assert episode_section(read_run(save(run, [plain]))) == []
 
 
 def test_the_page_escapes_what_a_model_wrote(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "token_texts", lambda _path, ids: (dict.fromkeys(ids, "<script>"), ""))
     page = write_report(save(run, [row("a.b", [0.2, 0.1])])).read_text()
-    part = page[page.index("<h2>Episodes</h2>\n  <p") : page.index("<h2>Sampled completions")]
+    part = page[page.index("<h2>Episodes</h2>") : page.index("<h2>Sampled completions")]
     assert "<script>" not in part
     assert part.count("&lt;script&gt;") == 3
     assert 'class="result">&lt;script&gt;</span>' in part

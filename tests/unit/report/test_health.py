@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import escape
 
-from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
-from trimtab.runs.reader import Run
+from trimtab.report.health import HealthVerdict, as_data, health
+from trimtab.report.judged_metrics import judge_metric
+from trimtab.report.run_report import write_report
+from trimtab.runs.reader import Run, read_run
 
 GOOD = {
     "mismatch/k3": 1e-3,
@@ -28,6 +31,7 @@ GOOD = {
     "optim/skipped": 0,
     "trajectories/dropped": 0,
 }
+HEALTHY, BUT, FAULTY = "Healthy over 80 steps.", "Healthy over 80 steps, but ", "Not healthy over 80 steps: "
 
 
 def run(steps: int = 80, planned: int | None = None, **changed: Sequence[float | None] | float | None) -> Run:
@@ -47,59 +51,152 @@ def phases(*values: float) -> list[float]:
     return [value for value in values for _ in range(20)]
 
 
-def test_a_run_without_a_fault_is_healthy() -> None:
-    result = health(run())
-    assert (result.state, result.text) == ("healthy", "Healthy over 80 steps.")
+NOISE = 0.02 * np.random.default_rng(0).standard_normal(80)
+# Every group has equal rewards, and all rewards are 0.
+IDLE = {"groups__no_signal": 16, "reward__std": 0.0, "reward__mean": 0.0, "optim__grad_norm": 0.0}
+EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward 0"
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, HEALTHY),
+        ({"groups__no_signal": 12}, f"{BUT}groups without signal: 12 of 16."),
+        (
+            {"groups__no_signal": phases(1, 2, 3, 14)},
+            f"{BUT}groups without signal: 14 of 16 in steps 61 to 80.",
+        ),
+        ({"groups__no_signal": 8}, HEALTHY),  # half of them is the end of the range
+        # The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99.
+        ({"mismatch__pearson": [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2}, HEALTHY),
+        # Figures beside a range have the digits that tell them apart.
+        ({"mismatch__k3": 0.01004}, f"{FAULTY}k3 is 0.01004: too much for a dense model"),
+        ({"mismatch__ess_token": 0.9496}, f"{FAULTY}the effective sample size is 0.9496: healthy: 0.95 to 1."),
+        (
+            {"length__truncated": 0.1018},
+            f"{BUT}the share of responses cut by the length limit is 0.102 (healthy: 0 to 0.1).",
+        ),
+        # The last step alone does not decide, and neither do single steps.
+        ({"mismatch__k3": [0.3] * 79 + [1e-3]}, f"{FAULTY}k3 is 0.3: "),
+        ({"mismatch__k3": [1e-3] * 79 + [0.3]}, HEALTHY),
+        # Of parts that are all outside, the furthest is named.
+        (
+            {"mismatch__k3": phases(0.02, 0.08, 0.05, 0.03)},
+            f"{FAULTY}k3 is 0.04, 0.08 in steps 21 to 40: too much for a dense model",
+        ),
+        (
+            {"mismatch__ess_token": phases(0.5, 0.9, 0.3, 0.9)},
+            f"{FAULTY}the effective sample size is 0.7, 0.3 in steps 41 to 60: healthy: 0.95 to 1.",
+        ),
+        (
+            {"reward__mean": phases(0.4, 0.38, 0.05, 0.05)},
+            f"{FAULTY}the reward fell from 0.4 (steps 1 to 20) to 0.05 (steps 61 to 80).",
+        ),
+        # Rewards near 0 that chance halves: .02 with a spread of .03 a step is .007 of a mean over 20.
+        ({"reward__mean": list(np.array(phases(0.02, 0.02, 0.02, 0.009)) + 1.5 * NOISE)}, HEALTHY),
+        ({"reward__mean": phases(0.1, 0.2, 0.5, 0.4)}, HEALTHY),
+        (
+            {"optim__skipped": [1.0] + [0.0] * 79, "trajectories__dropped": [0.0] * 60 + [3.0] + [0.0] * 19},
+            f"{BUT}updates skipped as not finite: 1; responses dropped: 3.",
+        ),
+        (
+            dict.fromkeys(("mismatch__k3", "mismatch__ess_token", "mismatch__pearson")),
+            "Not judged over 80 steps: no mismatch between trainer and sampler was measured.",
+        ),
+        (IDLE, f"{FAULTY}{EVERY_REWARD}."),
+        # Groups of equal rewards that differ between groups; and a baseline over the batch, which counts no groups.
+        (
+            {"groups__no_signal": 16, "reward__std": 0.5},
+            f"{FAULTY}nothing was learned in 80 of 80 steps: the rewards of every group were equal.",
+        ),
+        ({"groups__no_signal": 0, "reward__std": 0.0}, f"{FAULTY}nothing was learned"),
+        # A policy that solves everything after a quarter of the run has learned it; expert traces teach.
+        (
+            {
+                "groups__no_signal": phases(4, 16, 16, 16),
+                "reward__mean": phases(0.5, 1, 1, 1),
+                "reward__std": phases(0.5, 0, 0, 0),
+            },
+            HEALTHY,
+        ),
+        ({"reward__std": 0.0, "reward__mean": 0.0, "expert__traces": 16}, HEALTHY),
+        # One that answers nothing right any more, within its first part.
+        (
+            {"groups__no_signal": [2] * 10 + [16] * 70, "reward__mean": [0.4, 0.1] * 5 + [0.0] * 70},
+            f"{FAULTY}nothing was learned in 70 of 80 steps",
+        ),
+        # ALP: no change of log-probs; entries that rounding undoes, whatever the log-probs say.
+        (
+            {"perturbation__dlogp": 0.0, "perturbation__sigma_mean": 0.0},
+            f"{FAULTY}the noise of the perturbation, σ = 0, is in effect a no-op (mean |Δ log p| 0 at step 80).",
+        ),
+        (
+            {"perturbation__dlogp": 0.09, "perturbation__changed": 0.0008, "perturbation__sigma_mean": 1e-6},
+            f"{FAULTY}the noise of the perturbation, σ = 1.00e-6, is in effect a no-op (mean |Δ log p| 0.09, 0.08% of",
+        ),
+    ],
+)
+def test_verdict_by_hand(changed: dict[str, Any], text: str) -> None:
+    result = health(run(**changed))
+    assert result.text.startswith(text)
+    states = {HEALTHY: "healthy", BUT: "healthy, but", FAULTY: "not healthy", "Not judged": "not judged"}
+    assert result.state == next(state for start, state in states.items() if text.startswith(start))
+    if text.endswith("."):
+        assert result.text == text
+    assert "\n" not in result.text
+
+
+def test_verdict_of_a_short_run() -> None:
     assert health(run(steps=30, planned=80)).text == "Healthy over 30 of 80 steps."
-    assert as_data(result)["outside"] == {}
-
-
-def test_groups_without_signal_are_named_beside_health() -> None:
-    """The page showed "lost data: healthy 0" next to 12 of 16 groups without signal."""
-    result = health(run(groups__no_signal=12))
-    assert (result.state, result.text) == ("healthy, but", "Healthy over 80 steps, but 12 of 16 groups give no signal.")
-    late = health(run(groups__no_signal=phases(1, 2, 3, 14)))
-    assert late.text == "Healthy over 80 steps, but 14 of 16 groups give no signal in steps 61 to 80."
-    assert health(run(groups__no_signal=8)).state == "healthy", "half of them is the end of the range"
-
-
-def test_equal_rewards_that_a_rising_reward_leaves_are_a_note() -> None:
-    """What the prompts can teach was learned: 12 of 16 groups are right as a whole when nine in ten answers are."""
-    noise = 0.02 * np.random.default_rng(0).standard_normal(80)
-    learned = health(run(groups__no_signal=phases(2, 4, 9, 12), reward__mean=list(phases(0.2, 0.5, 0.8, 0.9) + noise)))
-    assert (learned.state, learned.text, learned.note) == (
-        "healthy",
-        "Healthy over 80 steps.",
-        "To note: 12 of 16 groups give no signal in steps 61 to 80.",
-    )
-    assert health(run(groups__no_signal=12, reward__mean=list(0.5 + noise))).state == "healthy, but"
-
-
-def test_a_run_that_teaches_nothing_is_not_healthy_and_says_why_first() -> None:
-    nothing = {"groups__no_signal": 16, "reward__std": 0.0, "reward__mean": 0.0, "optim__grad_norm": 0.0}
-    cut = health(run(steps=6, length__truncated=1.0, **nothing))
-    assert (cut.state, cut.text) == (
-        "not healthy",
+    assert health(run(steps=6, length__truncated=1.0, **IDLE)).text == (
         "Not healthy over 6 steps: nothing was learned in 6 of 6 steps: every response got reward 0, and 100% of the "
-        "responses were cut by the length limit.",
+        "responses were cut by the length limit."
     )
-    assert health(run(**nothing)).text == (
-        "Not healthy over 80 steps: nothing was learned in 80 of 80 steps: every response got reward 0."
-    )
-    # Groups of equal rewards that differ between groups; and a baseline over the batch, which counts no groups.
-    assert "the rewards of every group were equal" in health(run(groups__no_signal=16, reward__std=0.5)).text
-    assert health(run(groups__no_signal=0, reward__std=0.0)).state == "not healthy"
-    # A policy that solves everything after a quarter of the run has learned it.
-    solved = run(
-        groups__no_signal=phases(4, 16, 16, 16), reward__mean=phases(0.5, 1, 1, 1), reward__std=phases(0.5, 0, 0, 0)
-    )
-    assert health(solved).state == "healthy"
     short = run(steps=4, groups__no_signal=[4, 16, 16, 16], reward__mean=[0.7, 1.0, 1.0, 1.0])
     assert health(short).state == "healthy, but", "no part of it is long enough to be called risen"
-    # One that answers nothing right any more, within its first part.
-    fallen = run(groups__no_signal=[2] * 10 + [16] * 70, reward__mean=[0.4, 0.1] * 5 + [0.0] * 70)
-    assert health(fallen).text.startswith("Not healthy over 80 steps: nothing was learned in 70 of 80 steps")
-    assert health(run(reward__std=0.0, reward__mean=0.0, expert__traces=16)).state == "healthy", "expert traces teach"
+
+
+@pytest.mark.parametrize(
+    ("changed", "note"),
+    [
+        ({}, ""),
+        # What the prompts can teach was learned: 12 of 16 groups are right as a whole.
+        (
+            {
+                "groups__no_signal": phases(2, 4, 9, 12),
+                "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE),
+            },
+            "To note: groups without signal: 12 of 16 in steps 61 to 80.",
+        ),
+        # AdamW divides by the size of the gradient.
+        (
+            {"optim__grad_norm": list(np.linspace(1.9, 6.5, 80)), "optim__grad_clipped": 1.0},
+            "To note: 100% of the updates were clipped (gradient norm 1.9 to 6.5, optim.grad_clip 1).",
+        ),
+        ({"optim__grad_clipped": phases(1, 1, 1, 0)}, "To note: 75% of the updates were clipped"),
+        ({"optim__grad_clipped": phases(1, 1, 0, 0)}, ""),
+        (
+            {"perturbation__dlogp": 0.01, "perturbation__changed": 0.98},
+            "To note: the noise of the perturbation acts (mean |Δ log p| 0.01, 98% of the entries",
+        ),
+        (
+            {"perturbation__dlogp": 0.07, "perturbation__changed": 0.11},
+            "To note: the noise of the perturbation acts in part, since rounding undoes the rest (",
+        ),
+        # Noise on the logits is judged by the log-probs alone.
+        ({"perturbation__dlogp": 1e-4}, "To note: the noise of the perturbation acts (mean |Δ log p| 1.00e-4 at"),
+    ],
+)
+def test_what_is_worth_knowing_leaves_a_run_healthy(changed: dict[str, Any], note: str) -> None:
+    result = health(run(**changed))
+    assert (result.state, result.text) == ("healthy", HEALTHY)
+    assert result.note.startswith(note)
+    assert bool(result.note) == bool(note)
+
+
+def test_noise_is_judged_at_the_last_probe_step() -> None:
+    probed = run(perturbation__dlogp=[0.01] * 79 + [None], perturbation__changed=[0.9] * 78 + [0.0] * 2)
+    assert "at step 79)" in health(probed).text
 
 
 def test_stale_samples_are_a_fault_only_where_nothing_corrects_for_them() -> None:
@@ -111,134 +208,53 @@ def test_stale_samples_are_a_fault_only_where_nothing_corrects_for_them() -> Non
 
     corrected = judged("token-tis", 31)
     assert corrected.state == "healthy, but"
-    assert corrected.text == (
-        "Healthy over 80 steps, but k3 is 0.2, of samples up to 31 updates old, for which token-tis corrects."
-    )
+    assert corrected.text == f"{BUT}k3 is 0.2, of samples up to 31 updates old, for which token-tis corrects."
     assert judged("dapo", 31).state == "not healthy"
     assert judged("token-tis", 0).state == "not healthy"
     assert judged("my_module:own", 31).state == "not healthy", "code that a run names is not run to learn more"
     fallen = judged("token-bypass", 31, reward__mean=phases(0.4, 0.2, 0.05, 0.05))
-    assert fallen.text.startswith("Not healthy over 80 steps: k3 is 0.2: beyond everything published")
-
-
-def test_a_lower_correlation_alone_is_no_fault() -> None:
-    """The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99."""
-    dips = [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2
-    assert health(run(mismatch__pearson=dips)).text == "Healthy over 80 steps."
-
-
-def test_figures_beside_a_range_have_the_digits_that_tell_them_apart() -> None:
-    assert "k3 is 0.01004: too much for a dense model" in health(run(mismatch__k3=0.01004)).text
-    assert "the effective sample size is 0.9496: healthy: 0.95 to 1" in health(run(mismatch__ess_token=0.9496)).text
-    assert "is 0.102 (healthy: 0 to 0.1)" in health(run(length__truncated=0.1018)).text
-
-
-def test_clipping_of_every_update_is_reported_with_its_norms() -> None:
-    norms = list(np.linspace(1.9, 6.5, 80))
-    result = health(run(optim__grad_norm=norms, optim__grad_clipped=1.0))
-    assert (result.state, result.text, result.note) == (
-        "healthy",  # AdamW divides by the size of the gradient
-        "Healthy over 80 steps.",
-        "To note: every update was clipped (gradient norm 1.9 to 6.5, optim.grad_clip 1).",
-    )
-    most = health(run(optim__grad_norm=norms, optim__grad_clipped=phases(1, 1, 1, 0)))
-    assert "75% of the updates were clipped" in most.note
-    assert health(run(optim__grad_clipped=phases(1, 1, 0, 0))).note == ""
-
-
-def test_the_last_step_alone_does_not_decide() -> None:
-    """Bad throughout and good at the end, and the other way round."""
-    bad = health(run(mismatch__k3=[0.3] * 79 + [1e-3]))
-    assert bad.state == "not healthy"
-    assert "k3 is 0.3" in bad.text
-    odd = health(run(mismatch__k3=[1e-3] * 79 + [0.3]))
-    assert odd.state == "healthy"
-    assert odd.findings["mismatch/k3"].state == "at times"
-    assert odd.findings["mismatch/k3"].steps == "1 of 80 steps, mostly 61 to 80"
+    assert fallen.text.startswith(f"{FAULTY}k3 is 0.2: beyond everything published")
 
 
 def test_a_bad_quarter_is_named_with_its_median() -> None:
     """15 of 80 steps outside are few, but 15 of the last 20 are most of them; their median, of 20 values, is .5."""
-    k3 = [1e-3] * 65 + [0.5] * 15
-    result = health(run(mismatch__k3=k3))
-    assert result.text.startswith("Not healthy over 80 steps: k3 is 0.5 in steps 61 to 80: beyond everything published")
-    one = result.findings["mismatch/k3"]
+    result = health(run(mismatch__k3=[1e-3] * 65 + [0.5] * 15))
+    assert result.text.startswith(f"{FAULTY}k3 is 0.5 in steps 61 to 80: beyond everything published")
+    one = result.metrics["mismatch/k3"]
     assert (one.outside, one.measured, one.median, one.worst.outside) == (15, 80, 1e-3, 15)
+    assert one.steps == "15 of 80 steps, mostly 61 to 80"
     assert as_data(result)["outside"]["mismatch/k3"]["worst_steps"] == [61, 80]
-
-
-def test_of_parts_that_are_all_outside_the_furthest_is_named() -> None:
-    result = health(run(mismatch__k3=phases(0.02, 0.08, 0.05, 0.03)))
-    assert "k3 is 0.04, 0.08 in steps 21 to 40: too much for a dense model" in result.text
-    ess = health(run(mismatch__ess_token=phases(0.5, 0.9, 0.3, 0.9)))
-    assert "the effective sample size is 0.7, 0.3 in steps 41 to 60: healthy: 0.95 to 1" in ess.text
+    assert as_data(health(run()))["outside"] == {}
 
 
 def test_a_short_run_is_one_part_and_parts_have_five_steps() -> None:
-    assert judge_metric(run(steps=9), "mismatch/k3").worst.measured == 9  # pyright: ignore[reportOptionalMemberAccess]
-    assert judge_metric(run(steps=10), "mismatch/k3").worst.measured == 5  # pyright: ignore[reportOptionalMemberAccess]
+    for steps, measured in ((9, 9), (10, 5)):
+        found = judge_metric(run(steps=steps), "mismatch/k3")
+        assert found is not None
+        assert found.worst.measured == measured
     assert judge_metric(run(), "reward/mean") is None, "it has no range"
     assert judge_metric(run(), "kl/bounded") is None, "it was not measured"
 
 
-def test_a_reward_that_falls_to_less_than_half_is_not_healthy() -> None:
-    fallen = health(run(reward__mean=phases(0.4, 0.38, 0.05, 0.05)))
-    assert fallen.text == (
-        "Not healthy over 80 steps: the reward fell from 0.4 (steps 1 to 20) to 0.05 (steps 61 to 80)."
-    )
-    # Rewards near 0 that chance halves: .02 with a spread of .03 a step is .007 of a mean over 20.
-    noisy = np.array(phases(0.02, 0.02, 0.02, 0.009)) + np.random.default_rng(0).normal(0, 0.03, 80)
-    assert health(run(reward__mean=list(noisy))).state == "healthy"
-    assert health(run(reward__mean=phases(0.1, 0.2, 0.5, 0.4))).state == "healthy"
-
-
-def test_what_was_lost_is_counted_over_the_run() -> None:
-    skipped = health(run(optim__skipped=[1.0] + [0.0] * 79, trajectories__dropped=[0.0] * 60 + [3.0] + [0.0] * 19))
-    assert skipped.text == "Healthy over 80 steps, but 1 update skipped as not finite; 3 responses dropped."
-
-
-def test_a_run_without_mismatch_is_not_called_healthy() -> None:
-    blind = run(mismatch__k3=None, mismatch__ess_token=None, mismatch__pearson=None)
-    result = health(blind)
-    assert result.state == "not judged"
-    assert result.text == "Not judged over 80 steps: no mismatch between trainer and sampler was measured."
-
-
-def test_noise_that_does_nothing_is_a_fault() -> None:
-    result = health(run(perturbation__dlogp=0.0, perturbation__sigma_mean=0.0))
-    assert result.text == "Not healthy over 80 steps: the noise of the perturbation is in effect a no-op."
-
-
-def ended(outcome: str | None, steps: int = 3, error: str | None = None) -> Run:
-    whole = run(steps=steps, planned=80)
-    return replace(whole, origins=[{"outcome": "finished"}, {"outcome": outcome, "error": error}])
-
-
-def test_a_run_that_ended_with_an_error_is_not_healthy() -> None:
-    failed = health(ended("failed", error="the weights are not finite: lower optim.lr"))
-    assert (failed.state, failed.text) == (
-        "not healthy",
-        "Not healthy over 3 of 80 steps: it ended with an error (the weights are not finite: lower optim.lr).",
-    )
-    # An error after the last step (a disk that is full while the model is saved) is one too.
-    assert health(ended("failed", steps=80, error="disk full")).state == "not healthy"
-
-
-def test_a_run_that_did_not_reach_its_last_step_says_why() -> None:
-    killed, stopped, whole = (health(ended(*case)) for case in ((None,), ("stopped",), (None, 80)))
-    unfinished = "Healthy over 3 of 80 steps."
-    assert killed.text == f"{unfinished} It has not ended: it is still running, or was killed."
-    assert stopped.text == f"{unfinished} It was stopped before its end."
-    assert whole.text == "Healthy over 80 steps."
-    assert health(ended("finished")).text == unfinished
-
-
-def test_a_long_list_ends_with_how_many_more() -> None:
-    result = health(
-        run(mismatch__k3=0.5, groups__no_signal=14, trajectories__dropped=1, optim__skipped=1, length__truncated=0.9)
-    )
-    assert result.text.endswith("; 1 more below.")
-    assert "\n" not in result.text
+@pytest.mark.parametrize(
+    ("outcome", "steps", "error", "text", "note"),
+    [
+        ("failed", 3, "not finite: lower it; more", "it ended with an error (not finite: lower it).", ""),
+        # An error after the last step (a disk that is full while the model is saved) is one too.
+        ("failed", 80, "disk full", "it ended with an error (disk full).", ""),
+        (None, 3, None, "Healthy over 3 of 80 steps.", "it has not ended: it is still running, or was killed."),
+        ("stopped", 3, None, "Healthy over 3 of 80 steps.", "it was stopped before its end."),
+        (None, 80, None, HEALTHY, ""),
+        ("finished", 3, None, "Healthy over 3 of 80 steps.", ""),
+    ],
+)
+def test_how_a_run_ended(outcome: str | None, steps: int, error: str | None, text: str, note: str) -> None:
+    origins = [{"outcome": "finished"}, {"outcome": outcome, "error": error}]
+    result = health(replace(run(steps=steps, planned=80), origins=origins))
+    assert result.text.endswith(text)
+    assert (result.state == "not healthy") == (outcome == "failed")
+    assert result.note.endswith(note)
+    assert bool(result.note) == bool(note)
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=60))
@@ -263,21 +279,39 @@ def rewritten(folder: Path, change: Mapping[str, Any]) -> Path:
     ("change", "tone"),
     [({}, "good"), ({"groups/no_signal": 12}, "mixed"), ({"mismatch/k3": 0.5}, "warn")],
 )
-def test_the_page_and_the_terminal_show_the_same_line(
+def test_the_page_has_the_checks_that_the_terminal_joins(
     make_run: Callable[..., Path], tmp_path: Path, change: dict[str, float], tone: str
 ) -> None:
     from typer.testing import CliRunner
 
     from trimtab.cli.main import app
-    from trimtab.runs.reader import read_run
 
     folder = rewritten(make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD]), change)
-    text = health(read_run(folder)).text
+    result = health(read_run(folder))
     done = CliRunner().invoke(app, ["report", str(folder)], obj=[])
-    assert done.stdout.splitlines() == [text, f"report: {folder / 'report.html'}"]
+    assert done.stdout.splitlines() == [result.text, f"report: {folder / 'report.html'}"]
     page = (folder / "report.html").read_text()
-    assert f'class="card verdict {tone}"' in page
-    assert f"<strong>{text}</strong>" in page
+    assert f'verdict {tone}"><dt></dt><dd>{result.headline}.</dd>' in page
+    assert all(escape(finding.detail) in page for finding in result.findings)
+    assert bool(result.findings) == bool(change)
     if tone == "mixed":
         machine = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"], obj=[]).stdout)
-        assert machine["verdict"]["text"] == text
+        assert machine["verdict"]["text"] == result.text
+        assert machine["verdict"]["findings"][0]["status"] == "note"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("changed", "tag"), [(0.0, "fail"), (0.9, "ok")])
+def test_the_page_shows_the_noise_of_every_layer(
+    make_run: Callable[..., Path], tmp_path: Path, changed: float, tag: str
+) -> None:
+    folder = make_run(tmp_path / "run", steps=1, every=9, objective="token-alp", keys=["step"])
+    layers = {f"perturbation/changed/{layer}": changed for layer in range(12)}
+    sigmas = {f"perturbation/sigma/{layer}": 1e-4 + 1e-6 * layer for layer in range(12)}
+    row = {"step": 1, "perturbation/sigma_mean": 1e-4, "perturbation/changed": changed, "perturbation/dlogp": 0.01}
+    (folder / "metrics.jsonl").write_text(json.dumps(row | layers | sigmas) + "\n")
+    page = write_report(folder).read_text()
+    assert f">{tag}</span></td><td" in page
+    assert ("is in effect a no-op" in page) == (tag == "fail")
+    for label in ("all layers", "layer 0", "layer 11"):
+        assert f">{label}</text>" in page

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from trimtab.pages import svg
-from trimtab.pages.render import number, short
+from trimtab.pages.numbers import number, short
 from trimtab.report import line_charts
 from trimtab.report.line_charts import Curve
 from trimtab.runs.metric_catalog import Metric
@@ -17,7 +19,7 @@ from trimtab.runs.reader import Run
 
 
 def _curve(values: list[float], label: str = "a") -> Curve:
-    return Curve(label, np.arange(1, len(values) + 1, dtype=float), np.array(values))
+    return label, np.arange(1, len(values) + 1, dtype=float), np.array(values)
 
 
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
@@ -65,34 +67,29 @@ def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.001, "1e-3"), (2e-13, "2e-13"), (0.05, "0.05"), (1.0, "1"), (20.0, "20"), (1000.0, "1e3")],
-)
-def test_axis_labels(value: float, text: str) -> None:
-    assert svg.short_power(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
+    ("form", "value", "text"),
     [
-        (None, "–"),
-        (float("nan"), "–"),
-        (0.0, "0"),
-        (4_800_000_000, "4,800,000,000"),
-        (12345.6, "12,346"),
-        (0.123456, "0.1235"),
-        (0.000123456, "1.23e-4"),
-        (-2.5e-10, "-2.50e-10"),
-        ("current", "current"),
+        (svg.short_power, 0.001, "1e-3"),
+        (svg.short_power, 2e-13, "2e-13"),
+        (svg.short_power, 0.05, "0.05"),
+        (svg.short_power, 20.0, "20"),
+        (svg.short_power, 1000.0, "1e3"),
+        (svg.short_power, -0.001, "\N{MINUS SIGN}1e-3"),
+        (number, None, "–"),
+        (number, float("nan"), "–"),
+        (number, 0.0, "0"),
+        (number, 4_800_000_000, "4,800,000,000"),
+        (number, 12345.6, "12,346"),
+        (number, 0.123456, "0.1235"),
+        (number, 0.000123456, "1.23e-4"),
+        (number, -2.5e-10, "-2.50e-10"),
+        (number, "current", "current"),
+        (short, 0.2567, "0.26"),
+        (short, 0.00187, "1.9e-3"),
     ],
 )
-def test_numbers(value: float | str | None, text: str) -> None:
-    assert number(value) == text
-
-
-def test_short_numbers() -> None:
-    assert short(0.2567) == "0.26"
-    assert short(0.00187) == "1.9e-3"
+def test_numbers(form: Callable[[Any], str], value: float | str | None, text: str) -> None:
+    assert form(value) == text
 
 
 def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
@@ -100,7 +97,7 @@ def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
     axes = Figure().add_subplot()
     axes.plot([1, 2], [3e-4, 2e-5])
     axes.plot([1, 2], [0.0, 0.0])
-    svg.log_scale_with_zero(axes)
+    svg.log_scale_of_any_sign(axes)
     height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
     assert list(height.values()) == sorted(height.values())
     assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
@@ -134,11 +131,11 @@ def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
     assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"
 
 
-@pytest.mark.parametrize("values", [[0.3], [0.2, 0.4], [-0.3], [-0.4, 0.1]])
+@pytest.mark.parametrize("values", [[0.0, 0.3], [0.2, 0.0, 0.4], [-0.3], [-0.4, 0.1]])
 def test_an_axis_of_both_signs_shows_every_point_and_zero(values: list[float]) -> None:
     axes = Figure().add_subplot()
     axes.plot(range(len(values)), values)
-    svg.log_scale_of_both_signs(axes)
+    svg.log_scale_of_any_sign(axes)
     bottom, top = axes.get_ylim()
     assert bottom < min(*values, 0.0)
     assert top > max(*values, 0.0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.report.comparison_table import ComparisonTable, markdown, summarize
+from trimtab.report.comparison_table import ComparisonTable, by_accuracy, markdown, recommend, summarize
 from trimtab.report.experiment_page import write_experiment_page
-from trimtab.report.recommendation import by_accuracy, recommend
 
 
 def grid(
@@ -33,34 +32,34 @@ def test_the_best_is_recommended_with_those_that_tie_with_it() -> None:
     assert advice.method == "a"
     assert advice.text == (
         "Recommended: a, with 0.850 held-out accuracy (0.500 before). "
-        "3 seeds cannot tell it from b; the others are behind. "
+        "Seeds: 3, which cannot tell it from b. "
         "More seeds tell more: the same command with --seeds 5 adds them."
     )
 
 
 def test_a_clear_lead_is_stated_in_numbers() -> None:
     advice = recommend(grid(a=[0.9, 0.8, 0.85], b=[0.8, 0.7, 0.75], c=[0.6, 0.5, 0.55]))
-    assert "It is ahead of all others in 3 seeds, of b by 0.100. More seeds" in advice.text
+    assert "Seeds: 3, in which it is ahead of all others, of b by 0.100. More seeds" in advice.text
     many = recommend(grid(a=[0.9, 0.8, 0.85, 0.9, 0.9], b=[0.8, 0.7, 0.75, 0.8, 0.8]))
-    assert many.text.endswith("It is ahead of all others in 5 seeds, of b by 0.100.")
+    assert many.text.endswith("Seeds: 5, in which it is ahead of all others, of b by 0.100.")
     assert recommend(grid(a=[0.9, 0.8])).text.endswith("It is the only method that was trained.")
-    assert "2 seeds cannot tell it from any other method. More" in recommend(grid(a=[0.9, 0.8], b=[0.8, 0.81])).text
+    assert "Seeds: 2, which cannot tell it from b. More" in recommend(grid(a=[0.9, 0.8], b=[0.8, 0.81])).text
 
 
 def test_fewer_than_three_seeds_give_no_lead() -> None:
     one = recommend(grid(a=[0.9], b=[0.5])).text
-    assert "1 seed cannot tell it from any other method. More seeds tell more" in one
+    assert "Seeds: 1, which cannot tell it from b. More seeds tell more" in one
     two = recommend(grid(a=[0.9, 0.9], b=[0.5, 0.5])).text
-    assert "2 seeds cannot tell it from any other method." in two
+    assert "Seeds: 2, which cannot tell it from b." in two
 
 
 def test_a_lead_over_regimes_is_one_of_the_mean_that_ranks_them() -> None:
     """b leads in one regime and trails in the other by more; by seed the means differ by .05, .05 and .05, or not."""
     b = {"x": [0.6, 0.6, 0.6], "y": [0.9, 0.9, 0.9]}
     clear = recommend(grid(a={"x": [0.8, 0.8, 0.8], "y": [0.8, 0.8, 0.8]}, b=b)).text
-    assert "It is ahead of all others in 3 seeds, of b by 0.050." in clear
+    assert "Seeds: 3, in which it is ahead of all others, of b by 0.050." in clear
     unclear = recommend(grid(a={"x": [0.9, 0.9, 0.6], "y": [0.8, 0.8, 0.8]}, b=b)).text
-    assert "3 seeds cannot tell it from any other method." in unclear
+    assert "Seeds: 3, which cannot tell it from b." in unclear
 
 
 def test_no_method_is_recommended_where_none_learns() -> None:
@@ -91,6 +90,6 @@ def test_the_table_and_the_page_begin_with_the_best(tmp_path: Path) -> None:
     assert rows == ["a", "b", "c"]
     text = recommend(result).text
     page = write_experiment_page(result, tmp_path / "p.html", methods=by_accuracy(result), verdict=text).read_text()
-    assert f"<strong>{text}</strong>" in page
-    places = [page.index(f"<strong>{name}</strong>") for name in ("a", "b", "c")]
+    assert f"<dd>{text}</dd>" in page
+    places = [page.index(f"<bdi>{name}</bdi>") for name in ("a", "b", "c")]
     assert places == sorted(places)

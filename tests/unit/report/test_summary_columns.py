@@ -147,7 +147,7 @@ def test_each_reason_against_a_comparison_is_named() -> None:
     assert "held-out problems differ (a 64; b 32)" in " ".join(cautions(differing))
     assert "settings of the task differ (task.digits)" in caution(fast, group("b", *FAST, task__digits=3))
     assert "rewards differ (reward.0.name)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
-    assert "prompts x samples: fast 2 x 4; b 2 x 8" in caution(fast, group("b", *FAST, trainer__samples=8))
+    assert "samples of a prompt differ (fast 4; b 8)" in caution(fast, group("b", *FAST, trainer__samples=8))
     three = [run({0: 0.2, 3: 0.5}, seed, steps=3) for seed in range(3)]
     assert "planned numbers of steps differ (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
     assert caution(fast, group("b", *three)).startswith(

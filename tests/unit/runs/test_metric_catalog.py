@@ -95,5 +95,5 @@ def test_every_chart_is_explained_by_the_table() -> None:
     for _, charts in RUN_CHARTS + METHOD_CHARTS:
         for chart in charts:
             assert chart.caption.what
-            for _, key in chart.lines:
+            for key in chart.lines.values():
                 assert metric(key.replace("<name>", "x").replace("<rule>", "x")) is not None, key

@@ -16,7 +16,7 @@ import trimtab
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.output.words import outside
-from trimtab.pages.render import beside, number
+from trimtab.pages.numbers import beside, number
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
 
@@ -77,12 +77,12 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     words = verdict(diagnosis)
     size = next(line for line in words.splitlines() if line.startswith("size"))
     assert ("too much" in size or "beyond" in size) != healthy
-    assert ('class="card verdict good"' in page(diagnosis)) <= healthy
+    assert ('spaced verdict good"' in page(diagnosis)) <= healthy
 
 
 def _marks(report: Path) -> dict[str, str]:
     """What the table of metrics of report.html says of each figure of the mismatch."""
-    rows = re.findall(r'<td class="mono">mismatch/(\w+)</td>(.*?)</tr>', report.read_text(), re.DOTALL)
+    rows = re.findall(r'<td class="mono"><bdi>mismatch/(\w+)</bdi></td>(.*?)</tr>', report.read_text(), re.DOTALL)
     return {key: next(iter(re.findall(r">(healthy|outside)<", rest)), "") for key, rest in rows}
 
 

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from trimtab.diagnosis.measure.bins import FEWEST
 from trimtab.diagnosis.records import MismatchSize, View
-from trimtab.pages.charts import draw, log_labels
-from trimtab.pages.render import short
-from trimtab.pages.svg import BLUE, CYCLE, GREEN, INK, ORANGE, SKY, STYLES, VERMILLION, log_scale, short_power
+from trimtab.pages.charts import WIDTH, draw, quantile_bands
+from trimtab.pages.numbers import short
+from trimtab.pages.svg import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    INK,
+    ORANGE,
+    SKY,
+    STYLES,
+    VERMILLION,
+    digits,
+    log_scale,
+    log_ticks,
+    percent,
+    short_power,
+)
 from trimtab.runs.metric_catalog import k3_ranges
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
@@ -22,7 +37,7 @@ _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 
 
-def range_svg(size: MismatchSize) -> str:
+def range_svg(size: MismatchSize) -> Markup:
     """Draws k3 with its interval on a logarithmic strip, with the published ranges and the rounding floor.
 
     The strip begins at 1e-8: what lies below stands at its left end.
@@ -44,10 +59,10 @@ def range_svg(size: MismatchSize) -> str:
         axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False)
-        log_labels(axes)
+        log_ticks(axes.xaxis)
         axes.set_xlabel("k3, nats per token")
 
-    return draw("Size of the mismatch", paint, height=1.9)
+    return draw("Size of the mismatch", paint, size=(WIDTH, 1.9))
 
 
 def _k3_bands() -> list[tuple[float, float, str, str]]:
@@ -69,7 +84,7 @@ def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, heigh
     axes.text(place, height, text, ha="left" if place < 1e-6 else "right" if place > 0.05 else "center", va="bottom")
 
 
-def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
+def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> Markup:
     """Draws median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges.
 
     Bins with too few tokens for percentiles are omitted.
@@ -88,7 +103,7 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         if log:
             axes.set_xscale("log")
-            log_labels(axes)
+            log_ticks(axes.xaxis)
         axes.set(xlabel=xlabel, ylabel=unit)
 
     return draw(f"Log-ratio by {view.name}", paint, legend=True)
@@ -101,7 +116,7 @@ def thick(view: View) -> np.ndarray:
     return enough if enough.sum() > 1 else drawn
 
 
-def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
+def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> Markup:
     """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
     drawn = np.isfinite(values)
     bins = np.flatnonzero(drawn)
@@ -114,7 +129,7 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
         else:
             axes.set_axisbelow(True)
             axes.bar(bins, shown, width=0.75, color=BLUE)
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+            digits(axes.yaxis, 3)
         if overall > 0:
             label = f"all tokens: {short(overall)}"
             axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=label)
@@ -124,14 +139,14 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
     return draw(name, paint, legend=True)
 
 
-def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
+def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> Markup:
     """Draws the share of responses that each sequence rule rejects, over bins of response length."""
 
     def paint(axes: Axes) -> None:
         _curves(axes, np.arange(len(view.labels)), rules, markers=True)
         highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values()) or 1
         axes.set_ylim(-0.03 * highest, 1.08 * highest)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+        percent(axes.yaxis)
         _name_bins(axes, view.labels)
         axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
 
@@ -145,10 +160,11 @@ def _curves(axes: Axes, x: np.ndarray, curves: Mapping[str, np.ndarray], *, mark
         axes.plot(x, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
 
 
-def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
+def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> Markup:
     """Draws k3 of each step, on a logarithmic axis if it varies much, with published ranges shaded."""
 
     def paint(axes: Axes) -> None:
+        axes.set_ylabel("k3, nats")
         shown = np.maximum(k3, _LEAST)
         axes.plot(steps, shown, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
         if not (k3 > _LEAST).any():
@@ -162,51 +178,37 @@ def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
             axes.axhline(floor, color=INK, linestyle=":", linewidth=1, label="rounding")
         axes.set_ylim(bottom, top)
 
-    return _over_steps("k3 over steps", paint, "k3, nats")
+    return draw("k3 over steps", paint, legend=True, steps=True)
 
 
-def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
+def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Markup:
     """Draws the effective sample size over steps, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
         _curves(axes, steps, curves, markers=len(steps) < 40)
-        axes.set_ylim(0, 1.05)
+        axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
-    return _over_steps("Effective sample size over steps", paint, "share of the samples")
+    return draw("Effective sample size over steps", paint, legend=True, steps=True)
 
 
-def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
+def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Markup:
     """Draws the 1, 5, 50, 95 and 99% quantiles of the ratio over steps."""
-    first, fifth, median, ninety, last = quantiles
 
     def paint(axes: Axes) -> None:
-        axes.fill_between(steps, first, last, color=SKY, alpha=0.35, linewidth=0, label="1 to 99%")
-        axes.fill_between(steps, fifth, ninety, color=BLUE, alpha=0.4, linewidth=0, label="5 to 95%")
-        axes.plot(steps, median, color=VERMILLION, label="median")
-        axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=":")
-        if first.min() > 0 and last.max() / first.min() > 10:
-            log_scale(axes)
+        quantile_bands(axes, steps, quantiles)
+        axes.set_ylabel("trainer / sampler")
 
-    return _over_steps("Ratio tails over steps", paint, "trainer / sampler")
+    return draw("Ratio tails over steps", paint, steps=True)
 
 
 def _log_k3(axes: Axes) -> None:
     """Sets a logarithmic axis whose lowest position represents everything up to `_LEAST`: no mismatch."""
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    digits(axes.yaxis, 3)
     if axes.dataLim.y1 >= 4 * axes.dataLim.y0:  # wide enough for labels at powers
         log_scale(axes)
         least = f"≤{short_power(_LEAST)}"
         label = FuncFormatter(lambda value, _: least if value <= 1.01 * _LEAST else short_power(value))
         axes.yaxis.set_major_formatter(label)
-
-
-def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
-    def whole(axes: Axes) -> None:
-        paint(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        axes.set(xlabel="step", ylabel=ylabel)
-
-    return draw(name, whole, legend=True)
 
 
 def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
@@ -216,7 +218,3 @@ def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
     every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))
     axes.set_xticks(range(0, len(labels), every), [labels[index] for index in range(0, len(labels), every)], fontsize=8)
     axes.grid(visible=False, axis="x")
-
-
-def _tick(value: float) -> str:
-    return "0" if value == 0 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")

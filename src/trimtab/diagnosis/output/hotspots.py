@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.diagnosis.records import Measured, MismatchSize, View
 from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
-from trimtab.pages.render import short_exponent
+from trimtab.pages.numbers import short_exponent
 
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
@@ -13,7 +12,8 @@ from trimtab.diagnosis.output.hotspots import FEWEST, shares
 from trimtab.diagnosis.output.words import figure, format_number, format_percent, format_signed, range_text
 from trimtab.diagnosis.records import Measured, View
 from trimtab.pages import charts
-from trimtab.pages.render import short_exponent
+from trimtab.pages.numbers import short_exponent
+from trimtab.pages.page import Chart, Note
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 VIEWS = {
@@ -53,26 +53,12 @@ VIEWS = {
 """Title, axis and how to read the chart of each view."""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One chart of the page. now: its main number. reading: how to read it. result: what it shows for this data."""
-
-    title: str
-    now: str
-    svg: Markup
-    reading: str
-    result: str
+def _panel(title: str, now: str, svg: Markup, reading: str, result: str) -> Chart:
+    """Returns one chart. now: its main number. reading: how to read it. result: what it shows for this data."""
+    return Chart(title, svg, (Note(reading), Note(result, "Here")), now)
 
 
-@dataclass(frozen=True)
-class Panels:
-    """The charts of a section, and short descriptions of those that the data does not allow."""
-
-    shown: list[Panel]
-    absent: list[str]
-
-
-def size_panels(measured: Measured) -> Panels:
+def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     """Returns k3 against published ranges, the scatter plot, and the curves over steps."""
     size, counts = measured.size, measured.scatter
     k3, total = figure(size, "k3"), int(counts.sum())
@@ -80,24 +66,24 @@ def size_panels(measured: Measured) -> Panels:
     far = np.abs(row - column) > max(1, len(counts) // 20)
     off = float(counts[far].sum() / total) if total else math.nan
     shown = [
-        Panel(
-            *("Against published ranges", f"k3 {k3}", Markup(figures.range_svg(size))),
+        _panel(
+            *("Against published ranges", f"k3 {k3}", figures.range_svg(size)),
             "The diamond is k3, the thick line its 95% interval, the colored bands what others report.",
             f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
         ),
-        Panel(
-            *("Trainer against sampler", f"Pearson r {figure(size, 'pearson')}", Markup(charts.scatter_svg(counts))),
+        _panel(
+            *("Trainer against sampler", f"Pearson r {figure(size, 'pearson')}", charts.scatter_svg(counts)),
             "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.95.",
             f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
         ),
     ]
     if len(size.by_step) < 2:
         why = "the files have one step" if size.by_step else "the files do not say which step a response is of"
-        return Panels(shown, [f"curves over steps ({why})"])
-    return Panels([*shown, *_over_steps(measured)], [])
+        return shown, [f"curves over steps ({why})"]
+    return [*shown, *_over_steps(measured)], []
 
 
-def _over_steps(measured: Measured) -> list[Panel]:
+def _over_steps(measured: Measured) -> list[Chart]:
     rows = measured.size.by_step
 
     def column(key: str) -> np.ndarray:
@@ -112,7 +98,7 @@ def _over_steps(measured: Measured) -> list[Panel]:
         peak = f"{format_number(k3[highest])} at step {steps[highest]:.0f}"
         result = f"Median of the first quarter {first}, of the last {last}; highest {peak}."
         now = f"{format_number(k3[0])} → {format_number(k3[-1])}"
-        panels.append(Panel("k3 over steps", now, Markup(svg), reading, result))
+        panels.append(_panel("k3 over steps", now, svg, reading, result))
     curves = {name: column(key) for key, name in (("ess_token", "token weights"), ("ess_seq", "sequence weights"))}
     curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     if curves:
@@ -122,7 +108,7 @@ def _over_steps(measured: Measured) -> list[Panel]:
         ]
         now = f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}"
         svg = figures.ess_steps_svg(steps, curves)
-        panels.append(Panel("ESS over steps", now, Markup(svg), reading, f"{'; '.join(ends)}."))
+        panels.append(_panel("ESS over steps", now, svg, reading, f"{'; '.join(ends)}."))
     tails = [column(key) for key in TAILS]
     if all(np.isfinite(values).all() for values in tails):
         low, high = tails[0], tails[-1]
@@ -134,13 +120,13 @@ def _over_steps(measured: Measured) -> list[Panel]:
             f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}."
         )
         svg = figures.tails_svg(steps, tails)
-        panels.append(Panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", Markup(svg), reading, result))
+        panels.append(_panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", svg, reading, result))
     return panels
 
 
-def view_panels(measured: Measured) -> Panels:
+def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     """Returns one chart for each view of the data, and one of the responses that rules would reject by length."""
-    shown: list[Panel] = []
+    shown: list[Chart] = []
     absent: list[str] = []
     for name, (title, axis, reading) in VIEWS.items():
         view = measured.views.get(name)
@@ -150,10 +136,10 @@ def view_panels(measured: Measured) -> Panels:
             absent.append(f"{axis} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
         elif view.count.sum() > 0:
             shown += [*_rejected(view), _chart(view, measured, title, axis, reading)]
-    return Panels(shown, absent)
+    return shown, absent
 
 
-def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) -> Panel:
+def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) -> Chart:
     """Returns the log-ratios of views by probability and entropy, and k3 of the others."""
     tokens, k3 = shares(view, measured.size)
     filled = (view.count > 0) & np.isfinite(view.k3)
@@ -174,7 +160,7 @@ def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) 
         best = bins[int(np.argmax(view.k3[bins]))] if len(bins) else 0
         now = f"highest {format_number(view.k3[best])}"
         result = f"k3 {_ends(view, view.k3, bins)}; highest {format_number(view.k3[best])} at {view.labels[best]}."
-    return Panel(title, now, Markup(svg), reading, f"{result} Mean log-ratio {_ends(view, view.log_ratio_mean, bins)}.")
+    return _panel(title, now, svg, reading, f"{result} Mean log-ratio {_ends(view, view.log_ratio_mean, bins)}.")
 
 
 def _ends(view: View, values: np.ndarray, bins: np.ndarray) -> str:
@@ -183,7 +169,7 @@ def _ends(view: View, values: np.ndarray, bins: np.ndarray) -> str:
     return ", ".join(f"{format_signed(values[end])} at {view.labels[end]}" for end in ends)
 
 
-def _rejected(view: View) -> list[Panel]:
+def _rejected(view: View) -> list[Chart]:
     """Returns the chart of the responses that sequence rules would reject, by length; empty for other views."""
     rules = {
         name.removeprefix("rejected/"): share
@@ -197,4 +183,4 @@ def _rejected(view: View) -> list[Panel]:
     shortest, longest = map(format_percent, ends[worst])
     reading = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
     result = f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest."
-    return [Panel("Rejected by length", "", Markup(figures.rejected_svg(view, rules)), reading, result)]
+    return [_panel("Rejected by length", "", figures.rejected_svg(view, rules), reading, result)]

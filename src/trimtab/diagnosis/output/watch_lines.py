@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.diagnosis.output.words import format_count, format_number
 from trimtab.diagnosis.watch import StepReport, Watch
-from trimtab.pages.render import number
+from trimtab.pages.numbers import number
 
 
 def opening_line(watch: Watch, every: float) -> str:

@@ -12,7 +12,7 @@ from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import Cause, DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
-from trimtab.pages.render import beside, number, short, short_exponent
+from trimtab.pages.numbers import beside, number, short, short_exponent
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_ranges
 
 FIGURES = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
+from tests.support.html_reader import Reader
 
 from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output import panels
@@ -22,33 +22,16 @@ from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
+from trimtab.pages.page import Cell, Chart
 
 pytestmark = pytest.mark.e2e
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-class Reader(HTMLParser):
-    """Tags, attributes and visible text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def captions(diagnosis: Diagnosis, make: Callable[[Measured], panels.Panels]) -> dict[str, str]:
+def captions(diagnosis: Diagnosis, make: Callable[[Measured], tuple[list[Chart], list[str]]]) -> dict[str, str]:
     """What each figure says this data shows, by title."""
-    return {panel.title: panel.result for panel in make(diagnosis.measured).shown}
+    return {chart.title: chart.notes[-1].text for chart in make(diagnosis.measured)[0]}
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +73,6 @@ def test_lines_to_copy_and_outcomes_are_there(whole: str) -> None:
     assert 'style="width: 1.0%"' in recommended[0], "1% of the weights changed"
 
 
-def test_the_page_loads_and_runs_nothing(whole: str) -> None:
-    reader = Reader(whole)
-    assert not {"script", "link", "iframe", "img", "object"} & set(reader.tags)
-    assert all(value.startswith("#") for name, value in reader.attributes if name in ("src", "href", "xlink:href"))
-    assert not re.search(r"url\((?!#)", whole)
-
-
 def test_text_of_files_is_escaped_everywhere() -> None:
     evil = bare(
         causes=(Cause("stale", 0.5, EVIL, EVIL),),
@@ -107,20 +83,15 @@ def test_text_of_files_is_escaped_everywhere() -> None:
             "findings": (Finding("note", EVIL, EVIL, EVIL),),
         },
         size={"floor_note": EVIL},
-        only={"token": views(hostile=EVIL)["token"]},
+        only={
+            "token": views(hostile=EVIL)["token"],
+            "turn": view("turn", [EVIL, "2"], [50, 50], [0.1, 0.2]),  # a label inside a figure
+        },
     )
     text = page(evil)
     reader = Reader(text)
-    assert not {"script", "img"} & set(reader.tags)
-    assert not [name for name, _ in reader.attributes if name.startswith("on")]
+    assert reader.active == []
     assert text.count("&lt;script&gt;") >= 8
-
-
-def test_hostile_labels_inside_figures_are_escaped() -> None:
-    evil = {"turn": view("turn", [EVIL, "2"], [50, 50], [0.1, 0.2])}
-    text = page(bare(only=evil))
-    assert "<script" not in text
-    assert "&lt;script" in text
 
 
 def test_captions_of_the_views_state_planted_numbers() -> None:
@@ -167,12 +138,9 @@ def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
     rows = top_tokens(example())
     assert [row[0] for row in rows] == ["13", "1234", "220", "17"]
     # 51,200 * 0.0032 = 163.84 and 800 * 0.2 = 160 of 91,000 * 0.0048 = 436.8 nats.
-    assert [row[4] for row in rows] == [
-        ("38%", "37.5", ""),
-        ("37%", "36.6", ""),
-        ("14%", "13.7", ""),
-        ("8.2%", "8.2", ""),
-    ]
+    cells = [row[4] for row in rows if isinstance(row[4], Cell)]
+    assert [cell.text for cell in cells] == ["38%", "37%", "14%", "8.2%"]
+    assert [cell.share for cell in cells] == pytest.approx([nats / 436.8 for nats in (163.84, 160, 60, 36)])
     assert rows[1][3] == "0.9%"
 
 
@@ -189,15 +157,15 @@ def test_missing_views_are_one_line_and_no_empty_figure() -> None:
     result = example(size={"by_step": ()}, only={"probability": views()["probability"]})
     text = page(result)
     assert "Not shown: curves over steps (the files do not say which step a response is of)." in text
-    assert "Not shown: position in the response, length of the response, tokens, tokens from the border of" in text
+    assert "Not shown: position in the response; length of the response, tokens; tokens from the border of" in text
     assert "the files have no token ids" in text
     assert text.count("<svg") == 3, "the range, the scatter and the envelope"
 
 
 def test_a_single_step_and_a_single_age_are_no_curves() -> None:
     result = example(size={"by_step": steps(1)}, only={"version": view("version", ["0"], [10], [0.1])})
-    assert panels.size_panels(result.measured).absent == ["curves over steps (the files have one step)"]
-    assert "age of the weights, optimizer updates (only 0 in this data)" in panels.view_panels(result.measured).absent
+    assert panels.size_panels(result.measured)[1] == ["curves over steps (the files have one step)"]
+    assert "age of the weights, optimizer updates (only 0 in this data)" in panels.view_panels(result.measured)[1]
 
 
 def test_a_page_without_figures_is_written() -> None:
@@ -236,12 +204,6 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
     assert "command: `` trimtab diagnose 'a<b>.jsonl' ``" in issue
     assert "temperature 0.7 or 1, top\\_p 0.9, processed log-probs" in issue
     assert "sampler int8, trainer float32, engine.quantize = int8" in issue
-
-
-def test_without_a_command_or_settings_the_page_says_so() -> None:
-    [issue] = [text for text in Reader(page(bare())).texts if text.startswith("**")]
-    assert "command" not in issue
-    assert "not in the files" in issue
 
 
 def test_a_comparison_stands_first_with_its_table_and_places() -> None:

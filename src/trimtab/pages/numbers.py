@@ -1,30 +1,11 @@
-"""Renders templates and formats numbers."""
+"""Formats numbers for pages, figures and the terminal."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """Returns the page rendered from a template. Values are escaped unless they are `Markup`.
-
-    Raises `jinja2.UndefinedError` for a missing value.
-    """
-    environment = Environment(
-        loader=PackageLoader("trimtab.pages"),
-        # For every file name: the pages contain model output, which is untrusted.
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(version=importlib.metadata.version("trimtab"), **values)
 
 
 def number(value: Any) -> str:
