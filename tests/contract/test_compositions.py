@@ -152,7 +152,7 @@ class OneComposition(Laboratory):
 
 
 @pytest.mark.parametrize("holds", PROPERTIES, ids=lambda one: getattr(one, "func", one).__name__.removeprefix("test_"))
-@settings(max_examples=max(20, settings().max_examples))
+@settings(max_examples=max(10, settings().max_examples))
 @given(parts())
 def test_what_holds_for_presets_holds(holds: Callable[..., None], parts: dict[str, Any]) -> None:
     holds(OneComposition(parts), "composed")

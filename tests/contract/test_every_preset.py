@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-seeds = pytest.mark.parametrize("seed", range(2))
+seeds = pytest.mark.parametrize("seed", [0])
 
 
 def same(left, right) -> None:

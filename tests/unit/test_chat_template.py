@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 import time
 from typing import Any
@@ -23,8 +25,13 @@ BRANCHING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{%
 SCHEMAS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
 
 
+@functools.cache
+def bundled_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(bundled.folder())
+
+
 def tokenizer(template: str) -> Any:
-    result = AutoTokenizer.from_pretrained(bundled.folder())
+    result = copy.copy(bundled_tokenizer())
     result.chat_template = template
     return result
 
@@ -65,7 +72,7 @@ def test_a_template_that_does_not_end_is_stopped(template: str, monkeypatch: pyt
 
 
 def test_a_template_that_works_is_rendered_as_transformers_does() -> None:
-    built = AutoTokenizer.from_pretrained(bundled.folder())
+    built = bundled_tokenizer()
     messages = [{"role": "user", "content": "1+1"}]
     expected = built.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat_template.render(built, messages, add_generation_prompt=True) == expected
