@@ -75,7 +75,11 @@ def doctor(
     ]
     checks += [_library(name, extra) for name, extra in LIBRARIES.items()]
     checks += [_torch_works(), vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
-    checks += [_threads(), _memory(), _disk()]
+    limit = os.environ.get("OMP_NUM_THREADS")
+    checks.append(Finding("ok", "cpu cores", f"{usable_cores()}{f' (OMP_NUM_THREADS={limit})' if limit else ''}"))
+    checks.append(_memory())
+    free = shutil.disk_usage(Path.cwd()).free
+    checks.append(_enough("free disk here", free, DISK_NEEDED, "a run with checkpoints"))
     failed = any(check.status == "fail" for check in checks)
     if as_json:
         print_json({"ok": not failed, "findings": [asdict(check) for check in checks]})
@@ -166,12 +170,6 @@ def _sandbox(name: SandboxName) -> Finding:
     return Finding("ok", name, f"runs Python tools: {protection(name)}")
 
 
-def _threads() -> Finding:
-    cores = usable_cores()
-    limit = os.environ.get("OMP_NUM_THREADS")
-    return Finding("ok", "cpu cores", f"{cores}{f' (OMP_NUM_THREADS={limit})' if limit else ''}")
-
-
 def _memory() -> Finding:
     """Compares what a new process can get: the kernel's estimate, or the container's limit if it is lower."""
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -189,7 +187,3 @@ def _enough(name: str, free: int, needed: int, what: str) -> Finding:
     status: Status = "note" if free < needed else "ok"
     next_step = f"{what} needs about {needed / GIB:.0f} GiB" if free < needed else ""
     return Finding(status, name, f"{free / GIB:.1f} GiB", next_step)
-
-
-def _disk() -> Finding:
-    return _enough("free disk here", shutil.disk_usage(Path.cwd()).free, DISK_NEEDED, "a run with checkpoints")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,14 +46,15 @@ def train(
         from trimtab.training.ranks import is_follower
 
     run = run_directory(recipe, out, config.out)
-    is_comparison = config.compare is not None
-    hint = _with_resume_hint(recipe, sets or (), run, is_comparison=is_comparison)
-    with hint, only_json(as_json):
-        if config.compare is not None:
-            result = _compare(config, run, resume, to_stderr=as_json)
-        else:
-            with observe(to_stderr=as_json) as observer:
-                result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
+    try:
+        with only_json(as_json):
+            if config.compare is not None:
+                result = _compare(config, run, resume, to_stderr=as_json)
+            else:
+                with observe(to_stderr=as_json) as observer:
+                    result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_resume_hint(recipe, sets or (), run, config.compare is not None)) from None
     if as_json and not is_follower():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
@@ -100,16 +100,8 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
         echo(f"model: {run}")
 
 
-@contextmanager
-def _with_resume_hint(recipe: str, sets: Sequence[str], run: Path, *, is_comparison: bool) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM, adds the command that continues the run to the message."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_resume_hint(recipe, sets, run, is_comparison)) from None
-
-
 def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: bool) -> str:
+    """Returns how to go on after Ctrl-C or SIGTERM, with the command; empty on all ranks but the first."""
     set_options = [word for change in sets for word in ("--set", change)]
     command = shlex.join(["trimtab", "train", recipe, *set_options, "--out", str(run)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

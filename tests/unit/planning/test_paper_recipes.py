@@ -1,8 +1,9 @@
-"""The recipes at the scale of the papers: what they set, that nothing is refused, and that they fit the machine."""
+"""The recipes of many GPUs, and those of papers: what they set, that nothing is refused, that they fit the machine."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from trimtab.objectives import Band, Objective, Veto, Weight
 from trimtab.objectives.from_section import from_section
 from trimtab.planning.estimates import Workload
 from trimtab.planning.inputs import DEVICES, Assumptions, find_shape
-from trimtab.planning.planner import PlanRequest, best_plan
+from trimtab.planning.planner import Plan, PlanRequest, best_plan
 from trimtab.rewards import weighted
 from trimtab.training.held_out import eval_metrics
 from trimtab.training.requirements import check_recipe
 
+GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 # Recipe -> objective, prompts x samples, updates a batch, longest response, parameters of the model in billions.
 PAPERS: dict[str, tuple[str, int, int, int, int, float]] = {
     "paper-alp": ("token-alp", 512, 8, 16, 2048, 1.5),
@@ -33,6 +35,32 @@ PAPERS: dict[str, tuple[str, int, int, int, int, float]] = {
 def built(name: str) -> tuple[Config, Objective]:
     config = load_config(name)
     return config, from_section(config.objective.model_dump())
+
+
+def split(config: Config) -> tuple[int, int, int]:
+    """Engines, GPUs of each, ranks."""
+    if config.placement == "ray":
+        return config.ray.engines, config.engine.vllm.tensor_parallel, config.ray.trainers
+    assert config.engine.workers is not None
+    return config.engine.workers, config.engine.vllm.tensor_parallel, 8 - config.engine.workers
+
+
+def planned(config: Config, gpus: int) -> Plan:
+    """The plan of a recipe's own split of GPUs."""
+    longest, trainer = config.sampling.max_tokens, config.trainer
+    assert longest is not None
+    work = Workload(
+        trainer.prompts, trainer.samples, 512, longest / 2, longest, trainer.updates_per_step, trainer.epochs
+    )
+    engines, each, _ = split(config)
+    shape, batch = find_shape(config.model.path), trainer.micro_batch_tokens
+    sizes: dict[str, Any] = {
+        "rollout_gpus": engines * each,
+        "tensor_parallel": each,
+        "micro_batch": batch,
+        "max_lag": trainer.max_lag,
+    }
+    return best_plan(PlanRequest(shape, DEVICES["h100"], gpus, work, Assumptions(), **sizes))
 
 
 def test_every_recipe_of_a_paper_is_here() -> None:
@@ -51,12 +79,7 @@ def test_it_has_the_figures_of_its_paper_and_fits(name: str) -> None:
     assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert config.engine.vllm.context is not None
     assert config.engine.vllm.context >= longest + 512
-    assert config.engine.workers is not None
-    gpus = config.engine.workers * config.engine.vllm.tensor_parallel
-    work = Workload(prompts, samples, 512, longest / 2, longest, updates, trainer.epochs)
-    options: dict[str, Any] = {"rollout_gpus": gpus, "tensor_parallel": config.engine.vllm.tensor_parallel}
-    plan = best_plan(PlanRequest(shape, DEVICES["h100"], 8, work, Assumptions(), micro_batch=16896, **options))
-    assert plan.fits
+    assert planned(config, 8).fits
 
 
 @pytest.mark.parametrize("name", ["paper-alp", "paper-alp-tools"])
@@ -96,6 +119,38 @@ def test_the_four_configurations_of_miles_add_one_part_each() -> None:
     assert (second.weight, second.masks) == (weight, ())
     assert (third.weight, third.masks) == (weight, masks)
     assert (fourth.weight, fourth.masks) == (Weight("token", "clip", 0.5, 2.0, normalize=True), masks)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_recipe_is_its_own_plan(name: str) -> None:
+    config, result = load_config(name), planned(load_config(name), GPUS[name])
+    engines, each, ranks = split(config)
+    assert engines * each + ranks == GPUS[name]
+    assert (result.engines, result.engine.gpus, result.rank.ranks) == (engines, each, ranks)
+    assert result.fits
+    assert config.model.gradient_checkpointing == result.rank.recompute
+    assert config.sharding.offload == result.rank.offload
+    assert config.engine.vllm.context is not None
+    assert config.engine.vllm.context >= 512 + result.request.work.longest
+    assert config.trainer.micro_batch_tokens >= 512 + result.request.work.longest
+    if config.placement == "ray":
+        assert config.ray.engine_gpus == each
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_another_split_is_no_faster(name: str) -> None:
+    plan = planned(load_config(name), GPUS[name])
+    best = best_plan(replace(plan.request, rollout_gpus=None, tensor_parallel=None))
+    assert best.cycle.seconds == pytest.approx(plan.cycle.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_its_objective_reads_the_behavior_policy(name: str) -> None:
+    """Tokens of older weights are only corrected by an objective that reads the behavior policy; nothing is refused."""
+    config, objective = built(name)
+    assert config.trainer.max_lag
+    assert "behavior" in objective.needs
+    check_recipe(config, objective, config.ray.trainers)
 
 
 MESSAGES = {
