@@ -27,10 +27,10 @@ CONTRACT = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("quickstart") / "run"
-    sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=16"]
+    sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8"]
     command = [sys.executable, "-m", "trimtab", "train", "quickstart", "--out", str(out)]
     command += [word for item in sets for word in ("--set", item)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
@@ -72,7 +72,7 @@ def test_trajectories_have_the_columns_of_the_contract(run: tuple[Path, str]) ->
 
 
 def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
-    words = ["eval", str(run[0]), "--task", "arithmetic", "--problems", "16", "--json"]
+    words = ["eval", str(run[0]), "--task", "arithmetic", "--problems", "8", "--json"]
     command = [sys.executable, "-m", "trimtab", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
     rows = read_metrics(run[0] / "metrics.jsonl")
     # The same weights, but bfloat16 products of other row counts: on some processors a near tie is decided otherwise.
     # One of 16 answers differed on a processor with AMX, none on one without.
-    assert rows[-1]["eval/arithmetic/greedy"] == pytest.approx(result["accuracy"], abs=3 / 16)
+    assert rows[-1]["eval/arithmetic/greedy"] == pytest.approx(result["accuracy"], abs=1 / 8)
 
 
 def test_diagnose_calls_its_numerics_by_their_name(run: tuple[Path, str]) -> None:
