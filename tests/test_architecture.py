@@ -70,7 +70,7 @@ LINES = {
     "evaluation": 1_147,
     "lab": 1_010,
     "models": 3_929,
-    "monitor": 580,
+    "monitor": 603,
     "objectives": 3_079,
     "pages": 472,
     "planning": 860,

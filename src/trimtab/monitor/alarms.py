@@ -1,4 +1,4 @@
-"""The rules that raise an alarm from the figures of the steps so far. Pure functions; no state, no input or output."""
+"""The rules that raise an alarm from the metrics of the steps so far. Pure functions; no state, no input or output."""
 
 from __future__ import annotations
 
@@ -9,34 +9,48 @@ from functools import reduce
 from operator import add
 
 from trimtab.findings import Finding
-from trimtab.monitor.step_figures import MeanRatio
+from trimtab.monitor.metrics_of_step import MeanRatio
 
 WINDOW = 20
 """Steps that the newest ones are compared with."""
+RECENT = 5
+"""Steps whose median counts as the present state."""
 EXACT = 1e-7
 """k3 below which trainer and sampler compute the same up to rounding of float32."""
 JUMP = 4.0
 """How many times the largest k3 of the window both of the last two steps must reach (`benchmarks/monitor.py`)."""
 RISE = 5.0
 """How many times its median in the first steps the median k3 of the last ones must reach."""
-RATIO_ERRORS, RATIO_DISTANCE, RATIO_STEPS = 6.0, 0.005, 10
-"""The mean ratio is off where it is this many standard errors and this far from 1, over so many steps."""
-HEAVY_TAIL = 0.5
-"""Effective sample size of tokens below which a standard error of the mean ratio says nothing."""
+RATIO_STEPS = 10
+"""Steps over which the mean ratio is taken."""
+RATIO_ERRORS = 6.0
+"""Standard errors from 1 beyond which the mean ratio is wrong."""
+RATIO_DISTANCE = 0.005
+"""Distance from 1 below which it does not matter."""
+LOW_ESS = 0.5
+"""Effective sample size of tokens below which weights lose most of a batch, and an error of a mean says nothing."""
 LARGE_K3 = 0.1
 """k3 beyond everything published for a working setup (1e-5 to 1e-1)."""
 NORM_FALL = 0.35
 """Share of its first median that the gradient norm must fall to. Miles reports .07 to .02 before a collapse."""
-LENGTH_RISE, TRUNCATED, TRUNCATED_RISE = 2.0, 0.2, 0.15
-RECENT = 5
+LENGTH_RISE = 2.0
+"""How many times their first length responses must reach."""
+TRUNCATED = 0.2
+"""Share of truncated responses that is not remarkable."""
+TRUNCATED_RISE = 0.15
+"""Growth of that share since the first steps that is not remarkable."""
+MISSING = 0.001
+"""Share of trained tokens without a finite log-prob that is not remarkable."""
+
+# Comparisons are written `not x > limit`, so that NaN (a metric that is not there) raises no alarm.
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. figures: by name, such as `mismatch/k3`; ratio: the sums behind the mean ratio."""
+    """A finished step. metrics: by name, such as `mismatch/k3`; ratio: the sums behind the mean ratio."""
 
     number: int
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     ratio: MeanRatio
 
 
@@ -50,16 +64,16 @@ class Alarm(Finding):
 def alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns the alarms at the last of the steps, which are in order."""
     found = [finding for rule in RULES if (finding := rule(steps)) is not None]
-    return [Alarm(one.status, one.name, one.detail, one.next_step, step=steps[-1].number) for one in found]
+    return [Alarm(**vars(finding), step=steps[-1].number) for finding in found]
 
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:
     """Two steps in a row far above all before them: the sampler stays behind, whatever its versions say."""
-    k3 = [max(step.figures["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
+    k3 = [max(step.metrics["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
     if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
         return None
     detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
-    ages = [step.figures.get("age", math.nan) for step in steps[-WINDOW:]]
+    ages = [step.metrics.get("age", math.nan) for step in steps[-WINDOW:]]
     if any(map(math.isnan, ages)):
         return Finding(
             "fail", "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
@@ -88,6 +102,7 @@ def k3_rises(steps: Sequence[Step]) -> Finding | None:
 
 
 def k3_is_large(steps: Sequence[Step]) -> Finding | None:
+    """More than any published working setup has."""
     k3 = median(steps[-RECENT:], "mismatch/k3")
     if len(steps) < RECENT or not k3 > LARGE_K3:
         return None
@@ -102,7 +117,7 @@ def k3_is_large(steps: Sequence[Step]) -> Finding | None:
 def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
     """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
     recent = steps[-RATIO_STEPS:]
-    if min(step.figures["mismatch/ess_token"] for step in recent) < HEAVY_TAIL:
+    if min(step.metrics["mismatch/ess_token"] for step in recent) < LOW_ESS:
         return None
     values = {name: float(value) for name, value in reduce(add, (step.ratio for step in recent)).summary().items()}
     mean, error = values[""], values["/error"]
@@ -113,15 +128,17 @@ def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
     return Finding("fail", "mean-ratio", detail, advice)
 
 
-def few_samples_count(steps: Sequence[Step]) -> Finding | None:
+def effective_sample_size_is_low(steps: Sequence[Step]) -> Finding | None:
+    """Importance weights would use less than half of the batch."""
     ess = median(steps[-RECENT:], "mismatch/ess_token")
-    if len(steps) < RECENT or not ess < HEAVY_TAIL:
+    if len(steps) < RECENT or not ess < LOW_ESS:
         return None
     detail = f"effective sample size {ess:.2f} of the tokens: under importance weights most of the batch is lost"
     return Finding("note", "ess", detail, "refresh the sampler more often, or lower the mismatch")
 
 
 def gradient_norm_falls(steps: Sequence[Step]) -> Finding | None:
+    """Reported before collapses; compares the last steps with the first ones."""
     if len(steps) < 2 * WINDOW:
         return None
     first, last = median(steps[:WINDOW], "grad_norm"), median(steps[-WINDOW:], "grad_norm")
@@ -131,33 +148,37 @@ def gradient_norm_falls(steps: Sequence[Step]) -> Finding | None:
     return Finding("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses")
 
 
+def responses_are_truncated(steps: Sequence[Step]) -> Finding | None:
+    """More responses than in the first steps reach the limit of their length."""
+    first, last = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
+    if len(steps) < 2 * RECENT or not (last > TRUNCATED and last - first > TRUNCATED_RISE):
+        return None
+    detail = f"{last:.0%} of the responses are cut at the limit, {first:.0%} in the first steps"
+    return Finding("note", "truncation", detail, "raise the limit, or look at what long responses are rewarded for")
+
+
 def responses_grow(steps: Sequence[Step]) -> Finding | None:
-    if len(steps) < 2 * RECENT:
-        return None
+    """Responses are much longer than in the first steps."""
     first, last = (median(part, "response/length") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
-    cut_first, cut = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
-    if cut > TRUNCATED and cut - cut_first > TRUNCATED_RISE:
-        detail = f"{cut:.0%} of the responses are cut at the limit, {cut_first:.0%} in the first steps"
-        return Finding("note", "truncation", detail, "raise the limit, or look at what long responses are rewarded for")
-    if last > LENGTH_RISE * first:
-        detail = f"responses have {last:.0f} tokens, {first:.0f} in the first steps"
-        return Finding("note", "length", detail, "look at samples: longer answers, or repetition?")
-    return None
-
-
-def missing_log_probs(steps: Sequence[Step]) -> Finding | None:
-    figures = steps[-1].figures
-    missing = figures["nonfinite"]
-    if missing <= 0.001 * (missing + figures["mismatch/tokens"]):
+    if len(steps) < 2 * RECENT or not last > LENGTH_RISE * first:
         return None
-    share = missing / (missing + figures["mismatch/tokens"])
+    detail = f"responses have {last:.0f} tokens, {first:.0f} in the first steps"
+    return Finding("note", "length", detail, "look at samples: longer answers, or repetition?")
+
+
+def log_probs_are_missing(steps: Sequence[Step]) -> Finding | None:
+    """Trained tokens without a finite log-prob on one side."""
+    metrics = steps[-1].metrics
+    share = metrics["nonfinite"] / max(metrics["nonfinite"] + metrics["mismatch/tokens"], 1)
+    if not share > MISSING:
+        return None
     advice = "leave these tokens out of the loss, and find out on which side they are missing"
     return Finding("note", "non-finite", f"{share:.1%} of the trained tokens have no finite log-prob", advice)
 
 
 def median(steps: Sequence[Step], name: str) -> float:
-    """Returns the median of a figure; NaN where a step does not have it."""
-    values = sorted(step.figures.get(name, math.nan) for step in steps)
+    """Returns the median of a metric; NaN where a step does not have it."""
+    values = sorted(step.metrics.get(name, math.nan) for step in steps)
     return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
@@ -166,8 +187,9 @@ RULES: tuple[Callable[[Sequence[Step]], Finding | None], ...] = (
     k3_rises,
     k3_is_large,
     mean_ratio_is_off,
-    few_samples_count,
+    effective_sample_size_is_low,
     gradient_norm_falls,
+    responses_are_truncated,
     responses_grow,
-    missing_log_probs,
+    log_probs_are_missing,
 )

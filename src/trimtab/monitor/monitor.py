@@ -18,11 +18,12 @@ from torch import Tensor
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
 from trimtab.findings import Finding
 from trimtab.monitor.alarms import WINDOW, Alarm, Step, alarms
+from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
-from trimtab.monitor.step_figures import MeanRatio, over_ranks, step_figures
 from trimtab.objectives import Metrics
 
-VERDICTS = {"ok": "pass", "note": "warn", "fail": "fail"}
+STATUSES = ("ok", "note", "fail")
+"""From the best to the worst; `monitor/verdict` is the index."""
 
 
 class Monitor:
@@ -63,11 +64,11 @@ class Monitor:
         self._every = every
         self._on_alarm = on_alarm or _warn
         self._sample = Sample(sample_tokens, seed=self._rank)
-        self._open: tuple[int, Metrics] | None = None
+        self._current: tuple[int, Metrics] | None = None
         self._first: list[Step] = []
         self._last: deque[Step] = deque(maxlen=WINDOW)
         self._active: set[str] = set()
-        self._worst: dict[str, Alarm] = {}
+        self._raised: dict[str, Alarm] = {}
         self._steps = 0
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class Monitor:
         truncated: Tensor | None = None,
         grad_norm: float | None = None,
     ) -> dict[str, float]:
-        """Adds a batch or micro-batch of a step, and returns the figures of that step so far, for a logger.
+        """Adds a batch or micro-batch of a step, and returns the metrics of that step so far, for a logger.
 
         logp_train: of the weights before the update. logp_rollout: as the sampler reported it. mask: the trained
             tokens, bool.
@@ -99,39 +100,39 @@ class Monitor:
         """
         if step % self._every:
             return {}
-        if self._open is not None and self._open[0] != step:
+        if self._current is not None and self._current[0] != step:
             self._finish()
-        here = step_figures(
+        here = step_metrics(
             logp_train,
             logp_rollout,
             mask,
             age=None if version is None else step - _column(version, mask),
             **{
-                "reward/mean": _float(reward),
-                "response/truncated": _float(truncated),
+                "reward/mean": _double(reward),
+                "response/truncated": _double(truncated),
                 "grad_norm": None if grad_norm is None else torch.tensor([float(grad_norm)], device=mask.device),
             },
         )
         here = over_ranks(here, self._group) if self._distributed else here
-        self._open = (step, here if self._open is None else self._open[1] + here)
+        self._current = (step, here if self._current is None else self._current[1] + here)
         tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
         if isinstance(version, Tensor) and version.shape == mask.shape:
             tokens["policy_version"], version = version, None
         rows = {"step": step, "policy_version": version, "group": group, "reward": reward, "advantage": advantage}
         self._sample.add(mask, tokens, rows)
-        return self._figures(self._open[1])
+        return self._metrics(self._current[1])
 
     @property
     def verdict(self) -> Finding:
-        """What the alarms so far amount to: `ok`, `note` (may matter) or `fail`."""
-        alarms_so_far = sorted(self._worst.values(), key=lambda one: one.step)
-        status = max((one.status for one in alarms_so_far), key=list(VERDICTS).index, default="ok")
-        detail = "; ".join(f"{one.name} at step {one.step}" for one in alarms_so_far)
+        """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`."""
+        raised = sorted(self._raised.values(), key=lambda alarm: alarm.step)
+        status = max((alarm.status for alarm in raised), key=STATUSES.index, default="ok")
+        detail = "; ".join(f"{alarm.name} at step {alarm.step}" for alarm in raised)
         return Finding(status, "monitor", detail or f"no alarm in {self._steps} steps")
 
     def close(self) -> Finding:
         """Judges the last step, writes the sample and its page, and returns the verdict."""
-        if self._open is not None:
+        if self._current is not None:
             self._finish()
         if self._out is not None and len(self._sample):
             name = "sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl"
@@ -143,37 +144,37 @@ class Monitor:
         return self.verdict
 
     def _finish(self) -> None:
-        assert self._open is not None
-        number, metrics = self._open
-        self._open = None
+        assert self._current is not None
+        number, metrics = self._current
+        self._current = None
         ratio = metrics.parts["mean_ratio"]
         assert isinstance(ratio, MeanRatio)
-        step = Step(number, self._figures(metrics), _on_cpu(ratio))
+        step = Step(number, self._metrics(metrics), _on_cpu(ratio))
         self._steps += 1
         self._last.append(step)
         if len(self._first) < WINDOW:
             self._first.append(step)
         found = alarms(self._history())
-        for one in found:
-            if one.name not in self._active:
-                self._worst.setdefault(one.name, one)
+        for alarm in found:
+            if alarm.name not in self._active:
+                self._raised.setdefault(alarm.name, alarm)
                 if self._rank == 0:
-                    self._on_alarm(one)
-        self._active = {one.name for one in found}
+                    self._on_alarm(alarm)
+        self._active = {alarm.name for alarm in found}
         if self._out is not None and self._rank == 0:
-            names = [one.name for one in found]
+            names = [alarm.name for alarm in found]
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": number, **_json_numbers(step.figures), "alarms": names}) + "\n")
+                file.write(json.dumps({"step": number, **_json_numbers(step.metrics), "alarms": names}) + "\n")
 
     def _history(self) -> list[Step]:
         """The first and the last steps, each once."""
         return [step for step in self._first if step.number < self._last[0].number] + list(self._last)
 
-    def _figures(self, metrics: Metrics) -> dict[str, float]:
-        figures = metrics.finalize() | {"monitor/alarms": float(len(self._worst))}
+    def _metrics(self, metrics: Metrics) -> dict[str, float]:
+        values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
         if self._steps >= WINDOW:
-            figures["monitor/verdict"] = float(list(VERDICTS).index(self.verdict.status))
-        return figures
+            values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
+        return values
 
     def _write_page(self, out: Path) -> None:
         missing = [name for name in EXTRAS["diagnose"] if importlib.util.find_spec(name) is None]
@@ -193,7 +194,7 @@ def _column(version: int | Tensor, mask: Tensor) -> Tensor:
     return version.to(mask.device, torch.float64)
 
 
-def _float(values: Tensor | None) -> Tensor | None:
+def _double(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.double()
 
 
@@ -201,8 +202,8 @@ def _on_cpu(ratio: MeanRatio) -> MeanRatio:
     return MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()})
 
 
-def _json_numbers(figures: Mapping[str, float]) -> dict[str, Any]:
-    return {name: value if abs(value) < float("inf") else None for name, value in figures.items()}
+def _json_numbers(metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 
 
 def _warn(alarm: Alarm) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimtab.monitor.alarms import RATIO_STEPS, WINDOW, Step, alarms
-from trimtab.monitor.step_figures import MeanRatio
+from trimtab.monitor.metrics_of_step import MeanRatio
 
 NUMBERS = {"mismatch/ess_token": 0.99, "mismatch/tokens": 1000.0, "nonfinite": 0.0, "response/length": 100.0}
 

@@ -44,7 +44,7 @@ class MeanRatio(Mergeable):
         return {"": 1 + mean, "/error": error}
 
 
-def step_figures(
+def step_metrics(
     logp_train: Float[Tensor, "batch time"],
     logp_rollout: Float[Tensor, "batch time"],
     mask: Bool[Tensor, "batch time"],
