@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.records import DataSummary, Measured
+from trimtab.diagnosis.records import DataSummary, Measured, View
 from trimtab.diagnosis.tokens import TokenTable
 
 ORIGIN = DataSummary(framework="trimtab", files=1, responses=0, tokens=0, trained=0, anchor="proximal")
@@ -38,6 +38,11 @@ def _flat(values: Any, like: Sequence[Sequence[float]]) -> np.ndarray:
     if np.isscalar(values):
         return np.full(sum(map(len, like)), values)
     return np.concatenate([np.asarray(row) for row in values])
+
+
+def values(record: TokenTable | View, name: str) -> list:
+    """A column of a table or a view as a list."""
+    return getattr(record, name).tolist()
 
 
 def trained(data: TokenTable) -> TrainedTokens:

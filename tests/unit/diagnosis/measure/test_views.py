@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.support.token_tables import noisy, pieces, table, whole
+from tests.support.token_tables import noisy, pieces, table, values, whole
 
 from trimtab.diagnosis.measure.bins import PROBABILITY_EDGES
 from trimtab.diagnosis.measure.views import ranges, rejected
@@ -26,8 +27,7 @@ def test_by_probability_by_hand() -> None:
     assert view.count.tolist() == [0] * 13 + [2, 1]
     assert view.labels[13:] == ("0.22 - 0.46", "0.46 - 1")
     assert view.labels[0] == "below 2.2e-05"
-    assert view.edges is not None
-    assert view.edges.tolist() == PROBABILITY_EDGES.tolist()
+    assert values(view, "edges") == PROBABILITY_EDGES.tolist()
     assert view.ratio_mean[13:] == pytest.approx([1.25, 1.0])
     assert view.log_ratio_mean[13:] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert view.k3[13:] == pytest.approx([0.25, 0.0], abs=1e-6)
@@ -54,8 +54,7 @@ def test_by_entropy_by_hand() -> None:
     assert view.labels[0] == "0 - 0.01"
     assert view.labels[-1] == "6 - 7.5"
     assert view.count.tolist() == [2, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
-    assert view.edges is not None
-    assert view.edges[[0, 1, -2, -1]].tolist() == [0.0, 0.01, 6.0, 7.5]
+    assert values(view, "edges")[:2] + values(view, "edges")[-2:] == [0.0, 0.01, 6.0, 7.5]
     assert view.ratio_mean[[0, -1]] == pytest.approx([1.5, 0.5])
 
 
@@ -97,25 +96,6 @@ def test_distances_from_an_observation_are_binned() -> None:
         *("0", "1", "2", "3", "4-7", "8-15", "16-31", "32-63", "64-127", "128 and more", "no observation yet"),
     )
     assert view.count.tolist() == [1, 1, 1, 1, 4, 8, 16, 32, 64, 72, 1]
-
-
-def test_single_turns_have_no_turn_view() -> None:
-    mask = [[False, True, True, False], [True, True]]
-    views = whole(table([[0.0] * 4, [0.0] * 2], mask=mask)).views
-    assert "turn" not in views
-    assert "turn-number" not in views
-
-
-def test_planted_jump_at_turns_is_seen_there_only() -> None:
-    rng = np.random.default_rng(0)
-    mask = np.tile([True] * 9 + [False] * 3, (50, 4))
-    ratios = 0.01 * rng.standard_normal(mask.shape)
-    ratios[:, 12::12] += 1.0
-    view = whole(table(ratios.tolist(), mask=mask.tolist())).views["turn"]
-    k3 = dict(zip(view.labels, view.k3, strict=True))
-    assert k3["0"] > 0.5
-    assert max(value for place, value in k3.items() if place != "0") < 1e-3
-    assert dict(zip(view.labels, view.count, strict=True))["0"] == 150
 
 
 def test_ages_by_hand() -> None:
@@ -170,8 +150,7 @@ def test_each_length_is_a_bin_when_there_are_few() -> None:
     view = whole(table(ratios, mask=mask)).views["length"]
     assert view.labels == ("1-2", "3")
     assert view.count.tolist() == [1, 6]
-    assert view.edges is not None
-    assert view.edges.tolist() == [1, 3, 4]
+    assert values(view, "edges") == [1, 3, 4]
     assert view.columns["responses"].tolist() == [1, 2]
     assert view.columns["rejected/sequence [0.5, 2]"].tolist() == [1.0, 0.5]
     assert view.columns["rejected/sequence [0.5, 3]"].tolist() == [0.0, 0.0]
@@ -186,10 +165,7 @@ def test_ten_bins_share_responses_evenly() -> None:
     # A fine bin is at most 1/32 of its length wide.
     assert view.columns["responses"].min() > 70
     assert view.columns["responses"].max() < 130
-    assert view.edges is not None
-    inside = [
-        ((lengths >= low) & (lengths < high)).sum() for low, high in zip(view.edges[:-1], view.edges[1:], strict=True)
-    ]
+    inside = [((lengths >= low) & (lengths < high)).sum() for low, high in itertools.pairwise(values(view, "edges"))]
     assert view.columns["responses"].tolist() == inside
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.support.token_tables import values
 
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.html_page import answers
@@ -43,10 +44,8 @@ def test_verl_padding_is_cut_and_a_tool_token_stays_untrained() -> None:
     ]
     expected[2] = 0  # 7.0 in the file, at a token that is not trained
     np.testing.assert_allclose(table.trainer, expected, rtol=1e-6)
-    assert table.group is not None
-    assert table.group.tolist() == [0, 0, 1, 1]
-    assert table.reward is not None
-    assert table.reward.tolist() == [1, 0, 0, 1]
+    assert values(table, "group") == [0, 0, 1, 1]
+    assert values(table, "reward") == [1, 0, 0, 1]
     np.testing.assert_allclose(table.advantage, [0.5, -0.5, -0.7, 0.7], rtol=1e-6)  # type: ignore[arg-type]
     assert origin.findings == ()
 
@@ -70,8 +69,7 @@ def test_trl_repeats_a_batch_in_each_file_and_it_counts_once() -> None:
     assert np.diff(table.starts).tolist() == [sum(row["completion_mask"]) for row in one] == [1, 6, 6, 6]
     np.testing.assert_allclose(table.behavior[1:7], one[1]["sampling_per_token_logps"], rtol=1e-6)
     np.testing.assert_allclose(table.trainer[1:7], one[1]["old_per_token_logps"], rtol=1e-6)
-    assert table.advantage is not None
-    np.testing.assert_allclose(table.advantage, [row["advantage"] for row in one])
+    np.testing.assert_allclose(values(table, "advantage"), [row["advantage"] for row in one])
 
 
 def test_trl_rewards_have_the_name_of_their_function() -> None:
@@ -99,17 +97,13 @@ def test_miles_ranks_that_hold_the_same_responses_count_once() -> None:
     assert origin.framework == "miles"
     assert origin.dropped == {"the same response in the file of another rank": 2}
     assert table.starts.tolist() == [0, 2, 5, 7, 10]
-    assert table.ids is not None
-    assert table.ids[:5].tolist() == [10, 11, 12, 13, 14]  # the last tokens: `tokens` begins with the prompt 1 2 3
+    assert values(table, "ids")[:5] == [10, 11, 12, 13, 14]  # the last tokens: `tokens` begins with the prompt 1 2 3
     np.testing.assert_array_equal(table.behavior[:2], first["rollout_log_probs"][0].numpy())
     np.testing.assert_array_equal(table.trainer[:2], first["log_probs"][0].numpy())
-    assert table.group is not None
-    assert table.group.tolist() == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
-    assert table.version is not None
-    assert table.version.tolist() == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
+    assert values(table, "group") == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
+    assert values(table, "version") == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
     assert "oldest" in origin.findings[0].text
-    assert table.step is not None
-    assert table.step.tolist() == [7] * 4
+    assert values(table, "step") == [7] * 4
 
 
 def test_a_folder_of_dump_details_is_read_on_the_trainers_side() -> None:
@@ -135,8 +129,7 @@ def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> N
 def test_miles_samples_may_name_one_version_each(tmp_path: Path) -> None:
     miles_rank(tmp_path / "7_0.pt", weight_versions=None, weight_version=[6, 5])
     (table,) = open_log([tmp_path]).tables()
-    assert table.version is not None
-    assert table.version.tolist() == [6, 6, 5, 5, 5]
+    assert values(table, "version") == [6, 6, 5, 5, 5]
 
 
 def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
@@ -150,10 +143,8 @@ def test_slime_puts_all_ranks_into_one_file() -> None:
     table, origin = read("slime", framework="slime")
     assert origin.framework == "miles"
     assert origin.responses == 4
-    assert table.reward is not None
-    assert table.reward.tolist() == [1, 0, 1, 0]
-    assert table.advantage is not None
-    assert table.advantage.tolist() == [1, -1, 0.5, -0.5]
+    assert values(table, "reward") == [1, 0, 1, 0]
+    assert values(table, "advantage") == [1, -1, 0.5, -0.5]
     miles, _ = read("miles/train_data")
     np.testing.assert_array_equal(table.behavior, miles.behavior)
 
@@ -166,11 +157,9 @@ def test_prime_rl_prompts_are_cut_and_nulls_counted() -> None:
     # The first response has a trainer log-prob that was not finite, which the exporter writes as null.
     assert origin.nonfinite == {"logp_current nan": 1}
     assert not origin.dropped
-    assert table.ids is not None
-    assert table.ids[table.starts[1] :].tolist() == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
+    assert values(table, "ids")[table.starts[1] :] == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
     np.testing.assert_allclose(table.trainer[table.starts[1] :], rows[1]["trainer_logprobs"][1:], rtol=1e-6)
-    assert table.advantage is not None
-    assert table.advantage.tolist() == [1, -1]
+    assert values(table, "advantage") == [1, -1]
 
 
 def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: Path) -> None:
@@ -179,8 +168,7 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
            "rl_weights": [0, 0, 1, None]}  # fmt: skip
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
     (table,) = open_log([tmp_path]).tables()
-    assert table.ids is not None
-    assert table.ids.tolist() == [3, 4]
+    assert values(table, "ids") == [3, 4]
     assert table.mask.all()
 
 
@@ -196,9 +184,8 @@ def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
     assert (origin.framework, origin.anchor, origin.files) == ("nemo-rl", "proximal", 2), "val_data_* is not read"
     assert origin.dropped == {"no part of the loss (sample_mask 0)": 2}
     assert np.diff(table.starts).tolist() == [4, 2, 5] * 2
-    assert table.ids is not None
     # From the first trained token to the last: a tool's message stays inside, the prompt's own answer does not.
-    assert table.ids[:11].tolist() == [20, 21, 22, 23, 30, 31, 50, 51, 60, 61, 70]
+    assert values(table, "ids")[:11] == [20, 21, 22, 23, 30, 31, 50, 51, 60, 61, 70]
     assert table.mask[:11].tolist() == [*[True] * 8, False, False, True]
     np.testing.assert_allclose(table.behavior[:4], rows[0]["generation_logprobs"][3:7], rtol=1e-6)
     np.testing.assert_allclose(table.trainer[:4], rows[0]["prev_logprobs"][3:7], rtol=1e-6)
@@ -209,8 +196,7 @@ def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
         "reward": [1, 0, 1, 1, 0, 1],
         "advantage": [0.5, -0.5, 0.25, 0.5, -0.5, 0.25],
     }
-    assert table.prompt_length is not None
-    assert table.prompt_length.tolist() == [3, 3, 2, 3, 3, 2]
+    assert values(table, "prompt_length") == [3, 3, 2, 3, 3, 2]
     assert not {"step", "group", "reward"} & origin.missing.keys()
     assert tuple(found.text for found in origin.findings) == (
         "left out: no part of the loss (sample_mask 0), first in row 4 of train_data_step1.jsonl",
@@ -274,8 +260,7 @@ def test_nemo_rl_dynamic_sampling_trains_on_filtered_rewards(tmp_path: Path) -> 
     (tmp_path / "train_data_step7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = open_log([tmp_path])
     (table,) = source.tables()
-    assert table.reward is not None
-    assert table.reward.tolist() == [1, 0, 1]
+    assert values(table, "reward") == [1, 0, 1]
     assert source.summary().dropped == {"no tokens": 1}
 
 
@@ -363,8 +348,7 @@ def test_a_dump_in_trimtabs_own_columns_needs_no_more_than_log_probs(tmp_path: P
     assert origin.findings == ()
     assert table.mask.tolist() == [True, False, True, True] * 2
     assert table.trainer.tolist() == [-1.25, 0, -0.5, -2] * 2
-    assert table.step is not None
-    assert table.step.tolist() == [3, 3, 4, 4]
+    assert values(table, "step") == [3, 3, 4, 4]
 
 
 def test_a_value_missing_in_some_rows_only_is_counted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.token_tables import values
 
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.tokens import TokenTable
@@ -98,10 +99,8 @@ def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
         write_parquet(folder / f"step-{step}.parquet", rows(4, seed=step, step=step))
     for path in (tmp_path / "run", folder):
         (table,) = open_log([path]).tables()
-        assert table.step is not None
-        assert table.step.tolist() == [1] * 4 + [2] * 4 + [10] * 4
-        assert table.group is not None
-        assert table.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # group 0 of each step is another one
+        assert values(table, "step") == [1] * 4 + [2] * 4 + [10] * 4
+        assert values(table, "group") == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # group 0 of each step is another one
 
 
 def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
@@ -148,8 +147,7 @@ def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
         assert source.summary().framework == "columns"
         assert table.trainer.tolist() == [-1.5, 0, -3]
         assert table.mask.tolist() == [True, False, True]
-        assert table.ids is not None
-        assert table.ids.tolist() == [1, 2, 3]
+        assert values(table, "ids") == [1, 2, 3]
 
 
 def test_lists_and_masks_that_begin_with_the_prompt_are_cut_to_the_response(tmp_path: Path) -> None:
