@@ -16,13 +16,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
-from trimtab.findings import Finding
+from trimtab.findings import Finding, Status
 from trimtab.monitor.alarms import WINDOW, Alarm, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
 
-STATUSES = ("ok", "note", "fail")
+STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
 """From the best to the worst; `monitor/verdict` is the index."""
 
 
@@ -126,7 +126,7 @@ class Monitor:
     def verdict(self) -> Finding:
         """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`."""
         raised = sorted(self._raised.values(), key=lambda alarm: alarm.step)
-        status = max((alarm.status for alarm in raised), key=STATUSES.index, default="ok")
+        status = STATUSES[max((STATUSES.index(alarm.status) for alarm in raised), default=0)]
         detail = "; ".join(f"{alarm.name} at step {alarm.step}" for alarm in raised)
         return Finding(status, "monitor", detail or f"no alarm in {self._steps} steps")
 

@@ -267,8 +267,9 @@ class Learner:
             options |= {"temperature": config.sampling.temperature, "entropy": entropy, "squares": squares}
             scores = score(model, micro.tokens, **options)
         if not micro.rows:
-            kept = (None if values is None else values[:0] for values in scores._replace(routes=None))
-            return TokenScores(*kept), micro
+            further = (scores.entropy, scores.head, scores.squares)
+            of_none = [None if values is None else values[:0] for values in further]
+            return TokenScores(scores.logp[:0], entropy=of_none[0], head=of_none[1], squares=of_none[2]), micro
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro
