@@ -28,9 +28,8 @@ class MultiValueCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option, word in itertools.pairwise([*args, "-"]):
-            if option in MULTI_VALUE_OPTIONS and (
-                not word or word.startswith("-")
-            ):  # otherwise the defaults would apply
+            # Without a value the defaults would apply.
+            if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
         expanded: list[str] = []
         option = ""

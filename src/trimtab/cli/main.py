@@ -83,9 +83,8 @@ def _root(
     """Stable reinforcement learning of language models when the data is off-policy."""
     if context.invoked_subcommand not in PROGRAM_COMMANDS:
         context.with_resource(only_named(named_functions(context.obj)))
-    if (
-        context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
-    ):  # checked first to avoid importing torch
+    # The variable is looked at first, to avoid importing torch.
+    if context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ:
         from trimtab.training.ranks import launched_by_torchrun
 
         if launched_by_torchrun():

@@ -91,7 +91,7 @@ class Sequences:
 
     @cached_property
     def turns(self) -> Sequences:
-        """The turns of all sequences, each as a sequence of its own. Raises `ValueError` where they are not known."""
+        """`Sequences` in which every turn is a separate sequence. Raises `ValueError` where they are not known."""
         if self.turn is None:
             raise ValueError(TURNS_UNKNOWN)
         if self.group is not None:
@@ -104,7 +104,7 @@ class Sequences:
 
     @cached_property
     def slots(self) -> Int[Tensor, "positions"]:
-        """The place of each position's sequence in the results of reductions; padding has a place of its own."""
+        """The index of each position's sequence in the results of reductions; padding has a separate one."""
         if self.ids is None:
             rows = torch.arange(len(self.mask), device=self.mask.device)
             return rows[:, None].expand_as(self.mask).reshape(-1)

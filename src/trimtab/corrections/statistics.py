@@ -128,7 +128,7 @@ class Histogram(Mergeable):
 
     @property
     def beyond(self) -> Tensor:
-        """Number of log-ratios beyond the safety bound, to half a bin."""
+        """Number of log-ratios beyond the safety bound, exact up to those within half a bin of it."""
         return (self.counts[0] + self.counts[-1]).double()
 
     def summary(self) -> dict[str, Tensor]:
@@ -201,8 +201,8 @@ class RatioStatistics(Mergeable):
             log=total(log),
             log_square=_dot(log, log),
             log_abs=total(log.abs()),
-            log_min=-_largest(torch.where(mask, -log, -torch.inf), -torch.inf),
-            log_max=_largest(torch.where(mask, log, -torch.inf), -torch.inf),
+            log_min=-_largest(torch.where(mask, -log, -torch.inf)),
+            log_max=_largest(torch.where(mask, log, -torch.inf)),
             excess=total(excess),
             excess_square=_dot(excess, excess),
             k3=total(excess - log),
@@ -256,7 +256,7 @@ def _sequence_sums(ratios: Ratios) -> dict[str, Tensor]:
         "sequences": total(trained),
         "product": product.sum(),
         "product_square": product.square().sum(),
-        "product_log_max": _largest(torch.where(trained, log, -torch.inf), -torch.inf),
+        "product_log_max": _largest(torch.where(trained, log, -torch.inf)),
         "ppl_ratio": _perplexity(ratios.log_geometric, ratios.sequences),
     }
 
@@ -276,6 +276,6 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
     return torch.dot(left.reshape(-1), right.reshape(-1)).double()
 
 
-def _largest(values: Tensor, empty: float) -> Tensor:
-    """Largest value as a float64 scalar; `empty` for a batch without rows."""
-    return values.amax().double() if values.numel() else values.new_full((), empty, dtype=torch.float64)
+def _largest(values: Tensor) -> Tensor:
+    """Largest value as a float64 scalar; -inf for a batch without rows."""
+    return values.amax().double() if values.numel() else values.new_full((), -torch.inf, dtype=torch.float64)

@@ -192,7 +192,7 @@ def _bounds(name: str) -> Iterator[_Bound]:
     if is_custom(name):
         return
     preset = named(name)
-    for keyword, path in sorted(preset.paths.items(), key=lambda item: item[1] < "weight"):  # the weight first
+    for keyword, path in sorted(preset.paths.items(), key=lambda item: not item[1].startswith("weight")):
         place, _, side = path.rpartition(".")
         part, edge = value_at(preset.objective, place), _low if side == "min" else _high
         if isinstance(part, Weight) and side != "normalize" and preset.defaults[keyword] > 0:

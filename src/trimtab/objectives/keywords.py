@@ -101,9 +101,10 @@ class Preset:
     def _has(self, key: str, path: str) -> bool:
         """Whether the objective has the field. A truncated weight has no lower bound."""
         try:
-            return (key, value_at(self.objective, path)) != ("weight_min", None)
+            value = value_at(self.objective, path)
         except AttributeError:
             return False
+        return not (key == "weight_min" and value is None)
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.adapters.config_lines import lines
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes
-from trimtab.diagnosis.advice.rules import Findings, choose
+from trimtab.diagnosis.advice.rules import RuleInputs, choose
 from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
 
 __all__ = ["advise"]
@@ -27,6 +27,6 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     part = sample if every < 2 else sample.select(np.arange(sample.responses) % every == 0)
     table = outcomes(AdviceData.of(part))
     size = measured.size
-    rule, overrides, why = choose(Findings(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
+    rule, overrides, why = choose(RuleInputs(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
     settings = lines(rule.preset, overrides) if rule.preset else {}
     return table, Recommendation(rule.preset, dict(overrides), why, settings)

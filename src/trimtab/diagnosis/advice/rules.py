@@ -25,7 +25,7 @@ ACCEPTED = 0.7
 
 
 @dataclass(frozen=True)
-class Findings:
+class RuleInputs:
     """The inputs of a rule: causes, verdict and k3 of the mismatch, outcomes of presets, number of trained tokens."""
 
     causes: Sequence[Cause]
@@ -55,7 +55,7 @@ class Rule:
     """
 
     name: str
-    applies: Callable[[Findings], bool]
+    applies: Callable[[RuleInputs], bool]
     preset: str
     why: str
     own_bounds: bool = True
@@ -149,7 +149,7 @@ RULES = (
 )
 
 
-def choose(findings: Findings) -> tuple[Rule, Mapping[str, float], str]:
+def choose(findings: RuleInputs) -> tuple[Rule, Mapping[str, float], str]:
     """Returns the first rule that holds, the overrides of its preset, and the reason with the numbers of the data."""
     rule = next(rule for rule in RULES if rule.applies(findings))
     overrides = findings.bounds(rule.preset) if rule.own_bounds else {}

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.diagnosis.causes.bad_values import find_above_zero, find_nonfinite, find_placeholder
-from trimtab.diagnosis.causes.detector import Context, Detector, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Detector, Residual
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
@@ -71,7 +71,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:
     """Applies the repairs that heal most one after the other; what they leave decides how sure each is."""
-    found: list[tuple[Finding, Residual]] = []
+    found: list[tuple[CauseMatch, Residual]] = []
     whole = left = Residual.of(tokens)
     is_finished = False
     for stage in STAGES:
@@ -82,7 +82,7 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
                 break
             findings, after = max(options, key=lambda option: left.total - option[1].total)
             found += [(finding, after) for finding in findings]
-            tokens, left = findings[-1].rest, after
+            tokens, left = findings[-1].remaining, after
             context = replace(context, repaired=True, direction=findings[-1].direction or context.direction)
             is_finished = findings[-1].is_final or len(tokens) < MIN_TOKENS // 2
     is_known = is_finished or context.direction
@@ -93,14 +93,14 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
 
 def _option(
     find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
-) -> tuple[list[Finding], Residual] | None:
+) -> tuple[list[CauseMatch], Residual] | None:
     """Returns the findings of a detector with what they leave; None where it finds nothing or that does not heal."""
     findings = [one for one in find(tokens, context) if one.name not in excluded]
     if not findings:
         return None
     last = findings[-1]
-    after = left if last.rest is tokens else Residual.of(last.rest)
-    return (findings, after) if last.rest is tokens or last.is_final or _heals(left, after) else None
+    after = left if last.remaining is tokens else Residual.of(last.remaining)
+    return (findings, after) if last.remaining is tokens or last.is_final or _heals(left, after) else None
 
 
 def _heals(before: Residual, after: Residual) -> bool:
@@ -109,11 +109,11 @@ def _heals(before: Residual, after: Residual) -> bool:
     return after.tokens > 0 and after.k3 < LIMITS["heals"] * before.k3 and not breaks
 
 
-def _cause(finding: Finding, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
+def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
     """Returns the record; what stays unexplained lowers the confidence by its share of k3."""
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
     limit = 0.99 if unexplained is None else LIMITS["confidence-outside"] + 0.5 * share**2
-    sure = round(min(finding.at_most, limit), 2)
+    sure = round(min(finding.max_confidence, limit), 2)
     evidence, fix, tokens = finding.evidence, REMEDIES[finding.name], finding.tokens
     if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
         return Cause(finding.name, sure, evidence, fix, None, tokens)

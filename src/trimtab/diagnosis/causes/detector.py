@@ -1,16 +1,16 @@
-"""What a detector of causes knows and returns, and the size of the mismatch before and after a repair.
+"""What a detector of causes receives and returns, and the size of the mismatch before and after a repair.
 
-For tokens drawn from the reported distribution E[trainer/sampler] = 1, whatever rounding does. The mean of a few heavy
-ratios is close to nothing: it lies below 1 as long as large ones are missing, and one token may move it. So a mean
-above 1 must also win a bet against the contract (a product of 1 + λ (ratio - 1), whose expectation is 1, averaged over
-λ), a mean below 1 must stay there with three tokens more of twice the largest ratio, and where the standard error is
-large the contract says nothing.
+If tokens are drawn from the reported distribution, E[trainer / sampler] = 1, whatever the rounding. The sample mean of
+heavy-tailed ratios is unreliable: it is below 1 while large ratios are missing, and one token may move it. So a mean
+above 1 counts only if an e-value exceeds `contract-bet` (the product of 1 + λ (ratio - 1), whose expectation is 1,
+averaged over λ), and a mean below 1 only if further tokens with large ratios would leave it below. Where the standard
+error is large, the test says nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -19,7 +19,14 @@ from trimtab.diagnosis.causes.logprob_pairs import MAX_LOG_RATIO, LogprobPairs
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
-_BETS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
+_LAMBDAS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
+UNSEEN_TOKENS = 3
+"""Tokens with a large ratio that a sample may lack by chance (the 95% bound on a count of which none was seen)."""
+UNSEEN_FACTOR = 2
+"""How many times the largest excess that was seen theirs may be."""
+
+
+Contract = Literal["inside", "outside", "silent"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Residual:
     k3: float
     ratio_mean: float
     z: float
-    contract: str
+    contract: Contract
 
     @classmethod
     def of(cls, tokens: LogprobPairs) -> Residual:
@@ -54,35 +61,35 @@ class Residual:
         return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.contract]})"
 
 
-def _contract(excess: np.ndarray, mean: float) -> str:
+def _contract(excess: np.ndarray, mean: float) -> Contract:
     error = max(float(excess.std()) / np.sqrt(len(excess)), 1e-12)
-    needed = LIMITS["contract-z"]
-    if mean > LIMITS["contract-close"] and mean > needed * error:
-        bets = np.log1p(_BETS[:, None] * excess).sum(1)
-        wins = np.logaddexp.reduce(bets) - np.log(len(_BETS)) > LIMITS["contract-bet"]
-        if wins or excess.max() < 0.5:
+    smallest = max(LIMITS["contract-close"], LIMITS["contract-z"] * error)
+    if mean > smallest:
+        log_wealth = np.log1p(_LAMBDAS[:, None] * excess).sum(1)
+        log_e_value = np.logaddexp.reduce(log_wealth) - np.log(len(_LAMBDAS))
+        if log_e_value > LIMITS["contract-bet"] or excess.max() < 0.5:
             return "outside"
-    unseen = 3 * 2 * max(float(excess.max()), 0.0) / len(excess)
-    if mean + unseen < -LIMITS["contract-close"] and mean + unseen < -needed * error:
+    unseen = UNSEEN_TOKENS * UNSEEN_FACTOR * max(float(excess.max()), 0.0) / len(excess)
+    if mean + unseen < -smallest:
         return "outside"
     return "silent" if error > LIMITS["contract-silent"] else "inside"
 
 
 @dataclass(frozen=True, eq=False)
-class Finding:
-    """A cause and its repair.
+class CauseMatch:
+    """A cause that the tokens show, with its repair.
 
-    rest: the tokens once it is undone, empty where nothing can be restored. tokens: how many it concerns. at_most: the
-    largest confidence that the kind of evidence allows. direction: +1 or -1 where the cause stays in `rest` since it
-    cannot be undone for each token, the direction in which it moves the logits of likely tokens; otherwise 0. is_final:
-    whether nothing else can be said of the tokens.
+    remaining: the tokens once it is undone, empty where nothing can be restored. tokens: how many it concerns.
+    max_confidence: the largest confidence that the kind of evidence allows. direction: +1 or -1 where the cause stays
+    in `remaining` since it cannot be undone for each token, the direction in which it moves the logits of likely
+    tokens; otherwise 0. is_final: whether nothing else can be said of the tokens.
     """
 
     name: str
     evidence: str
-    rest: LogprobPairs
+    remaining: LogprobPairs
     tokens: int
-    at_most: float = 0.99
+    max_confidence: float = 0.99
     direction: int = 0
     is_final: bool = False
 
@@ -92,7 +99,7 @@ class Context:
     """What detectors know besides the tokens.
 
     floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
-    direction: of a cause that was found and cannot be undone (`Finding.direction`); 0 for none.
+    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none.
     """
 
     floor: float
@@ -104,4 +111,4 @@ class Context:
 class Detector(Protocol):
     """Finds causes in tokens, each with the tokens that remain once it is undone: the proposed repair."""
 
-    def __call__(self, tokens: LogprobPairs, context: Context, /) -> list[Finding]: ...
+    def __call__(self, tokens: LogprobPairs, context: Context, /) -> list[CauseMatch]: ...

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import centered, confidence, log_size, rms_of, slope_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
@@ -24,7 +24,7 @@ OFFSET = 256.0  # tokens added to depths, so that their logarithm does not stret
 FIFTHS, SURPRISE_BINS, LARGEST = 5, 20, 10.0
 
 
-def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects growth with depth, and leaves the shallowest tokens."""
     if context.direction:  # log-ratios follow the shape of distributions, which may change along a response
         return []
@@ -69,7 +69,7 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[Finding]:
     is_all = bool(start / sizes[-1] <= LIMITS["depth-base"])
     shallow = tokens.select(tokens.depth <= edges[0])
     moved, sure = len(tokens) - len(shallow), confidence(z, LIMITS["depth-z"])
-    return [Finding("long-context", evidence, shallow, moved, sure, is_final=is_all)]
+    return [CauseMatch("long-context", evidence, shallow, moved, sure, is_final=is_all)]
 
 
 def _spans_enough(tokens: LogprobPairs) -> np.ndarray:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.detector import CauseMatch, Context
 from trimtab.diagnosis.causes.evidence import confidence, correlation, z_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.retokenized import ShiftStart, find_shift_starts, shift_starts_text
@@ -38,7 +38,7 @@ CAP = 3.0
 MAX_ROUNDS = 8
 
 
-def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+def find_shifts(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     """Finds shifts, and repairs the shifted stretches."""
     shifts: list[_Shift] = []
     remaining, parts = tokens, []
@@ -68,7 +68,7 @@ def find_shifts(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     name = "misaligned"
     if len(starts) > rows / 2:
         name, evidence = "retokenized", f"{evidence}; {shift_starts_text(starts, rows)}"
-    return [Finding(name, evidence, rest, len(repaired), confidence(shifts[0].gain, LIMITS["shift-gain"]))]
+    return [CauseMatch(name, evidence, rest, len(repaired), confidence(shifts[0].gain, LIMITS["shift-gain"]))]
 
 
 def _distance(tokens: LogprobPairs) -> np.ndarray:

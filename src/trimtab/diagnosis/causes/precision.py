@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import rms_of, share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import direction, objection, uneven_by
@@ -126,7 +126,7 @@ def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
     return Noise(rms_of(wrong) * factor, 0.0, len(wrong), is_lower_bound=True)
 
 
-def find_noise(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
 
     Where a few tokens are far beyond the others, or the tokens of a few prompts are in all their responses, these were
@@ -193,7 +193,7 @@ def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
     )
 
 
-def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[Finding]:
+def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
     sure, evidence = LIMITS["confidence-by-recipe"], f"{text}; the run's recipe says {settings}"
     if settings.coarse:
@@ -205,7 +205,7 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
     return [_noise("precision", tokens, sure, evidence)]
 
 
-def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> Finding:
+def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
     """Names the noise by its size; sizes that both kinds have leave a doubt, unless token ids tell them apart."""
     sure = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.tokens < LIMITS["noise-tokens"]:  # in which the tail of another noise does not show
@@ -226,5 +226,5 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> Finding:
     return _noise("quantized", tokens, sure, evidence)
 
 
-def _noise(name: str, tokens: LogprobPairs, sure: float, evidence: str) -> Finding:
-    return Finding(name, evidence, tokens, len(tokens), round(sure, 2), is_final=True)
+def _noise(name: str, tokens: LogprobPairs, sure: float, evidence: str) -> CauseMatch:
+    return CauseMatch(name, evidence, tokens, len(tokens), round(sure, 2), is_final=True)

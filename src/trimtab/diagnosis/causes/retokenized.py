@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.detector import CauseMatch, Context
 from trimtab.diagnosis.causes.evidence import confidence, share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
@@ -30,7 +30,7 @@ from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 FIRST_TOKENS = 3  # of a turn, that count as its beginning
 
 
-def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     """Finds jumps in data of several turns, and leaves them out."""
     is_later = tokens.turn > 0
     if not is_later.any():
@@ -63,7 +63,7 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[Finding]:
     near = jumps.copy()  # and the two tokens after each, whose context changed too
     for k in (1, 2):
         near[k:] |= jumps[:-k] & (tokens.row[k:] == tokens.row[:-k])
-    return [Finding("retokenized", evidence, tokens.select(~near), count, sure)]
+    return [CauseMatch("retokenized", evidence, tokens.select(~near), count, sure)]
 
 
 def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import confidence, correlation, share, z_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
 from trimtab.diagnosis.causes.raw_logprobs import declared_raw, undeclared_raw
@@ -49,7 +49,7 @@ class Truncation:
         return confidence(max(-self.z / 6, self.one_sided_zeros / 5), 1.0)
 
 
-def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
     swapped = tokens.swapped()
     residual, inverse = Residual.of(tokens), Residual.of(swapped)
@@ -87,7 +87,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[Finding
         direction = -1 if truncation else 1
     elif not found and (hidden := undeclared_raw(tokens)) is not None:
         found = [("raw-logprobs", *hidden)]
-    return [Finding(name, text, tokens, len(tokens), sure, direction) for name, sure, text in found]
+    return [CauseMatch(name, text, tokens, len(tokens), sure, direction) for name, sure, text in found]
 
 
 def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import centered, confidence, growth_of, log_size, rms_of, slope_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import drift_between_steps
@@ -23,7 +23,7 @@ from trimtab.diagnosis.causes.precision import Noise, noise_of
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 
-def find_drift(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
     noise = noise_of(tokens, context)
     is_silent = context.direction or noise.rms < LIMITS["least-rms"]
@@ -50,12 +50,12 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[Finding]:
     return [_everywhere(tokens, evidence, 0.6)]
 
 
-def _everywhere(tokens: LogprobPairs, evidence: str, sure: float) -> Finding:
+def _everywhere(tokens: LogprobPairs, evidence: str, sure: float) -> CauseMatch:
     """Returns a finding that concerns all tokens, so that nothing is left to examine."""
-    return Finding("stale", evidence, tokens, len(tokens), sure, is_final=True)
+    return CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=True)
 
 
-def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float, text: str) -> list[Finding]:
+def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float, text: str) -> list[CauseMatch]:
     """Compares ages. z, text: of the correlation with the advantage."""
     middle = tokens.middle
     ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= LIMITS["group-tokens"]]
@@ -72,7 +72,7 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){also}"
             )
             fresh, sure = tokens.select(age == 0), confidence(growth_z, LIMITS["growth-z"])
-            return [Finding("stale", evidence, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
+            return [CauseMatch("stale", evidence, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
         if 0 in ages and not is_correlated:
             return []
     if noise.rms < LIMITS["least-rms"]:
@@ -84,10 +84,10 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         f"{'more than' if is_coarse else 'within'} what 16-bit rounding gives{also}; without tokens of another age, "
         "lag cannot be told from rounding"
     )
-    return [Finding("stale", evidence, tokens, len(tokens), sure, is_final=is_coarse or is_correlated)]
+    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_coarse or is_correlated)]
 
 
-def find_undelivered(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects weights that never reach the sampler: age 0 at every step, and a difference that grows with the steps."""
     if context.direction or tokens.age is None or tokens.age.any():
         return []
@@ -100,10 +100,10 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[Finding]:
         f"{k3[1]:.1e} at step {steps.steps[-1]} ({k3[1] / max(k3[0], 1e-12):.0f} times), in the order of the steps: "
         "the trainer moves away from weights that the sampler keeps"
     )
-    return [Finding("undelivered", evidence, first, len(tokens) - len(first), 0.95)]
+    return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), 0.95)]
 
 
-def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects keys and values of older weights: prompts that were asked before differ more than new ones of a step."""
     step, prompt = tokens.step, tokens.prompt
     if context.direction or step is None or prompt is None or (tokens.age is not None and tokens.age.any()):
@@ -126,7 +126,7 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[Finding]:
         f"of the same step (z = {z:.1f}; k3 {Residual.of(old).k3:.1e} and {Residual.of(new).k3:.1e}){despite}: keys "
         "and values of older weights answer from the engine's prefix cache"
     )
-    return [Finding("stale-cache", evidence, new, len(old), confidence(z, LIMITS["growth-z"]))]
+    return [CauseMatch("stale-cache", evidence, new, len(old), confidence(z, LIMITS["growth-z"]))]
 
 
 def _advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding
+from trimtab.diagnosis.causes.detector import CauseMatch, Context
 from trimtab.diagnosis.causes.evidence import confidence, share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
@@ -20,7 +20,7 @@ from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 CAP, MAX_CANDIDATES = 3.0, 500
 
 
-def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     """Finds responses with the log-probs of another one, and restores their own or leaves them out."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)
@@ -60,7 +60,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Find
     )
     rest = tokens.repaired(trainer, np.repeat(kept, lengths))
     sure = confidence(found, LIMITS["swapped-responses"])
-    return [Finding("misaligned", evidence, rest, int(lengths[swapped].sum()), sure)]
+    return [CauseMatch("misaligned", evidence, rest, int(lengths[swapped].sum()), sure)]
 
 
 def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Context, Finding, Residual
+from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 
 
-def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+def find_log_base(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     """One side is the other times a constant at every token: 1 / ln 2 or 1 / ln 10."""
     use = np.minimum(tokens.behavior, tokens.trainer) < -0.05
     use &= np.maximum(tokens.behavior, tokens.trainer) < -1e-3
@@ -35,11 +35,11 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[Finding]:
                 f"the trainer's log-prob is {math.exp(middle):.3f} times the sampler's at every token (median): the "
                 f"{side}'s are logarithms of base {base}"
             )
-            return [Finding("log-base", evidence, rest, len(tokens))]
+            return [CauseMatch("log-base", evidence, rest, len(tokens))]
     return []
 
 
-def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
+def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     """The sampler reports the most likely token's log-prob: equal or far above the trainer's, never below it.
 
     Where it does, the two disagree as often as another token was sampled: at a share of 1 - exp(log-prob) of all.
@@ -77,10 +77,10 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[Finding]:
         f"the sampler's log-prob equals the trainer's at {share(~far):.0%} of the tokens and is far above it, never "
         f"below, at the others ({-float(np.median(log_ratio[far])):.1f} nats, median): that of the most likely token"
     )
-    return [Finding("wrong-token", evidence, tokens.select(~far), int(far.sum()), at_most=0.9, is_final=True)]
+    return [CauseMatch("wrong-token", evidence, tokens.select(~far), int(far.sum()), max_confidence=0.9, is_final=True)]
 
 
-def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
+def find_copied(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Both columns hold the same numbers, and not of a run of this package, whose trainer computes its own."""
     is_own = context.settings is not None
     if is_own or (tokens.behavior != tokens.trainer).any() or len(np.unique(tokens.behavior)) < 10:
@@ -89,4 +89,4 @@ def find_copied(tokens: LogprobPairs, context: Context) -> list[Finding]:
         f"trainer and sampler have the same value at all {len(tokens)} tokens, to the last digit: one column is a copy "
         "of the other (a bypass mode), unless both sides compute bit for bit alike"
     )
-    return [Finding("copied", evidence, tokens, len(tokens), 0.9)]
+    return [CauseMatch("copied", evidence, tokens, len(tokens), 0.9)]

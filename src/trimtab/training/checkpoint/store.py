@@ -124,7 +124,7 @@ def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) 
 
 
 def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
-    """Reads the files `needed`, which must be verified: a damaged header may crash the reader."""
+    """Reads the files `needed`, which must be verified first: a damaged header may crash the reader."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
     for name in needed:

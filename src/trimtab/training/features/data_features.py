@@ -27,7 +27,7 @@ class PrefixMetrics(Feature):
 
 
 class DemonstrationMetrics(Feature):
-    """Counts of demonstrations (`[expert]`) in a step: used, dropped as too long, and prompts without one."""
+    """Counts of demonstrations (`[demonstrations]`) in a step: used, dropped as too long, and prompts without one."""
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {

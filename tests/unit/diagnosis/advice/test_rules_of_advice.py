@@ -15,14 +15,16 @@ from trimtab.adapters.config_lines import NEAREST, lines
 from trimtab.config import load_config
 from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.diagnosis.advice import advise
-from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, Findings, choose
+from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
 from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
 from trimtab.objectives.from_section import from_section
 
 
-def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Findings:
+def case(
+    *causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000
+) -> RuleInputs:
     table = (
         PresetOutcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
         PresetOutcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
@@ -30,7 +32,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         PresetOutcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         PresetOutcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
-    return Findings([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
+    return RuleInputs([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
     ],
 )
 def test_the_first_row_that_holds_decides(
-    findings: Findings, rule: str, preset: str, overrides: dict[str, float]
+    findings: RuleInputs, rule: str, preset: str, overrides: dict[str, float]
 ) -> None:
     chosen, result, why = choose(findings)
     assert (chosen.name, chosen.preset) == (rule, preset)
@@ -77,9 +79,9 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].applies(Findings([], "nonsense", float("nan"), (), 1000))
+    assert RULES[-1].applies(RuleInputs([], "nonsense", float("nan"), (), 1000))
     assert {rule.preset for rule in RULES} <= {*objectives(), ""}
-    _, overrides, why = choose(Findings([], "beyond", float("nan"), (), 1000))
+    _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000))
     assert not overrides
     assert why.endswith("these are the published ones.")
 

@@ -19,7 +19,7 @@ def swapped(values: np.ndarray, order: np.ndarray) -> tuple[LogprobPairs, Logpro
     """Responses with these log-probs (rows, length), the trainer's in another order, and the repaired ones if any."""
     pairs = LogprobPairs.of(table(values[order] - values, behavior=values))
     found = find_swapped_responses(pairs, CONTEXT)
-    return pairs, found[0].rest if found else None
+    return pairs, found[0].remaining if found else None
 
 
 def test_responses_of_four_tokens_are_matched_and_shorter_ones_are_not() -> None:
