@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.corrections.reduce import reported as as_reported
+from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
@@ -172,7 +172,7 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
     return torch.where(trained, highest, 0.0)
 
 
-def reported(metrics: Mapping[str, float]) -> dict[str, float]:
+def prefixed_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of an update as `trimtab/KEY`, without those by tenth of the response and without NaN."""
     values = metrics.items()
     return {
@@ -217,25 +217,25 @@ CERTAIN = math.log(0.99)
 """Log-prob of the trainer from which a token that the sampler did not score is left out without its response."""
 
 
-def unreported(mask: Tensor, behavior: Tensor) -> Tensor:
+def missing_logps(mask: Tensor, behavior: Tensor) -> Tensor:
     """Returns (batch, time) bool: the trained tokens without a log-prob of the sampler."""
-    return mask & ~torch.isfinite(as_reported(behavior))
+    return mask & ~torch.isfinite(nan_below_minimum(behavior))
 
 
-def scored(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
+def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
     """Returns (batch, time) bool: the trained tokens whose log-prob the sampler reported, in responses that are usable.
 
     Some engines report none for a token of which they were certain. Where the trainer is too, only the token is left
     out: its ratio is close to 1, and its gradient close to 0. Any other token without a log-prob is an error of unknown
     size (an overflow, a token outside top-p): its response is left out whole.
     """
-    missing = unreported(mask, behavior)
+    missing = missing_logps(mask, behavior)
     unusable = missing & ~(trainer.detach() >= CERTAIN)
     return mask & ~missing & ~unusable.any(1, keepdim=True)
 
 
-def unscored(mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Returns the shares of trained responses and tokens that `scored` left out, responses counted where all are."""
+def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
+    """Returns the shares of trained responses and tokens that `usable_tokens` left out, responses counted where all are."""
     responses, tokens = mask.any(1), mask.sum().clamp(min=1)
     return {
         "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),
@@ -258,7 +258,7 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
-    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted (`scored`)
+    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted (`usable_tokens`)
     where the objective reads it; denominators of `state` stay. `dump` receives all tokens.
     """
     logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
@@ -266,10 +266,10 @@ def evaluate(
         dump.write_call(logps, advantage)
     kept = mask
     if behavior is not None and "behavior" in objective.needs:
-        kept = scored(mask, behavior, current if proximal is None else proximal)
+        kept = usable_tokens(mask, behavior, current if proximal is None else proximal)
     logps = replace(logps, mask=kept)
     output = objective(logps, per_response(objective, advantage, mask), state=state)
-    return output.loss, output.metrics.finalize() | unscored(mask, kept), logps
+    return output.loss, output.metrics.finalize() | dropped_shares(mask, kept), logps
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, require_correction, scored, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, require_correction, turns_of, usable_tokens
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
 
@@ -50,17 +50,17 @@ def tis(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Multiplies the trainer's own loss by the weight and the masks of an objective.
 
-    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that `hooks.scored`
-    leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without `--use-tis`,
-    which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics. Raises `TrimtabError` for an
-    objective without a correction, or with a mask that reads the current policy or advantages, which this hook does not
-    pass.
+    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that
+    `usable_tokens` leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without
+    `--use-tis`, which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics. Raises
+    `TrimtabError` for an objective without a correction, or with a mask that reads the current policy or advantages,
+    which this hook does not pass.
     """
     built = _objective(args, "custom_tis_function_path")
     require_correction(built, "", "use loss")
     _whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _padded(loss_masks).bool(), _padded(train_log_probs), _padded(rollout_log_probs)
-    kept = scored(mask, behavior, trainer)
+    kept = usable_tokens(mask, behavior, trainer)
     result = correct(
         trainer,
         behavior,
@@ -98,9 +98,9 @@ def loss(
         )
     _check_settings(built, args, batch)
     lengths = batch["response_lengths"]
-    scored = _log_probs(args, batch, logits)
-    _whole(scored, lengths)
-    current, mask = _padded(scored), _padded(batch["loss_masks"]).bool()
+    current_logps = _log_probs(args, batch, logits)
+    _whole(current_logps, lengths)
+    current, mask = _padded(current_logps), _padded(batch["loss_masks"]).bool()
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _padded(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
     policies.setdefault("proximal", current.detach())
@@ -109,7 +109,7 @@ def loss(
     value, metrics, _ = evaluate(built, mask, advantage, current=current, state=state, **{"behavior": None, **policies})
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
-    size = sum_of_sample_mean(torch.ones_like(torch.cat(list(scored)))).detach()
+    size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
     values = {key: torch.tensor(number).to(size) * size for key, number in averaged(metrics).items()}
     return value, {"loss": value.detach().clone(), **values}
 
@@ -170,7 +170,7 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
             f"--rollout-top-p is {args.rollout_top_p:g}, and the batch has no tokens that top-p kept, without which "
             "the log-probs are those of another policy: set it to 1"
         )
-    scored = score(
+    result = score(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -179,7 +179,7 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
         **given,
     )
     # Miles returns the values, slime an empty tensor before them.
-    values = scored[1] if isinstance(scored, tuple) else scored
+    values = result[1] if isinstance(result, tuple) else result
     return values["log_probs"]
 
 

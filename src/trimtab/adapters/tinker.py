@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, evaluate, reported
+from trimtab.adapters.hooks import build, evaluate, prefixed_metrics
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
@@ -51,7 +51,7 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
             reference=_column(fields, "ref_logprobs", current),
             dump=written,
         )
-        return value, reported(metrics)
+        return value, prefixed_metrics(metrics)
 
     return loss
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import build, hook, reported, scored, turns_of, unreported, unscored
+from trimtab.adapters.hooks import build, dropped_shares, hook, missing_logps, prefixed_metrics, turns_of, usable_tokens
 from trimtab.adapters.trl_settings import check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
@@ -61,7 +61,7 @@ class GRPOTrainer(PlainTrainer):
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
     all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
-    trainer is certain of the token (`hooks.scored`). `trimtab/unscored` and `trimtab/unscored_tokens` are the shares
+    trainer is certain of the token (`usable_tokens`). `trimtab/unscored` and `trimtab/unscored_tokens` are the shares
     left out. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have no effect,
     and for objectives and dumps that need what TRL does not have.
     """
@@ -100,7 +100,7 @@ class GRPOTrainer(PlainTrainer):
         if auxiliary is not None:
             steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        self._log("eval" if update is None else "train", unscored(_mask(inputs), logps.mask))
+        self._log("eval" if update is None else "train", dropped_shares(_mask(inputs), logps.mask))
         if update is None:
             self._log("eval", output.metrics.finalize())
         else:
@@ -129,7 +129,7 @@ class GRPOTrainer(PlainTrainer):
         return PolicyLogps(
             current=current,
             behavior=behavior,
-            mask=mask if behavior is None or proximal is None else scored(mask, behavior, proximal),
+            mask=mask if behavior is None or proximal is None else usable_tokens(mask, behavior, proximal),
             proximal=proximal,
             reference=inputs.get("ref_per_token_logps"),
             entropy=entropy,
@@ -160,9 +160,9 @@ class GRPOTrainer(PlainTrainer):
         steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
         parts = []
         for inputs in (buffered[step % size] for step in steps):
-            # What `scored` leaves out depends on the trainer's log-probs.
+            # What `usable_tokens` leaves out depends on the trainer's log-probs.
             behavior = inputs.get("sampling_per_token_logps")
-            holes = behavior is not None and bool(unreported(_mask(inputs), behavior).any())
+            holes = behavior is not None and bool(missing_logps(_mask(inputs), behavior).any())
             current = self._score(model, inputs)[0] if holes or self._objective.prepare_needs else None
             parts.append(self._objective.prepare(self._logps(inputs, current), _advantage(inputs)))
         state = sum(parts[1:], parts[0])
@@ -187,7 +187,7 @@ class GRPOTrainer(PlainTrainer):
         """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
         here = torch.tensor(list(values.values()), device=self.accelerator.device)
         means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
-        for key, value in reported(dict(zip(values, means, strict=True))).items():
+        for key, value in prefixed_metrics(dict(zip(values, means, strict=True))).items():
             self._metrics[mode][key].append(value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, reported, require_correction, scored, turns_of, unscored
+from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
@@ -37,11 +37,11 @@ def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Cal
         loss = _named_loss(f"rollout_is={chosen}", named)
         objective = build("verl", loss.name, loss.keywords)
         require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY}")
-        kept, turn = scored(mask, rollout, old), turns_of(mask)
+        kept, turn = usable_tokens(mask, rollout, old), turns_of(mask)
         result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
         fields["rollout_is_weights"] = result.weight.to(old) * result.keep
-        return batch, _named(result.metrics.finalize() | unscored(mask, kept))
+        return batch, _named(result.metrics.finalize() | dropped_shares(mask, kept))
 
     return add_to_batch
 
@@ -170,4 +170,4 @@ def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"rollout_corr/{key}": value for key, value in reported(metrics).items()}
+    return {f"rollout_corr/{key}": value for key, value in prefixed_metrics(metrics).items()}

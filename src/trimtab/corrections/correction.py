@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
 from trimtab.corrections.ratios import TOKEN_LEVELS, Ratios, log_ratio, units_of
-from trimtab.corrections.reduce import Sequences, reported, select
+from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
 
@@ -83,7 +83,7 @@ def compute_correction(
         part = slice(start, start + size)
         block = _Block(
             proximal=None if proximal is None else proximal[part].detach(),
-            behavior=reported(behavior[part].detach()),
+            behavior=nan_below_minimum(behavior[part].detach()),
             sequences=Sequences(mask[part], sequence_ids, group, None if turn is None else turn[part]),
             current=None if current is None else current[part].detach(),
             advantage=None if advantage is None else advantage[part],

@@ -30,7 +30,7 @@ def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
-def reported(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def nan_below_minimum(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns the sampler's log-probs, NaN where one is below `MIN_BEHAVIOR`."""
     return torch.where(behavior < MIN_BEHAVIOR, torch.nan, behavior)
 
@@ -50,7 +50,7 @@ def finite_rows(
         if logp is not None:
             finite = finite & (torch.isfinite(logp) | ~mask)
     if behavior is not None:
-        finite = finite & (torch.isfinite(reported(behavior)) | ~mask)
+        finite = finite & (torch.isfinite(nan_below_minimum(behavior)) | ~mask)
     return finite.all(dim=1, keepdim=True)
 
 

@@ -19,7 +19,7 @@ from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
 from trimtab.corrections.protocols import definition, symbol
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
-from trimtab.corrections.reduce import Sequences, reported, select, widen
+from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
@@ -337,7 +337,7 @@ class Objective:
         if "proximal" in self.needs:
             guard = guard + _zero_or_nan(logps.required("proximal", self.name), on_policy)
         if "behavior" in self.needs:
-            guard = guard + _zero_or_nan(reported(logps.required("behavior", self.name)), on_policy)
+            guard = guard + _zero_or_nan(nan_below_minimum(logps.required("behavior", self.name)), on_policy)
         return guard if self.kl.coef == 0 else guard + _zero_or_nan(logps.required("reference", self.name), logps.mask)
 
 

@@ -23,12 +23,12 @@ from trimtab.adapters.hooks import (
     averaged,
     build,
     counted_state,
+    dropped_shares,
     hook,
     per_response,
-    reported,
-    scored,
+    prefixed_metrics,
     turns_of,
-    unscored,
+    usable_tokens,
 )
 from trimtab.adapters.verl_loss import PolicyLoss
 from trimtab.errors import TrimtabError
@@ -77,12 +77,12 @@ HOLES_MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 1, 1]]).bool()
 
 
 def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_certain_of_it() -> None:
-    kept = scored(HOLES_MASK, HOLES, HOLES_TRAINER)
+    kept = usable_tokens(HOLES_MASK, HOLES, HOLES_TRAINER)
     assert kept.tolist() == [[True, False, True], [False] * 3, [False] * 3, [False, True, True]]
     # Of 4 responses 2, of 10 trained tokens 1 + 3 + 2.
-    assert unscored(HOLES_MASK, kept) == {"unscored": 0.5, "unscored_tokens": pytest.approx(0.6)}
+    assert dropped_shares(HOLES_MASK, kept) == {"unscored": 0.5, "unscored_tokens": pytest.approx(0.6)}
     nothing = torch.zeros(2, 0, dtype=torch.bool)
-    assert unscored(nothing, nothing) == {"unscored": 0.0, "unscored_tokens": 0.0}
+    assert dropped_shares(nothing, nothing) == {"unscored": 0.0, "unscored_tokens": 0.0}
 
 
 def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:
@@ -197,7 +197,7 @@ def test_one_advantage_a_response_where_the_objective_judges_responses() -> None
 
 def test_a_foreign_log_gets_no_positions_and_no_means_over_nothing() -> None:
     values = {"clip/low": 0.5, "clip/tenth/1": 0.5, "kl/mean": float("nan")}
-    assert reported(values) == {"trimtab/clip/low": 0.5}
+    assert prefixed_metrics(values) == {"trimtab/clip/low": 0.5}
 
 
 def test_every_micro_batch_of_a_trainer_that_averages_gets_the_same_metrics() -> None:
