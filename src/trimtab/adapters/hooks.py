@@ -235,7 +235,7 @@ def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
 
 
 def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Returns the shares of trained responses and tokens that `usable_tokens` left out, responses counted where all are."""
+    """Returns the shares of trained responses and tokens that `usable_tokens` left out; of responses, all tokens."""
     responses, tokens = mask.any(1), mask.sum().clamp(min=1)
     return {
         "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),
@@ -258,7 +258,7 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
-    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted (`usable_tokens`)
+    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted
     where the objective reads it; denominators of `state` stay. `dump` receives all tokens.
     """
     logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
