@@ -4,8 +4,8 @@
 #   quickstart-stale   what a correction is for, on a tiny model: about a minute
 #   quickstart-tools   a real model learns to call a Python interpreter: 3 to 5 minutes
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own; quickstart-tools-vllm likewise
-#   test-unit          unit tests: about a minute on two cores
-#   test               ruff, pyright, unit and end-to-end tests: about 8 minutes on two cores
+#   test-unit          unit tests: one to three minutes on two cores
+#   test               ruff, pyright, unit and end-to-end tests: 10 minutes and more on two cores
 #   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, every printed command: 30 to 45 minutes
 #   test-all           test and test-slow, as continuous integration runs them
 #   docs               the documentation site, in build/site
