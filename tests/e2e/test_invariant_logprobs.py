@@ -96,6 +96,7 @@ def test_log_probs_of_sampler_and_trainer_are_equal(name: str, dtype: str, autoc
 def test_native_ones_are_not() -> None:
     model = tiny("llama").train()
     model.config.max_position_embeddings = 256
+    model.set_attn_implementation(packed_attention.PACKED_IMPLEMENTATION)
     groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 3, FREE, seed=0)
     rows = trained(model, asked(), groups, FREE, True)
     assert max(np.abs(row - one.logp_behavior).max() for row, one in zip(rows, chain(*groups), strict=True)) > 1e-3

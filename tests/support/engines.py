@@ -146,3 +146,15 @@ def processed(model: Any, request: Prompt, completion: Completion, sampling: Sam
 
 def tokens(completions: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.response_ids.tolist() for completion in group] for group in completions]
+
+
+@torch.no_grad()
+def forward_logps(model: Any, asked: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> list[np.ndarray]:
+    """The log-probs of each response under one plain forward pass of the model over prompt and response."""
+    found = []
+    for prompt, group in zip(asked, groups, strict=True):
+        for one in group:
+            ids = torch.from_numpy(np.concatenate([prompt.ids, one.response_ids]))[None]
+            logps = model(ids).logits[0, :-1].double().log_softmax(-1)
+            found.append(logps.gather(1, ids[0, 1:, None])[len(prompt.ids) - 1 :, 0].numpy())
+    return found

@@ -9,14 +9,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, prompts, tiny, tokenizer, tokens
+from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, forward_logps, prompts, tiny, tokenizer, tokens
 
 from trimtab.engines.embedded import decoder, decoding_loop, embedded_engine
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, Prompt, SamplingParams
+from trimtab.types import Completion, SamplingParams
 
 LENGTHS = [5, 1, 17, 30]
 STOPS = SamplingParams(max_tokens=24, stop=("a",), stop_ids=(7, 8))
@@ -112,8 +111,8 @@ def test_the_suffix_is_the_current_policys_and_the_prefix_stays_as_it_was(name: 
     engine.update_weights(new.named_parameters(), version=7)
     prefixes = begun(historical, (0, 3, 3, 7))
     mixed = engine.generate(asked, 4, FREE, seed=4, prefixes=prefixes)
-    exact = exact_logp(new, asked, mixed)
-    behind = exact_logp(old, asked, mixed)
+    exact = forward_logps(new, asked, mixed)
+    behind = forward_logps(old, asked, mixed)
     for prefix, completion, logp, stale in zip(chain(*prefixes), chain(*mixed), exact, behind, strict=True):
         k = len(prefix.response_ids)
         assert completion.policy_version.tolist() == [0] * k + [7] * (12 - k)
@@ -123,14 +122,6 @@ def test_the_suffix_is_the_current_policys_and_the_prefix_stays_as_it_was(name: 
         np.testing.assert_allclose(completion.logp_behavior[k:], logp[k:], atol=1e-4)
         np.testing.assert_allclose(completion.logp_behavior[:k], stale[:k], atol=1e-4)
         assert np.abs(logp - stale).max() > 0.01  # the two policies do differ
-
-
-@torch.no_grad()
-def exact_logp(model, asked: list[Prompt], groups: Groups) -> list[np.ndarray]:
-    owner = [p for p, group in enumerate(groups) for _ in group]
-    rows = [completion.response_ids for completion in chain(*groups)]
-    batch = TokenBatch.pack([one.ids for one in asked], rows, owner, pad_id=0)
-    return list(score(model, batch).logp.numpy())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
