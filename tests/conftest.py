@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Slow tests that would begin after `TRIMTAB_SLOW_TESTS_UNTIL` (seconds since 1970) are skipped, and it is said."""
+    until = os.environ.get("TRIMTAB_SLOW_TESTS_UNTIL")
+    if until and time.time() > float(until) and any(item.iter_markers("slow")):
+        pytest.skip("not run: the time for slow tests is over on this machine")
 
 
 @functools.cache
