@@ -97,7 +97,7 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         "does not pass",
         "loss_type: only TRL's own loss reads this, leave it out. In the objective: for loss_type the preset, "
         "objective=NAME, and its aggregation",
-        "steps_per_generation = 1 is no multiple of gradient_accumulation_steps = 2: an update would span two "
+        "steps_per_generation = 1 is not a multiple of gradient_accumulation_steps = 2: an update would span two "
         "generations and its denominators are not known at its start: make it a multiple",
         "kl_coef of the objective is 0.1: set beta=0.1 (only that it is not 0 counts) in GRPOConfig",
         'kl of the objective is "k3": set use_bias_correction_kl=False in GRPOConfig (TRL\'s default is True), or '

@@ -1,6 +1,6 @@
 """A Trimtab objective as the actor loss of AReaL. Checked against AReaL 1.0.4 (4aef98d8).
 
-AReaL has no registry of losses, and its trainer starts processes of its own. It names the class of its actor to them,
+AReaL has no registry of losses, and its trainer starts other processes. It names the class of its actor to them,
 so that a subclass in a module beside the training script brings the loss there:
 
     from areal.engine import FSDPPPOActor

@@ -166,7 +166,7 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
     lowest = torch.where(mask, advantage, math.inf).amin(1, keepdim=True)
     highest = torch.where(mask, advantage, -math.inf).amax(1, keepdim=True)
     trained = mask.any(1, keepdim=True)
-    # Rounding of a scaled advantage is no difference.
+    # Rounding of a scaled advantage is not a difference.
     if (trained & (highest - lowest > 1e-4 * highest.abs().clamp(min=1e-30))).any():
         raise TrimtabError(f"{objective.name} needs one advantage a response, and those of its tokens differ")
     return torch.where(trained, highest, 0.0)
@@ -235,7 +235,7 @@ def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
 
 
 def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Returns the shares of trained responses and tokens that `usable_tokens` left out; of responses, all tokens."""
+    """Returns the shares of trained responses and tokens that `usable_tokens` left out; a response counts if whole."""
     responses, tokens = mask.any(1), mask.sum().clamp(min=1)
     return {
         "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),

@@ -71,5 +71,5 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
 
 @cache
 def _built(objective: str, keywords: str) -> Objective:
-    """Returns the objective of JSON keywords: TOML has lists and tables, which are no keys of a cache."""
+    """Returns the objective of JSON keywords: TOML has lists and tables, which cannot be keys of a cache."""
     return build("prime-rl", objective, json.loads(keywords))

@@ -93,7 +93,7 @@ def _check_config(objective: Objective, config: Any) -> None:
     if any(getattr(correction, name, None) is not None for name in CORRECTIONS):
         raise TrimtabError(
             f"trainer.algorithm.off_policy_correction has no effect with {objective.name}, which has a weight and "
-            "masks of its own: leave it out"
+            "masks itself: leave it out"
         )
     kind, reduction = objective.aggregation.kind, config.loss_reduction
     wanted = REDUCTIONS.get(kind)

@@ -28,7 +28,7 @@ from trimtab.objectives import Objective, correct
 IGNORED = {
     "kl_loss_coef": "set kl_coef in trimtab_objective, with --use-kl-loss, which loads the reference",
     "entropy_coef": "no entropy passes through this hook: leave it out, or use tis beside the trainer's own loss",
-    "use_tis": "the objective has a weight and masks of its own: leave it out",
+    "use_tis": "the objective has a weight and masks itself: leave it out",
     "use_opsm": "leave it out, and use the objective opsm",
     "custom_pg_loss_reducer_function_path": "set aggregation in trimtab_objective",
 }

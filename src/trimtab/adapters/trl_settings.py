@@ -54,7 +54,7 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
     steps, window = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % window:
         raise TrimtabError(
-            f"steps_per_generation = {steps} is no multiple of gradient_accumulation_steps = {window}: an update "
+            f"steps_per_generation = {steps} is not a multiple of gradient_accumulation_steps = {window}: an update "
             "would span two generations and its denominators are not known at its start: make it a multiple"
         )
     if args.use_vllm and not args.vllm_importance_sampling_correction:

@@ -5,7 +5,7 @@ verl imports this module through the entry point `verl.plugins` in every process
     actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-token-tis   # an objective as the loss
     algorithm.rollout_correction.rollout_is=trimtab-token-tis         # or: a correction beside verl's own loss
 
-TRIMTAB_OBJECTIVES names a TOML file with objectives of one's own: `[mine]` with `name = "icepop"` is `trimtab-mine`.
+TRIMTAB_OBJECTIVES names a TOML file with your objectives: `[mine]` with `name = "icepop"` is `trimtab-mine`.
 TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
 """
 

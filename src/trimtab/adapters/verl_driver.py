@@ -52,7 +52,7 @@ def _check_correction(chosen: str, batch: Any, config: Any) -> None:
         if config.get(key, None):
             raise TrimtabError(
                 f"algorithm.rollout_correction.{key} has no effect beside rollout_is={chosen}: leave it out, the "
-                "objective has masks and `normalize` of its own"
+                "objective has masks and `normalize` itself"
             )
     if "rollout_log_probs" not in batch.batch:
         raise TrimtabError(_without_sampler(chosen))

@@ -117,7 +117,7 @@ def record_forward(
 ) -> Iterator[None]:
     """Records every module of `model` that computes something itself, and transformers' attention function.
 
-    Such a module has no children, or parameters of its own. `skip`: paths of modules to leave out.
+    Such a module has no children, or has parameters itself. `skip`: paths of modules to leave out.
     """
     names = {module: name or ROOT for name, module in model.named_modules()}
     with ExitStack() as undo:

@@ -226,7 +226,7 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
     for pair in (part.strip() for word in given for part in word.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         if not (ours and equals):  # only the name after the = may be empty
-            raise TrimtabError(f"--columns {pair!r} is no pair: write OURS=THEIRS, as logp_behavior=rollout_logprobs")
+            raise TrimtabError(f"--columns {pair!r} is not a pair: write OURS=THEIRS, as logp_behavior=rollout_lp")
         if ours in columns:
             raise TrimtabError(f"--columns names {ours!r} twice: leave one of the two out")
         columns[ours] = theirs
@@ -240,7 +240,7 @@ def page_path(out: Path | None) -> Path:
     """
     target = Path(PAGE) if out is None else out / PAGE if out.is_dir() else out
     if target.suffix.lower() not in (".html", ".htm"):
-        raise TrimtabError(f"--out {target} is no page: give a name that ends in .html, or a folder that exists")
+        raise TrimtabError(f"--out {target} is not a page: give a name that ends in .html, or a folder that exists")
     return target
 
 

@@ -54,7 +54,7 @@ def text() -> str:
 
 
 def sections() -> Iterator[Keys]:
-    """Yields the sections that have keys of their own, in the order of the schema."""
+    """Yields the sections that have keys, in the order of the schema."""
     from trimtab.config import REQUIRED_SECTIONS, Config
 
     for name, model in _models(Config):
@@ -66,7 +66,7 @@ def sections() -> Iterator[Keys]:
 
 
 def keys_of(fields: Mapping[str, FieldInfo], *, nested: bool = False) -> dict[str, Key]:
-    """Returns the keys of a section. `nested`: tables inside are keys; otherwise they are sections of their own."""
+    """Returns the keys of a section. `nested`: tables inside are keys; otherwise they are separate sections."""
     return {
         field.alias or name: Key(_type(field.annotation, field.metadata), _default(field), field.description or "")
         for name, field in fields.items()

@@ -76,7 +76,7 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
     from trimtab.training.ranks import launched_by_torchrun
 
     if launched_by_torchrun():
-        raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
+        raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with show_runs(to_stderr=to_stderr) as observer:
         result = run_recipe_comparison(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")

@@ -97,7 +97,7 @@ def _engines(config: Config) -> Iterator[str]:
         yield f"ray.{actor}_cpus and {actor}_gpus are both 0: Ray cannot reserve nothing, set one"
     if engine.type != "embedded" and engine.changes_weights:
         yield (
-            f'engine.quantize and engine.noise need engine.type = "embedded"; {engine.type!r} has options of its own '
+            f'engine.quantize and engine.noise need engine.type = "embedded"; {engine.type!r} has other options '
             "for quantized weights"
         )
     computed = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
@@ -165,7 +165,7 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         'engines on this machine (placement = "local", engine.type "embedded" or "vllm")',
         lambda c: c.placement == "local" and c.engine.type != "server",
     ),
-    ("engine.hang_timeout", "engines in processes of their own (engine.workers)", _has_engine_processes),
+    ("engine.hang_timeout", "engines in separate processes (engine.workers)", _has_engine_processes),
     ("ray", 'placement = "ray"', lambda c: c.placement == "ray"),
     ("ray.engines", 'engine.type "embedded" or "vllm"', lambda c: c.engine.type != "server"),
     ("trainer.in_flight", "trainer.max_lag above 0", lambda c: bool(c.trainer.max_lag)),

@@ -67,7 +67,7 @@ class EngineConfig(Section):
         default=None,
         ge=0,
         le=1024,
-        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0, else 0",
+        description="engines in separate processes (embedded, vllm); default: 1 where max_lag is above 0, else 0",
     )
     hang_timeout: float = Field(
         default=900.0,

@@ -34,7 +34,7 @@ class ObjectiveConfig(PluginSection):
     code: str | None = Field(
         default=None, description="written by a run whose objective was given in code: what it was"
     )
-    equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
+    equation: str | None = Field(default=None, description="written by a run whose objective is not a preset")
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,7 @@ def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> di
 
     A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
     other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
-    because tasks other than `hf` have data sets that are no files.
+    because tasks other than `hf` have data sets that are not files.
     """
     resolved = dict(data)
     for name, value in data.items():

@@ -130,7 +130,7 @@ def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
     if base.endswith(".toml") and override is None:
         base = str(folder / base)
-    # The base of an override starts a new chain: `laboratory` over `laboratory` is no circle.
+    # The base of an override starts a new chain: `laboratory` over `laboratory` is not a circle.
     inherited = _read_with_base(base, chain=chain if override is None else ())
     # What a recipe takes back from its own base, another base may not have.
     _unset(inherited, unset, None if override is not None else f"base {base!r}")

@@ -29,7 +29,7 @@ from trimtab.config.section import (
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
 
-# Objectives whose data or model the trainer makes from a section of its own.
+# Objectives whose data or model the trainer makes from a separate section.
 REQUIRED_SECTIONS = {
     "token-alp": "perturbation",
     "seq-alp": "perturbation",
@@ -114,7 +114,7 @@ class EnvironmentConfig(PluginSection):
         try:
             re.compile(answer or "")
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{answer!r} is no regular expression: {error}") from None
+            raise ValueError(f"{answer!r} is not a regular expression: {error}") from None
         return answer
 
 
@@ -230,7 +230,7 @@ class DemonstrationConfig(Section):
 
 
 class DiagnoseConfig(Section):
-    """Measurements of the mismatch that cost a forward pass of their own."""
+    """Measurements of the mismatch that cost an additional forward pass."""
 
     every: Count = Field(
         default=10, description="steps between measurements: update/policy_kl, clean probes of a perturbed policy"
@@ -379,7 +379,7 @@ class Config(Section):
 
     @property
     def is_async(self) -> bool:
-        """Whether each engine has a thread of its own; otherwise one engine generates in the trainer's thread."""
+        """Whether each engine has a separate thread; otherwise one engine generates in the trainer's thread."""
         if self.prefix is not None or self.demonstrations is not None:
             return False
         remote = self.engine.workers or self.engine.type == "server" or self.placement == "ray"

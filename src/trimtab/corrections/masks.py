@@ -1,7 +1,7 @@
 """Rejection masks: rules that select, without gradient, the trained tokens or sequences to keep.
 
 A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas: docs/objectives.md,
-"Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in a file of your own:
+"Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in your file:
 docs/objectives.md.
 """
 

@@ -24,7 +24,7 @@ LEVELS = ("token", "sequence", "geometric", "turn", "turn_geometric", "prefix", 
 TURN_LEVELS = ("turn", "turn_geometric")
 PREFIX_LEVELS = ("prefix", "prefix_geometric")
 TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
-"""Levels with a value of its own for each token."""
+"""Levels whose ratio is defined for each token."""
 PRODUCTS = ("sequence", "turn")
 
 Number = float | int

@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A constant that is no log-prob, at one kind of place.
+    """A constant in place of a log-prob, at one kind of place.
 
     column: behavior, trainer or both. place: last (trained token of its
     response), end, start, stretch (two and more in a row) or single. tokens, responses: how many. uncertain_only:
@@ -166,8 +166,8 @@ class View:
 class Measured:
     """The measurements of one pass over all data.
 
-    placeholders: values that are no log-probs; `cleaned` says whether they are left out of all figures, or are in them
-    since nothing else is there. removed: number of tokens left out. k3_before: k3 with them.
+    placeholders: constants in place of log-probs; `cleaned` says whether they are left out of all figures, or are in
+    them since nothing else is there. removed: number of tokens left out. k3_before: k3 with them.
     scatter: counts (bins, bins) of sampler probability (columns) against trainer probability (rows).
     sample: at most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for
     analyses that need all tokens at once.

@@ -20,7 +20,7 @@ class Threshold(NamedTuple):
 # One threshold a line, however long.
 # fmt: off
 TABLE: dict[str, Threshold] = {
-    # Values that are no log-probs.
+    # Constants in place of log-probs.
     "impossible": Threshold(-50.0, "nats: a whole number at most this large was not sampled", "p = 2e-22"),
     "placeholder-tokens": Threshold(3, "fewest tokens that contradict a constant"),
     "placeholder-apart": Threshold(0.25, "share of contradicted tokens for which a whole place is left out"),

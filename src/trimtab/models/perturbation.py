@@ -102,7 +102,7 @@ class Perturbation(nn.Module):
         """Perturbs every forward of the model inside, with the noise of `seed` (not negative).
 
         A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
-        checkpointing recomputes with the noise of its own forward. `coverage` counts changed entries.
+        checkpointing recomputes with the noise of the same forward. `coverage` counts changed entries.
         """
         if self._seed is not None:
             raise TrimtabError(

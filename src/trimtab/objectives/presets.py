@@ -155,7 +155,7 @@ _PRESETS = (
         when="Use it for stale rollouts and many updates per batch; drift and mismatch both count.",
         source="DeepSeek-V3.2, arXiv 2512.02556.",
     ),
-    # Data or models of their own.
+    # Additional data or models.
     Preset(
         Objective("token-alp", SAMPLER, Clipped(0.2, 0.28, 10.0), notes=PERTURBED),
         does="`token-bypass` with the perturbed policy in the numerator.",

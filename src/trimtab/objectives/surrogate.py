@@ -2,7 +2,7 @@
 
 A surrogate reads selected tensors (0 where untrained) and a ratio whose exponent is bounded, so that all values are
 finite and a token rejected later leaves no NaN in the gradient. A new one is a frozen dataclass that inherits from
-`Surrogate`, in the package or in a file of your own: docs/objectives.md.
+`Surrogate`, in the package or in your file: docs/objectives.md.
 """
 
 from __future__ import annotations

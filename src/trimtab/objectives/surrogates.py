@@ -129,7 +129,7 @@ class Reinforce(Surrogate):
 class Regression(Surrogate):
     """-(beta S - A)^2 for a sequence, S = sum_t (log pi - log mu): OAPL, arXiv 2602.19362 eq. 3.
 
-    Needs the ratio at sequence level. Each token carries 1/T of the value and the gradient of its own log-prob, so
+    Needs the ratio at sequence level. Each token carries 1/T of the value and the gradient of that token's log-prob, so
     that the sum over tokens is the square with its exact gradient.
     """
 

@@ -64,7 +64,7 @@ def objective_of(config: Mapping[str, Any]) -> Objective | str:
     section = config.get("objective", {})
     try:
         if "code" in section or is_custom(section["name"]):
-            return f"{section['name']} is no preset, and a report runs no code that a run names"
+            return f"{section['name']} is not a preset, and a report runs no code that a run names"
         return from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"

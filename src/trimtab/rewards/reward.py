@@ -28,7 +28,7 @@ class Response:
     def body(self, stops: Iterable[str]) -> str:
         """Returns the text before the first stop string, without surrounding blanks.
 
-        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is no part of the answer.
+        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is not part of the answer.
         """
         text = self.text
         for stop in stops:

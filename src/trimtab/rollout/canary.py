@@ -257,7 +257,7 @@ class Canary:
         same = last is not None and _equal(last.samples, samples, expected.fixed)
         if last is not None and (same or samples.difference(last.expected, expected.fixed) < fixed / 2):
             return f"it still samples from the weights of version {last.expected.version}: the update was skipped"
-        head = "most often a tied head with a packed copy of its own" if self._tied else "or they were garbled"
+        head = "most often a tied head with a separate packed copy" if self._tied else "or they were garbled"
         if last is None and self.noise is None:
             return f"it holds another model, or a part of the weights was not taken over ({head})"
         return f"a part of the weights was not taken over ({head})"

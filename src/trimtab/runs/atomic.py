@@ -183,7 +183,7 @@ def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
 def _as_os_error(error: Exception) -> OSError | None:
     """Returns the `OSError` behind an exception, or None.
 
-    Libraries written in Rust (safetensors, tokenizers) report disk errors in exceptions of their own.
+    Libraries written in Rust (safetensors, tokenizers) report disk errors in other exceptions.
     """
     if isinstance(error, OSError):
         return error

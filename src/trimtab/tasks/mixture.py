@@ -46,7 +46,7 @@ class MixtureOptions(TaskOptions):
     def _have_different_labels(cls, part: list[Part]) -> list[Part]:
         labels = [item.label or item.name for item in part]
         if len(set(labels)) < len(labels):
-            raise ValueError(f"the labels {', '.join(labels)} are not all different: give each task a label of its own")
+            raise ValueError(f"the labels {', '.join(labels)} are not all different: give each task a different label")
         return part
 
     def build(self) -> Mixture:

@@ -144,7 +144,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
         return micro
 
     def units(part: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """What has a prompt of its own: the groups, or the single rows."""
+        """What has a separate prompt: the groups, or the single rows."""
         return part if share_prompts else [[row] for group in part for row in group]
 
     return [

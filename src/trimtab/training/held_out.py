@@ -102,7 +102,7 @@ def _sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingPara
 
 
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
-    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start processes of their own."""
+    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
     section = config.eval
     return [
         EvalTask(task, scorer, section.problems, section.samples),

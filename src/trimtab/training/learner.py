@@ -192,7 +192,7 @@ class Learner:
 
         Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
         """
-        # Group 0 holds the policy. Modules of features have groups of their own, outside of clipping and of the check
+        # Group 0 holds the policy. Modules of features have separate groups, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.
         policy, *others = (group["params"] for group in self.optimizer.param_groups)
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]

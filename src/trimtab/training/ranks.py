@@ -132,7 +132,7 @@ def is_follower() -> bool:
 def _world_size() -> int:
     value = os.environ.get("WORLD_SIZE", "1")
     if not value.isdecimal():
-        raise TrimtabError(f"WORLD_SIZE = {value!r} is no number of ranks: unset it")
+        raise TrimtabError(f"WORLD_SIZE = {value!r} is not a number of ranks: unset it")
     return int(value)
 
 
@@ -175,7 +175,7 @@ def _device() -> torch.device:
         return torch.device("cpu")
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
-        raise TrimtabError(f"local rank {local} has no GPU of its own, there are {count}: lower --nproc-per-node")
+        raise TrimtabError(f"local rank {local} has no GPU, there are {count}: lower --nproc-per-node")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

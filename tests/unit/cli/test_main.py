@@ -101,7 +101,7 @@ def test_a_comparison_is_refused_on_every_rank(
 def test_an_invalid_size_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main.run(["report", "runs/x"]) == 2
-    assert capsys.readouterr().err == "trimtab: WORLD_SIZE = 'many' is no number of ranks: unset it\n"
+    assert capsys.readouterr().err == "trimtab: WORLD_SIZE = 'many' is not a number of ranks: unset it\n"
 
 
 def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:

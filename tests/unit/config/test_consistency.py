@@ -69,7 +69,7 @@ REFUSED = {
             f"{VLLM} engine.quantize=int8",
             "engine.quantize and engine.noise need engine.type = \"embedded\"; 'vllm' has",
         ),
-        (f"{SERVER} engine.noise=0.1", "'server' has options of its own"),
+        (f"{SERVER} engine.noise=0.1", "'server' has other options"),
     ],
     "invariant": [
         (f"{INVARIANT} {VLLM}", 'which engine.type = "vllm" excludes'),
@@ -170,7 +170,7 @@ UNUSED = [
     (f"{RAY} engine.workers=2", "engine.workers has no effect without engines on this machine"),
     ("ray.engines=2", 'ray has no effect without placement = "ray"'),
     (f"{RAY} {SERVER} ray.engines=2", "ray.engines has no effect"),
-    ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in processes of their own"),
+    ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in separate processes"),
     (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout has no effect"),
     ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
     ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),

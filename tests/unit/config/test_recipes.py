@@ -366,7 +366,7 @@ def test_paths_of_scores_and_of_evaluated_tasks_are_relative_to_the_recipe(tmp_p
 @pytest.mark.parametrize("answer", ["(", "a{99999999999999999999}"])
 def test_an_answer_is_a_regular_expression(answer: str) -> None:
     overrides = ["environment.name=python", f"environment.answer='{answer}'"]
-    with pytest.raises(TrimtabError, match=r"environment\.answer: '.*' is no regular expression: ") as error:
+    with pytest.raises(TrimtabError, match=r"environment\.answer: '.*' is not a regular expression: ") as error:
         load_config("laboratory", overrides)
     assert "\n" not in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Names the causes that need no repair of tokens, since reading left the values out: values that are no log-probs."""
+"""Names the causes that need no repair of tokens, since reading left the values out: values that are not log-probs."""
 
 from __future__ import annotations
 

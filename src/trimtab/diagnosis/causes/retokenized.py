@@ -1,7 +1,7 @@
 """Detects `retokenized` from a few large differences, and where a shift of log-probs begins with a turn.
 
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few positions, mostly at
-boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few of its own scales. A jump is
+boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few usual sizes. A jump is
 
   * isolated: |logit shift| beyond `jump-scales` times the scale of the data, and |log-ratio| beyond `jump-log-ratio`,
     with few tokens between these and `jump-tail-scales` times the scale, where a heavy tail has many; or

@@ -1,4 +1,4 @@
-"""Finds values that are no log-probs: constants that stand where a value was not there, in one pass.
+"""Finds constants in place of log-probs, where a value was not there, in one pass.
 
 Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0). One above 0 or below -50 needs no proof, as no sampled
 token reaches it. 0.0 is also the log-prob of a certain token, for which the other side agrees: it

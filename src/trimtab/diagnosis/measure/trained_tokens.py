@@ -166,7 +166,7 @@ class TrainedTokens:
 
     @cached_property
     def cluster(self) -> np.ndarray:
-        """The bootstrap cluster of each response, uint64: a hash of its group (and step), or of its own index."""
+        """The bootstrap cluster of each response, uint64: a hash of its group (and step), or of its index."""
         table = self.table
         if table.group is None:
             return hash_index((self.first + self.responses).astype(np.uint64))

@@ -36,7 +36,7 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
         try:
             known.append(_settings(_recipe_of(run)))
         except (OSError, ValueError) as error:
-            text = f"{run / _RECIPE} cannot be read ({' '.join(str(error).split())}): its settings are no evidence"
+            text = f"{run / _RECIPE} cannot be read ({' '.join(str(error).split())}): its settings are not evidence"
             return None, (Finding("note", "recipe", text),)
     if not known or None in known:
         return None, ()

@@ -78,8 +78,8 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
     """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions.
 
-    torch's `get_optimizer_state_dict` is no substitute: it steps an optimizer that has no state yet, which changes all
-    later updates.
+    torch's `get_optimizer_state_dict` is not a substitute: it steps an optimizer that has no state yet, which changes
+    all later updates.
     """
     grouped = _names_by_group(optimizer, model)
     names, plain = list(chain.from_iterable(grouped)), optimizer.state_dict()

@@ -1,6 +1,6 @@
 """The interface through which an optional method takes part in training. Nothing outside of this folder names one.
 
-A method is a subclass of `Feature` in a file of its own and a line in `build_features`. The calls of a step, in order:
+A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
     pack                  for each micro-batch, when the batch is packed
     forward, after_score  around each forward of the policy or of the reference

@@ -19,7 +19,7 @@ class PolicyKL(Feature):
     """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
 
     In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
-    log-probs before are those of the proximal pass where there was one, else of a forward of their own. Every rank
+    log-probs before are those of the proximal pass where there was one, else of an additional forward. Every rank
     runs as many forwards as the others.
     """
 

@@ -1,6 +1,6 @@
 """Batch-invariant attention in Triton: one kernel for packed rows and for decoding with a cache.
 
-A query attends to keys of its prompt and of its own response. Both are split into blocks of `KEY_BLOCK`, counted from
+A query attends to keys of its prompt and of its response. Both are split into blocks of `KEY_BLOCK`, counted from
 the first key of the prompt and of the response, as in `invariant_attention.py`. One program computes a tile of rows; a
 row is a query of one head, and heads that share a key head are rows of one program. It iterates over the blocks twice:
 for the maximum of each row's scores (exact in any order), and for the sum of exponentials and the weighted values,
