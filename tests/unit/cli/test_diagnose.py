@@ -114,5 +114,5 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_column_pairs() -> None:
     assert parse_columns(["a=b", "c = d, e=f=g", "h="]) == {"a": "b", "c": "d", "e": "f=g", "h": ""}
     for wrong in ("", "a", "=b"):
-        with pytest.raises(TrimtabError, match="no pair"):
+        with pytest.raises(TrimtabError, match="not a pair"):
             parse_columns([wrong])
