@@ -70,7 +70,7 @@ LINES = {
     "evaluation": 1_126,
     "lab": 1_001,
     "models": 3_713,
-    "monitor": 603,
+    "monitor": 604,
     "objectives": 3_022,
     "pages": 472,
     "planning": 860,

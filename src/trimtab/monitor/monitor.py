@@ -41,7 +41,8 @@ class Monitor:
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
         `torch.distributed` is initialized.
 
-    Memory does not grow with the number of steps. An alarm is raised once, and again after its reason went away.
+    Memory does not grow with the number of steps. An alarm is raised once, and again when its reason comes back after
+    20 steps.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Monitor:
         self._current: tuple[int, Metrics] | None = None
         self._first: list[Step] = []
         self._last: deque[Step] = deque(maxlen=WINDOW)
-        self._active: set[str] = set()
+        self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
         self._raised: dict[str, Alarm] = {}
         self._steps = 0
 
@@ -156,11 +157,11 @@ class Monitor:
             self._first.append(step)
         found = alarms(self._history())
         for alarm in found:
-            if alarm.name not in self._active:
+            if self._steps - self._last_seen.get(alarm.name, -WINDOW) >= WINDOW:
                 self._raised.setdefault(alarm.name, alarm)
                 if self._rank == 0:
                     self._on_alarm(alarm)
-        self._active = {alarm.name for alarm in found}
+            self._last_seen[alarm.name] = self._steps
         if self._out is not None and self._rank == 0:
             names = [alarm.name for alarm in found]
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
