@@ -63,6 +63,7 @@ def train_with_trl(model: str, out: Path) -> None:
         max_steps=1,
         report_to="none",
         use_cpu=True,
+        bf16=False,  # not every processor has instructions for it
         save_strategy="no",
     )
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "Where is the treasure?"}]] * 4})
@@ -76,6 +77,8 @@ def train_with_trimtab(out: Path) -> dict[str, float]:
     example = "Question: 3 * 4 = You are at 7.\nAnswer: <walk>2</walk><output>at 9</output> 12\n\n"
     config = {
         "base": "quickstart-tools",
+        "model": {"autocast": "none"},
+        "engine": {"dtype": "float32"},
         "environment": {"name": "trl:Treasure", "format": "tag", "max_turns": 2, "instructions": 3 * example},
         "trainer": {"steps": 1, "prompts": 2, "samples": 4},
         "eval": {"problems": 1},
