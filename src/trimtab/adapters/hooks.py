@@ -235,7 +235,7 @@ def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
 
 
 def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Returns the shares of trained responses and tokens that `usable_tokens` left out; a response counts if whole."""
+    """Returns the shares of trained tokens that `usable_tokens` left out, and of responses without any other token."""
     responses, tokens = mask.any(1), mask.sum().clamp(min=1)
     return {
         "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),

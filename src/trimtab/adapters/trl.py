@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 @dataclass
 class Update:
-    """What is known and collected over the micro-batches of one update. observed: the figures of the monitor."""
+    """What is known and collected over the micro-batches of one update. observed: metrics of the monitor."""
 
     step: int
     state: State
@@ -57,7 +57,7 @@ class GRPOTrainer(PlainTrainer):
 
     objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
     update after each generation, which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, which is shown the same
-    batches; its figures go to TRL's log. Other parameters are those of TRL.
+    batches; its metrics go to TRL's log. Other parameters are those of TRL.
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
     all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
