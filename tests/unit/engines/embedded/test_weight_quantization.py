@@ -160,5 +160,5 @@ def test_noise_repeats_with_its_version_and_has_the_size_asked_for() -> None:
 
 def test_only_the_embedded_engine_rounds() -> None:
     for word in ("engine.quantize=int8", "engine.noise=0.1"):
-        with pytest.raises(TrimtabError, match=r"need engine\.type = \"embedded\"; 'vllm' has options"):
+        with pytest.raises(TrimtabError, match=r"need engine\.type = \"embedded\"; 'vllm' has other options"):
             check(load_config("laboratory", [word, "engine.type=vllm"]))
