@@ -16,12 +16,17 @@ TILE_ROWS = 64
 # PyTorch computes float32 products on a CPU with MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
 # (both are exact float32). Builds without oneDNN lack this operator.
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# Without bfloat16 instructions a bfloat16 product of many rows takes ten times as long as the product in float32 with
+# a rounded result. Both multiply exactly and add in float32. For fewer rows, converting the weights costs more.
+_CONVERTED_ROWS = 8
+_BFLOAT16 = _ONEDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_FAST_DTYPES = (torch.float32,) * _ONEDNN + (torch.bfloat16,) * _BFLOAT16
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; either may be a transposed view. It has no gradient: call it in an autograd function."""
-    if _ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and min(*a.shape, *b.shape) > 0:
-        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    if a.device.type == "cpu" and a.dtype == b.dtype and a.dtype in _FAST_DTYPES and min(*a.shape, *b.shape) > 0:
+        return torch.ops.mkldnn._linear_pointwise(a.float(), b.float(), None, "none", [], "").to(a.dtype)
     return a @ b.T
 
 
@@ -35,7 +40,7 @@ def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Ten
 
 
 class FastLinear(nn.Linear):
-    """`nn.Linear` whose float32 products on a CPU, forward and backward, go through `product`."""
+    """`nn.Linear` whose products on a CPU, forward and backward, go through `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return fast_linear(input, self.weight, self.bias)
@@ -51,12 +56,15 @@ def use_fast_linear(blocks: nn.Module) -> None:
 def fast_linear(
     states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T + bias` with gradient. Autocast and dtypes other than float32 are left to PyTorch."""
-    plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
-    if not (_ONEDNN and plain and states.device.type == "cpu"):
+    """Returns `states @ weight.T + bias` with gradient, in the dtype that `F.linear` computes in."""
+    device = states.device.type
+    cast = torch.is_autocast_enabled(device) and states.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if cast else states.dtype
+    few = dtype == torch.bfloat16 and states.numel() < _CONVERTED_ROWS * states.shape[-1]
+    if device != "cpu" or few or dtype not in _FAST_DTYPES or not (cast or weight.dtype == dtype):
         return F.linear(states, weight, bias)
-    result = linear_by(product, states, weight, 16)
-    return result if bias is None else result + bias
+    result = linear_by(product, states.to(dtype), weight.to(dtype), 16)
+    return result if bias is None else result + bias.to(dtype)
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:

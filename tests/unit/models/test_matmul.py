@@ -1,4 +1,4 @@
-"""Float32 products through oneDNN are the products PyTorch makes, with their gradients."""
+"""Products through oneDNN are the products PyTorch makes, with their gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trimtab.models import matmul
 from trimtab.models.matmul import FastLinear, fast_linear, use_fast_linear
 
 ROWS = [(3, 5, 7), (1, 1, 1), (130, 64, 33), (0, 4, 2)]
@@ -37,10 +38,30 @@ def test_gradients_are_computed_only_where_they_are_required() -> None:
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_types_are_pytorchs_own_bit_for_bit(dtype: torch.dtype) -> None:
     states, weight, bias = (torch.randn(*size, dtype=dtype) for size in ((9, 16), (8, 16), (8,)))
     assert torch.equal(fast_linear(states, weight, bias), F.linear(states, weight, bias))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)])
+def test_bfloat16_products_are_the_float32_products_rounded(
+    monkeypatch: pytest.MonkeyPatch, dtypes: tuple[torch.dtype, ...], autocast: bool
+) -> None:
+    monkeypatch.setattr(matmul, "_FAST_DTYPES", dtypes)
+    torch.manual_seed(2)
+    drawn = [torch.randn(9, 256).bfloat16(), torch.randn(8, 256).bfloat16()]
+    exact = [t.double().requires_grad_() for t in drawn]
+    (exact[0] @ exact[1].T).sum().backward()
+    states, weight = (t.to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for t in drawn)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = fast_linear(states, weight)
+    assert result.dtype == torch.bfloat16
+    result.float().sum().backward()
+    for found, right in ((result, exact[0] @ exact[1].T), (states.grad, exact[0].grad), (weight.grad, exact[1].grad)):
+        assert found is not None
+        torch.testing.assert_close(found.double(), right, rtol=2.0**-8, atol=1e-4)
 
 
 def test_under_autocast_a_model_computes_as_before() -> None:
@@ -52,5 +73,5 @@ def test_under_autocast_a_model_computes_as_before() -> None:
     assert list(swapped.state_dict()) == list(plain.state_dict())
     states = torch.randn(5, 12)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(swapped(states), plain(states))
+        torch.testing.assert_close(swapped(states), plain(states), rtol=2.0**-7, atol=2.0**-7)
     torch.testing.assert_close(swapped(states), plain(states), rtol=1e-5, atol=1e-6)
