@@ -21,8 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapters import verl_dump
-from trimtab.adapters.verl_driver import checked, corrected, refusing_log_probs, without_bypass, without_carried
-from trimtab.adapters.verl_loss import FILE, PREFIX, PolicyLoss
+from trimtab.adapters.verl_driver import (
+    refuse_logps_as_weights,
+    wrap_bypass_mode,
+    wrap_correction,
+    wrap_validate_config,
+    wrap_variance_proxy,
+)
+from trimtab.adapters.verl_loss import LOSS_PREFIX, OBJECTIVES_VARIABLE, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objectives
 
@@ -31,17 +37,17 @@ PPO = "verl.trainer.ppo"
 
 def own_objectives() -> dict[str, PolicyLoss]:
     """Returns the objectives of the file that TRIMTAB_OBJECTIVES names, by the names of its tables."""
-    path = os.environ.get(FILE)
+    path = os.environ.get(OBJECTIVES_VARIABLE)
     if not path:
         return {}
     try:
         import tomllib
     except ImportError:
-        raise TrimtabError(f"{FILE} is read with Python 3.11 or newer") from None
+        raise TrimtabError(f"{OBJECTIVES_VARIABLE} is read with Python 3.11 or newer") from None
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TrimtabError(f"{FILE}={path} cannot be read: {error}") from error
+        raise TrimtabError(f"{OBJECTIVES_VARIABLE}={path} cannot be read: {error}") from error
     for key, table in tables.items():
         if not isinstance(table, dict) or "name" not in table:
             raise TrimtabError(f'{path}: [{key}] needs the name of an objective: name = "icepop"')
@@ -53,31 +59,31 @@ def register() -> list[str]:
     core = importlib.import_module(f"{PPO}.core_algos")
     named = {name: PolicyLoss(name, {}) for name in objectives()} | own_objectives()
     for name, loss in named.items():
-        core.register_policy_loss(PREFIX + name)(loss)
-    missing = [name for name in named if core.get_policy_loss_fn(PREFIX + name) is not named[name]]
+        core.register_policy_loss(LOSS_PREFIX + name)(loss)
+    missing = [name for name in named if core.get_policy_loss_fn(LOSS_PREFIX + name) is not named[name]]
     if missing:
         raise TrimtabError(f"verl did not register {', '.join(missing)}: use verl 0.9.1")
     for registry in (core.POLICY_LOSS_REGISTRY, core.ADV_ESTIMATOR_REGISTRY):
         for name, function in registry.items():
             own = isinstance(function, PolicyLoss)
             if not own and "rollout_is_weights" in inspect.signature(function).parameters:
-                registry[name] = refusing_log_probs(function)
+                registry[name] = refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
-    _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(corrected, named))
-    _replace(helper, "apply_bypass_mode", without_bypass)
-    _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", without_carried)
-    _replace("verl.utils.config", "validate_config", partial(checked, named))
+    _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(wrap_correction, named))
+    _replace(helper, "apply_bypass_mode", wrap_bypass_mode)
+    _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", wrap_variance_proxy)
+    _replace("verl.utils.config", "validate_config", partial(wrap_validate_config, named))
     if folder := os.environ.get(verl_dump.DUMP):
         verl_dump.install(folder)
-    return [PREFIX + name for name in named]
+    return [LOSS_PREFIX + name for name in named]
 
 
 def _replace(module: str, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a function of verl, also in modules that imported it by name; most do so later than this."""
-    plain = getattr(importlib.import_module(module), name)
-    wrapped = wrap(plain)
+    original = getattr(importlib.import_module(module), name)
+    wrapped = wrap(original)
     for key, loaded in list(sys.modules.items()):
-        if key.partition(".")[0] == "verl" and vars(loaded).get(name) is plain:
+        if key.partition(".")[0] == "verl" and vars(loaded).get(name) is original:
             setattr(loaded, name, wrapped)
 
 

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
-from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
+from trimtab.adapters.verl_loss import CARRY_LOGPS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import correct, mismatch
 
 
-def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, dict]]:
+def wrap_correction(
+    named: Mapping[str, PolicyLoss], original: Callable[..., Any]
+) -> Callable[[Any, Any], tuple[Any, dict]]:
     """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` two more kinds of values.
 
     `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers; `trimtab-NAME` the weights of an
@@ -26,17 +28,17 @@ def corrected(named: Mapping[str, PolicyLoss], plain: Callable[..., Any]) -> Cal
 
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
         chosen = str(rollout_corr_config.get("rollout_is", None))
-        if chosen != CARRY and not chosen.startswith(PREFIX):
-            return plain(batch, rollout_corr_config)
+        if chosen != CARRY_LOGPS and not chosen.startswith(LOSS_PREFIX):
+            return original(batch, rollout_corr_config)
         _check_correction(chosen, batch, rollout_corr_config)
         fields = batch.batch
         old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool()
-        if chosen == CARRY:
+        if chosen == CARRY_LOGPS:
             fields["rollout_is_weights"] = rollout
             return batch, _named(mismatch(old, rollout, mask).finalize())
         loss = _named_loss(f"rollout_is={chosen}", named)
         objective = build("verl", loss.name, loss.keywords)
-        require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY}")
+        require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY_LOGPS}")
         kept, turn = usable_tokens(mask, rollout, old), turns_of(mask)
         result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
@@ -58,21 +60,21 @@ def _check_correction(chosen: str, batch: Any, config: Any) -> None:
         raise TrimtabError(_without_sampler(chosen))
 
 
-def checked(named: Mapping[str, PolicyLoss], plain: Callable[..., None]) -> Callable[..., None]:
-    """Wraps verl's check of its configuration: it completes one for a loss of Trimtab's, and refuses what cannot work.
+def wrap_validate_config(named: Mapping[str, PolicyLoss], original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps verl's config validation: fills in the settings that a loss of Trimtab needs, and raises for wrong ones.
 
     The trainers V1 and v0 check their configuration at the start, in the process of the driver, before they use it.
     """
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def check(config: Any, *arguments: Any, **keywords: Any) -> None:
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.get("actor", None) or {}
         correction = config.algorithm.get("rollout_correction", None) or {}
         mode = str((actor.get("policy_loss", None) or {}).get("loss_mode", ""))
-        if mode.startswith(PREFIX):
+        if mode.startswith(LOSS_PREFIX):
             _complete(_named_loss(mode, named), actor, rollout, correction)
         chosen = str(correction.get("rollout_is", None))
-        if chosen == CARRY or chosen.startswith(PREFIX):
+        if chosen == CARRY_LOGPS or chosen.startswith(LOSS_PREFIX):
             if correction.get("bypass_mode", False):
                 raise TrimtabError(f"rollout_is={chosen} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
@@ -80,14 +82,14 @@ def checked(named: Mapping[str, PolicyLoss], plain: Callable[..., None]) -> Call
         dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
         if os.environ.get(DUMP) and not dumped:
             raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
-        plain(config, *arguments, **keywords)
+        original(config, *arguments, **keywords)
 
     return check
 
 
 def _complete(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> None:
     """Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible."""
-    objective = loss.checked(actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None))
+    objective = loss.validated_objective(actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None))
     if "behavior" not in objective.needs:
         return
     if not correction:
@@ -96,20 +98,21 @@ def _complete(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> No
             "leave it at verl's default"
         )
     carrying = correction.get("rollout_is", None)
-    if carrying not in (None, CARRY):
+    if carrying not in (None, CARRY_LOGPS):
         raise TrimtabError(
             f"rollout_is={carrying} takes the place of the sampler's log-probs, which {objective.name} reads: leave it "
-            f"out, or set algorithm.rollout_correction.rollout_is={CARRY}"
+            f"out, or set algorithm.rollout_correction.rollout_is={CARRY_LOGPS}"
         )
     if carrying is None or not rollout.get("calculate_log_probs", False):
         rollout.calculate_log_probs = True
-        correction.rollout_is = CARRY
-        print(f"trimtab: set calculate_log_probs=True and rollout_is={CARRY}, as {objective.name} reads the sampler's")
+        correction.rollout_is = CARRY_LOGPS
+        settings = f"calculate_log_probs=True and rollout_is={CARRY_LOGPS}"
+        print(f"trimtab: set {settings}, as {objective.name} reads the sampler's log-probs")
 
 
 def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
     """Returns the loss that a value `trimtab-NAME`, or a setting to it, names."""
-    name = setting.rpartition("=")[2].removeprefix(PREFIX)
+    name = setting.rpartition("=")[2].removeprefix(LOSS_PREFIX)
     if name not in named:
         raise TrimtabError(f"{setting}: no such objective{did_you_mean(name, named)}")
     return named[name]
@@ -119,18 +122,15 @@ def _without_sampler(chosen: str) -> str:
     return f"rollout_is={chosen} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
 
 
-def without_carried(plain: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Wraps verl's proxy of the gradient's variance: it gets no `rollout_is_weights` where these are log-probs.
+def wrap_variance_proxy(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Wraps verl's proxy of the gradient's variance, which squares `rollout_is_weights`: hides them if log-probs."""
 
-    It would square them as weights.
-    """
-
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def measure(batch: Any, *arguments: Any, **keywords: Any) -> dict[str, float]:
         fields = batch.batch
         if "rollout_is_weights" in fields and _holds_log_probs(fields["rollout_is_weights"], fields["response_mask"]):
             batch = batch.select(batch_keys=[key for key in fields.keys() if key != "rollout_is_weights"])  # noqa: SIM118 - a TensorDict iterates over rows
-        return plain(batch, *arguments, **keywords)
+        return original(batch, *arguments, **keywords)
 
     return measure
 
@@ -139,8 +139,8 @@ def _holds_log_probs(weights: Tensor, mask: Tensor) -> bool:
     return bool((weights[mask.bool()] < 0).any())
 
 
-def refusing_log_probs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of verl's that multiplies by `rollout_is_weights`: it refuses log-probs in their place."""
+def refuse_logps_as_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of verl that multiplies by `rollout_is_weights`: raises for log-probs in their place."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -149,22 +149,25 @@ def refusing_log_probs(function: Callable[..., Any]) -> Callable[..., Any]:
         weights = given.get("rollout_is_weights")
         if weights is not None and _holds_log_probs(weights, given["response_mask"]):
             raise TrimtabError(
-                f"rollout_is={CARRY} carries log-probs for the losses {PREFIX}NAME, and verl's {function.__name__} "
-                f"would multiply by them: set policy_loss.loss_mode={PREFIX}NAME, or rollout_is={PREFIX}NAME"
+                f"rollout_is={CARRY_LOGPS} carries log-probs for the losses {LOSS_PREFIX}NAME, and verl's "
+                f"{function.__name__} would multiply by them: set policy_loss.loss_mode={LOSS_PREFIX}NAME, or "
+                f"rollout_is={LOSS_PREFIX}NAME"
             )
         return function(*arguments, **keywords)
 
     return call
 
 
-def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
-    """Wraps v0's `apply_bypass_mode`, which replaces the loss: it refuses to replace one of ours."""
+def wrap_bypass_mode(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps v0's `apply_bypass_mode`, which replaces the loss: raises where that is a loss of Trimtab."""
 
     def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
         mode = str(policy_loss_config.get("loss_mode", ""))
-        if mode.startswith(PREFIX):
-            raise TrimtabError(f"bypass_mode would replace the loss {mode}: turn it off, and set rollout_is={CARRY}")
-        plain(batch, rollout_corr_config=rollout_corr_config, policy_loss_config=policy_loss_config)
+        if mode.startswith(LOSS_PREFIX):
+            raise TrimtabError(
+                f"bypass_mode would replace the loss {mode}: turn it off, and set rollout_is={CARRY_LOGPS}"
+            )
+        original(batch, rollout_corr_config=rollout_corr_config, policy_loss_config=policy_loss_config)
 
     return apply
 

@@ -11,7 +11,11 @@ from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, keywords_of
 
-PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
+LOSS_PREFIX = "trimtab-"
+"""Before the name of an objective, as a value of `policy_loss.loss_mode` or `rollout_correction.rollout_is`."""
+CARRY_LOGPS = "trimtab"
+"""The value of `rollout_correction.rollout_is` that carries the sampler's log-probs to the loss."""
+OBJECTIVES_VARIABLE = "TRIMTAB_OBJECTIVES"
 MODES = {"constant": "seq-mean-token-sum-norm"}
 """verl's `loss_agg_mode` where its name is not that of the aggregation."""
 
@@ -40,7 +44,7 @@ class PolicyLoss:
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
-        objective = self.checked(loss_agg_mode, counts.get("loss_scale_factor"))
+        objective = self.validated_objective(loss_agg_mode, counts.get("loss_scale_factor"))
         tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
         state = counted_state(
             mask.sum() if tokens is None else tokens,
@@ -53,7 +57,7 @@ class PolicyLoss:
         )
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
-    def checked(self, loss_agg_mode: str, factor: int | None) -> Objective:
+    def validated_objective(self, loss_agg_mode: str, factor: int | None) -> Objective:
         """Returns the objective. Raises `TrimtabError` where verl aggregates, or scales, otherwise."""
         objective = self._built(factor)
         wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
@@ -61,7 +65,7 @@ class PolicyLoss:
             raise TrimtabError(
                 f"{objective.name} aggregates by {wanted}, and verl by {loss_agg_mode}: set "
                 f"actor_rollout_ref.actor.loss_agg_mode={wanted}, or give the objective another aggregation in the "
-                f"file of {FILE}"
+                f"file of {OBJECTIVES_VARIABLE}"
             )
         return objective
 
@@ -88,11 +92,11 @@ def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tens
     if carried is None:
         raise TrimtabError(
             f"{objective.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
-            f"and algorithm.rollout_correction.rollout_is={CARRY}, without bypass_mode"
+            f"and algorithm.rollout_correction.rollout_is={CARRY_LOGPS}, without bypass_mode"
         )
     if bool((carried[mask] > 0).any()):
         raise TrimtabError(
             f"rollout_is_weights holds weights, not the sampler's log-probs that {objective.name} reads: set "
-            f"algorithm.rollout_correction.rollout_is={CARRY}"
+            f"algorithm.rollout_correction.rollout_is={CARRY_LOGPS}"
         )
     return carried

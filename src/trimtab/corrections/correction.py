@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
-from trimtab.corrections.ratios import TOKEN_LEVELS, Ratios, log_ratio, units_of
+from trimtab.corrections.ratios import PER_TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
@@ -78,7 +78,7 @@ def compute_correction(
     one_block = sequence_ids is not None or group is not None
     size = rows if one_block else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
     size = min(max(1, size), rows)
-    weights, keeps, blocks = [], [], []
+    weights, keeps, blocks, mismatches = [], [], [], []
     for start in range(0, max(1, rows), max(1, size)):
         part = slice(start, start + size)
         block = _Block(
@@ -97,13 +97,15 @@ def compute_correction(
         if statistics:
             statistics |= block.rejected(keep)
         if measure:
-            statistics[""] = block.measure()
+            mismatches.append(block.measure())
         keeps.append(keep)
         blocks.append(statistics)
-    merged = {name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]}
-    mismatch = merged.pop("", None)
-    assert mismatch is None or isinstance(mismatch, RatioStatistics)
-    return BatchCorrection(None if weight is None else torch.cat(weights), torch.cat(keeps), merged, mismatch)
+    return BatchCorrection(
+        weight=None if weight is None else torch.cat(weights),
+        keep=torch.cat(keeps),
+        statistics={name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]},
+        mismatch=reduce(add, mismatches) if measure else None,
+    )
 
 
 class _Block:
@@ -118,15 +120,19 @@ class _Block:
         advantage: Tensor | None,
     ) -> None:
         self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
-        mismatch, policy = (
-            None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
-            for numerator in (proximal, current)
-        )
-        self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
 
-    @property
-    def mismatch(self) -> Ratios:
-        return self.evidence.mismatch
+        def over_behavior(numerator: Tensor | None) -> Ratios | None:
+            if numerator is None:
+                return None
+            return Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
+
+        self.evidence = Evidence(
+            sequences,
+            behavior,
+            mismatch=over_behavior(proximal),
+            policy=over_behavior(current),
+            advantage=advantage,
+        )
 
     def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:
         """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
@@ -134,21 +140,25 @@ class _Block:
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
             passed = rule.keep(self.evidence)
-            self._validate_kept(rule, passed)
+            if passed.shape not in (keep.shape, (len(keep), 1)):
+                raise ValueError(
+                    f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
+                    "values of whole sequences are spread to their tokens by evidence.sequences.spread"
+                )
             keep = keep & passed
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return keep, statistics
 
     def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
         """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics."""
-        sequences, units = self.sequences, units_of(self.sequences, weight.level)
-        per_token = weight.level in TOKEN_LEVELS
+        sequences, mismatch, units = self.sequences, self.evidence.mismatch, units_of(self.sequences, weight.level)
+        per_token = weight.level in PER_TOKEN_LEVELS
         trained = sequences.mask if per_token else units.trained
-        ratio = self.mismatch.at(weight.level)
+        ratio = mismatch.at(weight.level)
         inside = weight.inside(ratio)
         bounded = torch.where(trained, weight.apply(ratio), 0.0)
         per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
-        raw = self.histogram if weight.level == "token" else Histogram.of(self.mismatch.log_at(weight.level), trained)
+        raw = self.histogram if weight.level == "token" else Histogram.of(mismatch.log_at(weight.level), trained)
         statistics: dict[str, Mergeable] = {
             "weight": WeightStatistics(
                 raw=raw.counts,
@@ -175,20 +185,11 @@ class _Block:
 
     @cached_property
     def histogram(self) -> Histogram:
-        return Histogram.of(self.mismatch.log, self.sequences.mask)
+        return Histogram.of(self.evidence.mismatch.log, self.sequences.mask)
 
     def measure(self) -> RatioStatistics:
         assert self.proximal is not None
-        return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, self.histogram)
-
-    def _validate_kept(self, rule: Mask, passed: Tensor) -> None:
-        """Raises `ValueError` for a result that does not have one value for each token."""
-        rows, time = self.sequences.mask.shape
-        if passed.shape not in ((rows, time), (rows, 1)):
-            raise ValueError(
-                f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {(rows, time)}: values of "
-                "whole sequences are spread to their tokens by evidence.sequences.spread"
-            )
+        return RatioStatistics.of(self.evidence.mismatch, self.proximal, self.behavior, self.histogram)
 
     def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens and of whole sequences that a rule rejected.

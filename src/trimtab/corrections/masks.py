@@ -20,9 +20,9 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
+from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
 from trimtab.corrections.reduce import Sequences, select
-from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
+from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_option
 
 Part = TypeVar("Part")
 
@@ -147,8 +147,8 @@ class Band(Mask):
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_word(self.level, LEVELS, "Band")
-        check_word(self.over, OVER, "Band")
+        check_option(self.level, LEVELS, "Band")
+        check_option(self.over, OVER, "Band")
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -162,7 +162,7 @@ class Band(Mask):
     def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         ratio = evidence.over(self.over).at(self.level)
         inside = (ratio >= self.min) & (ratio <= self.max)
-        return inside if self.level in TOKEN_LEVELS else units_of(evidence.sequences, self.level).spread(inside)
+        return inside if self.level in PER_TOKEN_LEVELS else units_of(evidence.sequences, self.level).spread(inside)
 
     def equation(self) -> str:
         letter, policy = _SYMBOLS[self.over]
@@ -214,9 +214,9 @@ class Divergence(Mask):
     outward: bool = False
 
     def __post_init__(self) -> None:
-        check_word(self.kind, divergences.DIVERGENCES, "Divergence")
-        check_word(self.reduce, REDUCTIONS, "Divergence")
-        check_word(self.over, OVER, "Divergence")
+        check_option(self.kind, divergences.DIVERGENCES, "Divergence")
+        check_option(self.reduce, REDUCTIONS, "Divergence")
+        check_option(self.over, OVER, "Divergence")
         if self.outward and (self.reduce, self.over) != ("token", "current"):
             raise ValueError(
                 'Divergence: outward asks where a token moves, use reduce = "token" and over = "current" with it'
@@ -292,8 +292,8 @@ class Veto(Mask):
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_word(self.of, VETO_OF, "Veto")
-        check_word(self.over, OVER, "Veto")
+        check_option(self.of, VETO_OF, "Veto")
+        check_option(self.over, OVER, "Veto")
         if not 0 < self.min < 1:
             raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the {self.of}")
 
@@ -341,7 +341,7 @@ class OPSM(Mask):
     sign: str = "negative"
 
     def __post_init__(self) -> None:
-        check_word(self.sign, tuple(_REJECTED), "OPSM")
+        check_option(self.sign, tuple(_REJECTED), "OPSM")
         if not 0 <= self.delta < math.inf:
             raise ValueError(
                 f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"

@@ -23,9 +23,10 @@ from trimtab.corrections.reduce import Sequences, select, widen
 LEVELS = ("token", "sequence", "geometric", "turn", "turn_geometric", "prefix", "prefix_geometric")
 TURN_LEVELS = ("turn", "turn_geometric")
 PREFIX_LEVELS = ("prefix", "prefix_geometric")
-TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
+PER_TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
 """Levels whose ratio is defined for each token."""
-PRODUCTS = ("sequence", "turn")
+PRODUCT_LEVELS = ("sequence", "turn")
+"""Levels that multiply the ratios of a unit's tokens; the geometric ones average their logarithms."""
 
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
@@ -55,7 +56,7 @@ def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level
     if level in PREFIX_LEVELS:
         return _prefix(value, sequences, level) + (log_ratio - value)
     units = units_of(sequences, level)
-    reduce = units.sum if level in PRODUCTS else units.mean
+    reduce = units.sum if level in PRODUCT_LEVELS else units.mean
     return units.spread(reduce(value)) + (log_ratio - value)
 
 
@@ -113,7 +114,7 @@ class Ratios:
             return _prefix(self.log, self.sequences, level)
         if level in TURN_LEVELS:
             turns = self.sequences.turns
-            return (turns.sum if level in PRODUCTS else turns.mean)(self.log)
+            return (turns.sum if level in PRODUCT_LEVELS else turns.mean)(self.log)
         return self.log_sequence if level == "sequence" else self.log_geometric
 
     def at(self, level: str) -> Tensor:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number
+from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 
 BOUNDS = ("truncate", "clip", "mask")
@@ -31,16 +31,16 @@ MEAN_FLOOR = 1e-8
 """Smallest mean weight that normalisation divides by; below it the weights stay unchanged."""
 
 
-def check_word(word: str, known: tuple[str, ...], what: str) -> None:
-    """Raises `ValueError` for an unknown option; `what` names the part in the message."""
-    if word not in known:
-        raise ValueError(f"{what}: unknown {word!r}, use one of {', '.join(known)}")
+def check_option(value: str, options: tuple[str, ...], part: str) -> None:
+    """Raises `ValueError` for an unknown option of a part."""
+    if value not in options:
+        raise ValueError(f"{part}: unknown {value!r}, use one of {', '.join(options)}")
 
 
-def check_bounds(low: Number, high: Number, what: str) -> None:
+def check_bounds(low: Number, high: Number, part: str) -> None:
     """Raises `ValueError` for bounds that do not enclose 1."""
     if not 0.0 <= low <= 1.0 <= high:
-        raise ValueError(f"{what}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
+        raise ValueError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Weight:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_word(self.level, LEVELS, "Weight")
-        check_word(self.bound, BOUNDS, "Weight")
+        check_option(self.level, LEVELS, "Weight")
+        check_option(self.bound, BOUNDS, "Weight")
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
             raise ValueError("Weight: truncate has no lower bound; use bound='clip' for min and max")
@@ -112,7 +112,7 @@ class Weight:
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""
-        units = {**dict.fromkeys(TOKEN_LEVELS, "tokens"), **dict.fromkeys(TURN_LEVELS, "turns")}
+        units = {**dict.fromkeys(PER_TOKEN_LEVELS, "tokens"), **dict.fromkeys(TURN_LEVELS, "turns")}
         units = units.get(self.level, "sequences")
         mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
         return definition("ρ", self.level, "π_old", "μ") + mean

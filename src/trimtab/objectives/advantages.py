@@ -17,7 +17,7 @@ from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.types import MAX_REWARD
 
-KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
+ADVANTAGE_KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
 FAILED = "drop failed samples before computing advantages"
 STD_EPS = 1e-6
@@ -45,8 +45,8 @@ def advantages(
     integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers of at most 1e18, ids that
     are missing, and `value_beta` of another kind.
     """
-    if kind not in KINDS:
-        raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, KINDS)}")
+    if kind not in ADVANTAGE_KINDS:
+        raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, ADVANTAGE_KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
     if len(_shape(rewards)) != 1 or _shape(groups) != _shape(rewards):

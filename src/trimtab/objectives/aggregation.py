@@ -21,7 +21,7 @@ from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.state import State
 
-KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "trained-mean-token-sum")
+AGGREGATION_KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "trained-mean-token-sum")
 DENOMINATORS = ("original", "kept")
 
 
@@ -29,7 +29,8 @@ DENOMINATORS = ("original", "kept")
 class Aggregation:
     """How per-token losses are reduced to a scalar.
 
-    kind: one of `KINDS`. denominator: `original` or `kept`. length_max: tokens, required by `constant` only.
+    kind: one of `AGGREGATION_KINDS`. denominator: `original` or `kept`.
+    length_max: tokens, required by `constant` only.
     """
 
     kind: str = "token-mean"
@@ -37,8 +38,8 @@ class Aggregation:
     length_max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise TrimtabError(f"unknown aggregation {self.kind!r}{did_you_mean(self.kind, KINDS)}")
+        if self.kind not in AGGREGATION_KINDS:
+            raise TrimtabError(f"unknown aggregation {self.kind!r}{did_you_mean(self.kind, AGGREGATION_KINDS)}")
         if self.denominator not in DENOMINATORS:
             hint = did_you_mean(self.denominator, DENOMINATORS)
             raise TrimtabError(f"unknown denominator {self.denominator!r}{hint}")

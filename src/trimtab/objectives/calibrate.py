@@ -23,9 +23,9 @@ from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
-from trimtab.objectives.composition import part_fields
+from trimtab.objectives.composition import parse_parts
 from trimtab.objectives.keywords import UNSET, value_at
-from trimtab.objectives.lookup import is_custom, named
+from trimtab.objectives.lookup import get_preset, is_custom
 from trimtab.objectives.presets import COMPOSED
 
 SAMPLES_MIN = 20
@@ -172,8 +172,8 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
             f"objective.calibrate finds the bounds of the weight of {name!r}, which the given weight replaces: leave "
             "one of them out"
         )
-    own = {(mask.rule, mask.reads) for mask in named(name).objective.masks}
-    for added in part_fields(COMPOSED.objective, {"mask": given.get("mask", ())})["masks"]:
+    own = {(mask.rule, mask.reads) for mask in get_preset(name).objective.masks}
+    for added in parse_parts(COMPOSED.objective, {"mask": given.get("mask", ())})["masks"]:
         if (added.rule, added.reads) in own:
             raise TrimtabError(
                 f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
@@ -191,7 +191,7 @@ def _required_bounds(name: str) -> tuple[_Bound, ...]:
 def _bounds(name: str) -> Iterator[_Bound]:
     if is_custom(name):
         return
-    preset = named(name)
+    preset = get_preset(name)
     for keyword, path in sorted(preset.paths.items(), key=lambda item: not item[1].startswith("weight")):
         place, _, side = path.rpartition(".")
         part, edge = value_at(preset.objective, place), _low if side == "min" else _high

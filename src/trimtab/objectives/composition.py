@@ -49,7 +49,7 @@ MASKS: dict[str, type[Mask]] = {
 """By `kind`; that of a divergence is which one."""
 
 
-def part_fields(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_parts(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `Objective` that given parts replace, and in `masks` those to add to the base's own.
 
     given: by name in `PART_KEYS`, each a table of the part's fields, with `kind` for surrogates and masks, or the part
@@ -65,7 +65,7 @@ def part_fields(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
         built["weight"] = _part("weight", Weight, given["weight"])
     for key, kind in (("centering", bool), ("advantage", str)):
         if key in given:
-            built[key] = checked(key, given[key], kind)
+            built[key] = convert(key, given[key], kind)
     if "mask" in given:
         masks = given["mask"]
         if isinstance(masks, Mapping | str) or not isinstance(masks, Sequence):
@@ -102,12 +102,12 @@ def _part(what: str, part: type, given: Any) -> Any:
         if item.default is MISSING and name not in given:
             raise TrimtabError(f"{what} needs {name!r}: give it a value")
     try:
-        return part(**{key: checked(key, value, kinds[key]) for key, value in given.items()})
+        return part(**{key: convert(key, value, kinds[key]) for key, value in given.items()})
     except ValueError as error:
         raise TrimtabError(f"{what}: {error}") from None
 
 
-def checked(key: str, value: Any, kind: Any) -> Any:
+def convert(key: str, value: Any, kind: Any) -> Any:
     """Returns a value of a type, or of one of a union of types; a whole number may stand for a float.
 
     Raises `TrimtabError` for one of another type. A bool is not a number here.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 from trimtab.corrections.masks import Mask
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
-from trimtab.objectives.composition import PART_KEYS, checked, part_fields
+from trimtab.objectives.composition import PART_KEYS, convert, parse_parts
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogate import Surrogate
@@ -19,7 +19,7 @@ from trimtab.objectives.surrogate import Surrogate
 class Keywords(TypedDict, total=False):
     """What `trimtab.objective` takes beside a name: types, and the path of the field of `Objective` that each sets.
 
-    A preset has the keywords whose field it has, and further ones for its masks (`Preset.own`).
+    A preset has the keywords whose field it has, and further ones for its masks (`Preset.mask_keywords`).
     """
 
     weight_min: Annotated[float, "weight.min"]
@@ -82,21 +82,22 @@ class Preset:
     """A named objective.
 
     does: what it does, in a line. when: when to use it. source: where it and its defaults are from.
-    own: keywords for its masks, with the path of the field that each sets. fixed: keywords that it does not take.
+    mask_keywords: keywords for its masks, with the path of the field that each sets.
+    excluded: keywords that it does not take.
     """
 
     objective: Objective
     does: str = ""
     when: str = ""
     source: str = ""
-    own: Mapping[str, str] = field(default_factory=dict)
-    fixed: tuple[str, ...] = ()
+    mask_keywords: Mapping[str, str] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
 
     @cached_property
     def paths(self) -> dict[str, str]:
         """The path of the field that each of its keywords sets."""
-        others = {key: path for key, path in PATHS.items() if key not in (*self.own, *self.fixed)}
-        return {**self.own, **{key: path for key, path in others.items() if self._has(key, path)}}
+        others = {key: path for key, path in PATHS.items() if key not in (*self.mask_keywords, *self.excluded)}
+        return {**self.mask_keywords, **{key: path for key, path in others.items() if self._has(key, path)}}
 
     def _has(self, key: str, path: str) -> bool:
         """Whether the objective has the field. A truncated weight has no lower bound."""
@@ -111,14 +112,14 @@ class Preset:
         """The value of each of its keywords."""
         return {key: value_at(self.objective, path) for key, path in self.paths.items()}
 
-    def changed(self, given: Mapping[str, Any]) -> Objective:
+    def with_keywords(self, given: Mapping[str, Any]) -> Objective:
         """Returns its objective with the fields changed that keywords name, parts replaced, and masks added.
 
         Raises `TrimtabError` for a wrong type, for what a part or `Objective` refuses, and for what has no effect.
         """
         base = self.objective
-        parts = part_fields(base, {key: given[key] for key in (*PART_KEYS, "advantage") if key in given})
-        values = {key: checked(key, given[key], TYPES[key]) for key in given if key in self.paths}
+        parts = parse_parts(base, {key: given[key] for key in (*PART_KEYS, "advantage") if key in given})
+        values = {key: convert(key, given[key], TYPES[key]) for key in given if key in self.paths}
         for key, value in values.items():
             part = self.paths[key].partition(".")[0]
             if part in parts and part != "masks" and value != value_at(base, self.paths[key]):

@@ -8,7 +8,7 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives.composition import PART_KEYS, checked
+from trimtab.objectives.composition import PART_KEYS, convert
 from trimtab.objectives.keywords import Preset
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.presets import COMPOSED, PRESETS
@@ -42,10 +42,10 @@ def objective(name: str, **overrides: Unpack[Keywords]) -> Objective:
     given: dict[str, Any] = dict(overrides)
     _check_names(name, given)
     try:
-        preset = _called(name, given) if is_custom(name) else named(name)
+        preset = _build_custom(name, given) if is_custom(name) else get_preset(name)
         if preset is COMPOSED and "surrogate" not in given:
             raise TrimtabError('it needs a surrogate, such as surrogate = {kind = "clipped"}; or name a preset')
-        return preset.changed(given)
+        return preset.with_keywords(given)
     except ValueError as error:
         raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
 
@@ -57,7 +57,7 @@ def keywords_of(name: str) -> dict[str, Any]:
     Raises `TrimtabError` for an unknown name, and for a function whose keywords have no names.
     """
     if not is_custom(name):
-        return named(name).defaults
+        return get_preset(name).defaults
     own = {key: parameter.default for key, parameter in _parameters(name).items()}
     return {**own, **{key: default for key, default in COMPOSED.defaults.items() if key not in own}}
 
@@ -67,7 +67,7 @@ def is_custom(name: str) -> bool:
     return ":" in name
 
 
-def named(name: str) -> Preset:
+def get_preset(name: str) -> Preset:
     """Returns the preset of a name, `composed` included. Raises `TrimtabError` for an unknown one."""
     known = {**PRESETS, COMPOSED.objective.name: COMPOSED}
     if name not in known:
@@ -92,7 +92,7 @@ def _check_names(name: str, given: Mapping[str, Any]) -> None:
             raise TrimtabError(f"objective {name!r} needs the keyword {key!r}: give it a value")
 
 
-def _called(name: str, given: dict[str, Any]) -> Preset:
+def _build_custom(name: str, given: dict[str, Any]) -> Preset:
     """Returns what a custom function builds from its keywords, which are taken out of `given`.
 
     A value must have the type of the parameter's default, where that is a number, a bool or a string.
@@ -102,7 +102,7 @@ def _called(name: str, given: dict[str, Any]) -> Preset:
         if key in given:
             default = parameter.default
             kind = type(default) if isinstance(default, bool | int | float | str) else object
-            keywords[key] = checked(key, given.pop(key), kind)
+            keywords[key] = convert(key, given.pop(key), kind)
     try:
         built = _function(name)(**keywords)
     except ValueError:

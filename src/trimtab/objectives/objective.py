@@ -18,12 +18,12 @@ from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
 from trimtab.corrections.protocols import definition, symbol
-from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
+from trimtab.corrections.ratios import PER_TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives.advantages import KINDS
+from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.centering import centering_ceiling, centering_equation, centering_term
 from trimtab.objectives.metrics import Metrics
@@ -45,7 +45,7 @@ class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
     centering: whether the expected score under the sampler is subtracted (centering.py).
-    advantage: the kind of advantages that it expects (`advantages.KINDS`). notes: remarks printed with the equation.
+    advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """
 
@@ -68,13 +68,13 @@ class Objective:
                 "current/behavior already contains proximal/behavior: drop the weight (a recipe takes a method without "
                 'one, or name = "composed")'
             )
-        refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
+        refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._has_correction)
         if refused is not None:
             raise TrimtabError(refused)
         if self.centering:
-            centering_ceiling(self.ratio, self.surrogate, corrected=self._corrects)
-        if self.advantage not in KINDS:
-            raise TrimtabError(f"unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}")
+            centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
+        if self.advantage not in ADVANTAGE_KINDS:
+            raise TrimtabError(f"unknown advantage {self.advantage!r}{did_you_mean(self.advantage, ADVANTAGE_KINDS)}")
         if not 0 <= self.entropy_coef < math.inf:
             raise TrimtabError(
                 f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
@@ -83,7 +83,7 @@ class Objective:
             raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect')
 
     @property
-    def _corrects(self) -> bool:
+    def _has_correction(self) -> bool:
         """Whether it has a weight or a mask."""
         return self.weight is not None or bool(self.masks)
 
@@ -133,7 +133,7 @@ class Objective:
     def one_advantage_per_response(self) -> bool:
         """Whether it needs one advantage for all tokens of a response."""
         rules = any(rule.per_response for rule in self.masks)
-        return rules or self.surrogate.per_response or self.ratio.level not in TOKEN_LEVELS
+        return rules or self.surrogate.per_response or self.ratio.level not in PER_TOKEN_LEVELS
 
     @property
     def _counts_kept(self) -> bool:
@@ -183,7 +183,7 @@ class Objective:
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
         sequences = logps.sequences
-        correction = self._correct(logps, advantage, self.masks) if self._corrects else None
+        correction = self._correct(logps, advantage, self.masks) if self._has_correction else None
         terms = self._terms(logps, advantage, sequences)
         if state is None:
             state = self._state(sequences, correction, terms)
@@ -197,7 +197,7 @@ class Objective:
         scale = self.aggregation.scale_original(sequences, state)
         regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
         centering, centering_statistics = self._center(logps, terms, scale)
-        loss = policy + regularizer + centering + self._guard(logps, terms.on_policy)
+        loss = policy + regularizer + centering + self._nan_if_not_finite(logps, terms.on_policy)
         statistics = {
             **statistics,
             **regularizer_statistics,
@@ -314,7 +314,7 @@ class Objective:
         sampled = terms.on_policy[..., None]
         current = torch.where(sampled, widen(logps.required("head_current", self.name)), -torch.inf)
         behavior = torch.where(sampled, widen(logps.required("head_behavior", self.name).detach()), -torch.inf)
-        ceiling = centering_ceiling(self.ratio, self.surrogate, corrected=self._corrects)
+        ceiling = centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
         value = centering_term(current, behavior, ceiling)
         statistics: dict[str, Mergeable] = {"centering/head_mass": Mean.of(behavior.exp().sum(-1), terms.on_policy)}
         return _weighted_sum(value * terms.advantage, scale), statistics
@@ -327,7 +327,7 @@ class Objective:
             to_behavior = log_ratio(logps.required("current", self.name), behavior, terms.on_policy)
         return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), to_behavior)
 
-    def _guard(self, logps: PolicyLogps, on_policy: Tensor) -> Tensor:
+    def _nan_if_not_finite(self, logps: PolicyLogps, on_policy: Tensor) -> Tensor:
         """Returns 0, or NaN when a log-prob at a trained token is not finite, which the bounded exponent would hide.
 
         A log-prob of the sampler that no sampled token has (`MIN_BEHAVIOR`) counts as not finite.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import LEVELS
 from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
-from trimtab.corrections.weights import check_word
+from trimtab.corrections.weights import check_option
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Ratio:
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_word(self.level, LEVELS, "Ratio")
-        check_word(self.over, ("proximal", "behavior"), "Ratio")
+        check_option(self.level, LEVELS, "Ratio")
+        check_option(self.over, ("proximal", "behavior"), "Ratio")
 
 
 @dataclass(frozen=True, eq=False)

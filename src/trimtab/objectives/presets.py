@@ -123,7 +123,7 @@ _PRESETS = (
     ),
     Preset(
         Objective("geo-mask", Ratio(), Clipped(), masks=(Band("geometric", 0.99, 1.01),)),
-        own={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
+        mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="PPO on current/proximal; drops responses whose geometric mean ratio is outside the band.",
         when="Use it to reject mismatched responses of any length: the mean has no length bias, the product has.",
         source="Miles' mismatch report; SkyRL.",
@@ -136,21 +136,21 @@ _PRESETS = (
             Weight("token", "clip", 0.5, 2.0),
             masks=(Band("geometric", 0.99, 1.01),),
         ),
-        own={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
+        mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` with a token weight clipped to [weight_min, weight_max].",
         when="Use it for a large mismatch without a known cause, such as that of MoE routing.",
         source="Miles' masked importance sampling (its mismatch helper).",
     ),
     Preset(
         Objective("k3-mask", Ratio(), Clipped(), masks=(Divergence("k3", "mean", 0.01),)),
-        own={"divergence_max": "masks.0.max"},
+        mask_keywords={"divergence_max": "masks.0.max"},
         does="PPO on current/proximal; drops responses whose mean k3 of proximal/behavior exceeds the bound.",
         when="Use it where drift in both directions must count: k3 never cancels over a response.",
         source="Trust-region masking, arXiv 2512.23075; verl's `seq_mean_k3`.",
     ),
     Preset(
         Objective("opsm", Ratio(), Clipped(), masks=(OPSM(0.05),), aggregation=BY_SEQUENCE),
-        own={"delta": "masks.0.delta"},
+        mask_keywords={"delta": "masks.0.delta"},
         does="GRPO that drops responses with A < 0 and mean(log mu - log pi) above `delta`.",
         when="Use it for stale rollouts and many updates per batch; drift and mismatch both count.",
         source="DeepSeek-V3.2, arXiv 2512.02556.",
@@ -182,7 +182,7 @@ _PRESETS = (
             aggregation=Aggregation("trained-mean-token-sum"),
             advantage="optimal",
         ),
-        fixed=("aggregation", "length_max"),
+        excluded=("aggregation", "length_max"),
         does="Regresses beta times the log-ratio of the whole response to mu on r - V.",
         when="Use it where a batch is reused for many updates; one policy must have sampled each response.",
         source="OAPL, arXiv 2602.19362 eq. 3.",
@@ -207,7 +207,7 @@ _PRESETS = (
             Reinforce(20.0),
             masks=(Divergence("binary_tv", "token", 0.15, "current", outward=True),),
         ),
-        own={"divergence_max": "masks.0.max"},
+        mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens that move away from the sampler where |pi - mu| exceeds the bound.",
         when="Use it in place of a ratio clip, which stops rare tokens too early and frequent ones too late.",
         source="Divergence PPO, binary total variation, arXiv 2602.04879; verl's `dppo_tv`, with its cap on the "
@@ -220,14 +220,14 @@ _PRESETS = (
             Reinforce(20.0),
             masks=(Divergence("binary_kl", "token", 0.05, "current", outward=True),),
         ),
-        own={"divergence_max": "masks.0.max"},
+        mask_keywords={"divergence_max": "masks.0.max"},
         does="`dppo` with the KL divergence of the two-point distributions {sampled token, rest}.",
         when="Use it as `dppo`, where frequent tokens need a tighter bound than rare ones.",
         source="Divergence PPO, binary KL, arXiv 2602.04879; verl's `dppo_kl`.",
     ),
     Preset(
         Objective("ipo", SAMPLER, Unclipped(), masks=(Divergence("binary_tv", "token", 0.3, "current"),)),
-        own={"divergence_max": "masks.0.max"},
+        mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens where |pi - mu| exceeds the bound, in either direction; no clip.",
         when="Use it as `dppo`, where tokens far from the sampler should not be trained at all.",
         source="The loss type `ipo` of prime-rl (not its default, which is nearer to `dppo`), without its squared "
@@ -242,8 +242,8 @@ _PRESETS = (
             aggregation=BY_SEQUENCE,
             advantage="batch-mean",
         ),
-        own={"divergence_max": "masks.0.max"},
-        fixed=("ceiling",),
+        mask_keywords={"divergence_max": "masks.0.max"},
+        excluded=("ceiling",),
         does="REINFORCE with exact token weights; drops responses whose mean binary KL from the sampler exceeds the "
         "bound.",
         when="Use it with one response for each prompt: the advantage is relative to the whole batch.",
@@ -257,7 +257,7 @@ _PRESETS = (
             masks=(Divergence("k2", "max", 0.05, "current"), Divergence("k3", "mean", 1e-3, "current")),
             aggregation=BY_SEQUENCE,
         ),
-        own={"k2_max": "masks.0.max", "k3_max": "masks.1.max"},
+        mask_keywords={"k2_max": "masks.0.max", "k3_max": "masks.1.max"},
         does="Drops responses whose largest k2 or mean k3 of current/behavior exceeds its bound; no clip.",
         when="Use it where a bound on the change of the whole policy matters more than the number of responses used.",
         source="Trust-region masking, arXiv 2512.23075, on the ratio of the paper; `k3-mask` is verl's form on "
@@ -265,7 +265,7 @@ _PRESETS = (
     ),
     Preset(
         Objective("cppo", SAMPLER, Unclipped(), masks=(PrefixBudget(0.15, 0.02, 0.9, 0.8),)),
-        own={
+        mask_keywords={
             "divergence_max": "masks.0.max",
             "budget": "masks.0.budget",
             "quantile": "masks.0.quantile",

@@ -22,19 +22,19 @@ from trimtab.corrections.divergences import k1, k2, k3
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
 
-KINDS = ("k1", "k2", "k3", "unbiased")
+KL_KINDS = ("k1", "k2", "k3", "unbiased")
 
 
 @dataclass(frozen=True)
 class KL:
-    """A KL estimator (one of `KINDS`) and its coefficient; 0 disables the term."""
+    """A KL estimator (one of `KL_KINDS`) and its coefficient; 0 disables the term."""
 
     kind: str = "k3"
     coef: Number = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise TrimtabError(f"unknown kl {self.kind!r}{did_you_mean(self.kind, KINDS)}")
+        if self.kind not in KL_KINDS:
+            raise TrimtabError(f"unknown kl {self.kind!r}{did_you_mean(self.kind, KL_KINDS)}")
         if not 0 <= self.coef < math.inf:
             raise TrimtabError(
                 f"kl_coef = {self.coef:g}: below 0 it rewards leaving the reference, use a finite number >= 0"

@@ -15,8 +15,7 @@ from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import advantages
-from trimtab.objectives.advantages import KINDS as OFFERED
-from trimtab.objectives.advantages import optimal_token_advantages
+from trimtab.objectives.advantages import ADVANTAGE_KINDS, optimal_token_advantages
 from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
@@ -47,7 +46,7 @@ def test_the_batch_mean_ignores_groups():
 
 
 def test_every_kind_is_tested_here():
-    assert set(KINDS) == set(OFFERED)
+    assert set(KINDS) == set(ADVANTAGE_KINDS)
 
 
 def test_optimal_is_reward_minus_the_soft_value():

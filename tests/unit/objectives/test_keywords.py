@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Band, Clipped, Objective, Ratio, Veto, Weight, keywords_of, objective
-from trimtab.objectives.composition import PART_KEYS, checked
+from trimtab.objectives.composition import PART_KEYS, convert
 from trimtab.objectives.keywords import PATHS, TYPES, Preset, value_at
 from trimtab.objectives.presets import COMPOSED, PRESETS
 
@@ -25,7 +25,7 @@ def test_every_keyword_of_the_table_is_one_of_a_preset_and_the_other_way_round()
 def test_defaults_have_the_type_of_their_keyword(preset: Preset) -> None:
     for key, default in preset.defaults.items():
         if (key, default) != ("length_max", None):
-            assert checked(key, default, TYPES[key]) == default
+            assert convert(key, default, TYPES[key]) == default
     assert preset.defaults == keywords_of(preset.objective.name)
 
 
@@ -68,7 +68,7 @@ def test_a_preset_says_what_it_does_when_to_use_it_and_where_it_is_from(preset: 
     [(2, float, 2.0), (2, int, 2), (None, float | None, None), ("k1", str, "k1"), (True, bool, True)],
 )
 def test_values_of_a_type(value: object, kind: type, result: object) -> None:
-    found = checked("key", value, kind)
+    found = convert("key", value, kind)
     assert (found, type(found)) == (result, type(result))
 
 
@@ -77,4 +77,4 @@ def test_values_of_a_type(value: object, kind: type, result: object) -> None:
 )
 def test_values_of_another_type_are_refused(value: object, kind: type) -> None:
     with pytest.raises(TrimtabError, match=f"^key = {value!r} has the wrong type$"):
-        checked("key", value, kind)
+        convert("key", value, kind)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.ratios import PRODUCTS, at_level, bounded, log_ratio
+from trimtab.corrections.ratios import PRODUCT_LEVELS, at_level, bounded, log_ratio
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -91,7 +91,7 @@ class AdviceData:
         """trainer/sampler at the trained tokens (trained,), float64, by level; above tokens that of the unit."""
         mask, sequences = self.logps.mask, self.logps.sequences
         log = log_ratio(*self._sides, mask)
-        levels = ("token", *PRODUCTS)
+        levels = ("token", *PRODUCT_LEVELS)
         return {level: bounded(at_level(log, sequences, level))[mask].exp().double() for level in levels}
 
     @property
@@ -173,7 +173,7 @@ def _shares(built: Objective, data: AdviceData, unknown: float) -> tuple[float, 
     changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
     square = float(weight.square().mean())
     level = built.weight.level if built.weight is not None else built.ratio.level
-    if isinstance(built.surrogate, Regression) or level not in PRODUCTS:
+    if isinstance(built.surrogate, Regression) or level not in PRODUCT_LEVELS:
         level = "token"
     return (
         float(kept.double().mean()),
