@@ -120,7 +120,7 @@ def main() -> None:
         loaded = load(str(laboratory_folder(name)) if laboratory else name, dtype=torch.float32)
         task = tasks.build("sort" if laboratory else "arithmetic")
         for label, (dtype, rounding) in SAMPLERS.items():
-            engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
+            engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
             drawn = sample(engine, task, loaded.tokenizer, given.prompts, given.samples)
             row = figures(log_probs(loaded.model, drawn.batch), drawn.logp)
             if router_info(loaded.model).layers:

@@ -67,7 +67,7 @@ def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
     sampling, weights = SamplingParams(max_tokens=tokens, ignore_stop=True), list(loaded.model.state_dict().items())
     with tempfile.TemporaryDirectory() as folder:
         save_model_files(loaded.model, loaded.tokenizer, Path(folder) / "model")
-        spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "rounding": {}}
+        spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "quantization": {}}
         start = time.perf_counter()
         worker = RemoteEngine(ProcessTransport(spec, threads=threads))
         worker.update_weights(iter(weights), 0)

@@ -92,7 +92,7 @@ def sampled(
     loaded: LoadedModel, sampler: str, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
 ) -> list:
     dtype, rounding = SAMPLERS[sampler]
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
     return responses_of(prompts, engine.generate(prompts, samples, sampling, seed=3))
 
 

@@ -111,16 +111,16 @@ def best(intervals: Sequence[SeedMean | None], *, highest: bool) -> int | None:
     return index if disjoint else None
 
 
-def problem_interval(values: ArrayLike, independent: float) -> Interval:
+def problem_interval(values: ArrayLike, max_effective: float) -> Interval:
     """Mean over problems of values in [0, 1] with its 95% interval, for problems drawn at random.
 
     Args:
         values: one for each problem: right or wrong, or the share of its samples that are right, or its pass@k.
-        independent: how many yes-or-no observations they would be at most, were no two samples of a problem alike.
+        max_effective: upper bound of the effective number of observations: all samples counted as independent.
     """
     data = np.asarray(values, dtype=np.float64)
     mean = float(data.mean())
-    return Interval(mean, *wilson(mean, _effective(data, mean, independent)))
+    return Interval(mean, *wilson(mean, _effective_observations(data, mean, max_effective)))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -140,38 +140,38 @@ def macro_average(parts: Sequence[Interval]) -> Interval:
     return Interval(value, value - below, value + above)
 
 
-def paired_difference(first: ArrayLike, second: ArrayLike, independent: float) -> Interval:
-    """Mean of first - second on the same problems; `independent` as for `problem_interval`, on either side.
+def paired_difference(first: ArrayLike, second: ArrayLike, max_effective: float) -> Interval:
+    """Mean of first - second on the same problems; `max_effective` as for `problem_interval`, on either side.
 
     The correlation of the two sides over problems narrows it. It is taken (problems - 1) / problems of what was seen,
     so that some doubt is left where both sides have equal counts.
     """
     sides = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    one, two = (problem_interval(side, independent) for side in sides)
+    one, two = (problem_interval(side, max_effective) for side in sides)
     a, b = (side - side.mean() for side in sides)
     spread, count = math.sqrt(float(a @ a) * float(b @ b)), len(a)
-    alike = float(a @ b) / spread * (count - 1) / count if spread > 0 else 0.0
+    correlation = float(a @ b) / spread * (count - 1) / count if spread > 0 else 0.0
     value = one.value - two.value
     down, up = (one.value - one.low, two.high - two.value), (one.high - one.value, two.value - two.low)
-    return Interval(value, value - _joined(*down, alike), value + _joined(*up, alike))
+    return Interval(value, value - _half_width(*down, correlation), value + _half_width(*up, correlation))
 
 
-def _joined(one: float, two: float, alike: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * alike * one * two + two * two))
+def _half_width(one: float, two: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, one * one - 2 * correlation * one * two + two * two))
 
 
-def _effective(data: np.ndarray, mean: float, independent: float) -> float:
-    """As many independent yes-or-no observations as have the variance of this mean: never fewer than problems.
+def _effective_observations(data: np.ndarray, mean: float, max_effective: float) -> float:
+    """Returns the effective number of Bernoulli observations: as many as give this variance, at least one per problem.
 
     Scaled for a variance estimated from few problems, as in Korn and Graubard. Where all values are equal, all right
-    or all wrong say nothing about how alike samples of a problem are: then each problem counts once.
+    or all wrong say nothing about the correlation of samples of a problem: then each problem counts once.
     """
     count = len(data)
     if count == 1 or mean <= 0 or mean >= 1:
         return float(count)
     variance = float(data.var(ddof=1)) / count if data.max() > data.min() else 0.0  # not what rounding leaves
-    seen = mean * (1 - mean) / variance if variance > 0 else independent
-    return min(max(seen * (Z / student_quantile(count - 1)) ** 2, float(count)), max(independent, float(count)))
+    seen = mean * (1 - mean) / variance if variance > 0 else max_effective
+    return min(max(seen * (Z / student_quantile(count - 1)) ** 2, float(count)), max(max_effective, float(count)))
 
 
 def resampled(clusters: int, seed: int) -> np.ndarray:

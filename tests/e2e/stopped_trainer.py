@@ -29,7 +29,7 @@ from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.models import laboratory
 from trimtab.types import AbortSignal, SamplingParams
 
-ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
+ENGINE = {"type": "embedded", "dtype": "float32", "quantization": {}}
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def sampled(loaded: LoadedModel, sampler: str) -> tuple[TokenBatch, np.ndarray]:
     dtype, rounding = SAMPLERS[sampler]
     task = tasks.build("sort")
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:64]]
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
     groups = engine.generate(prompts, 4, SamplingParams(max_tokens=task.max_tokens, stop=task.stop), seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(

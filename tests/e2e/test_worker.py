@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
-    return {"type": "embedded", "model": str(folder), "dtype": dtype, "rounding": rounding}
+    return {"type": "embedded", "model": str(folder), "dtype": dtype, "quantization": rounding}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def engine(shared: RemoteEngine) -> RemoteEngine:
 def local(dtype: str = "float32", rounding: WeightQuantization | None = None, seed: int = 1) -> EmbeddedEngine:
     """The same engine in this process."""
     model, tokenizer = load(laboratory.NAME, dtype=torch.float32)[:2]
-    engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or WeightQuantization())
+    engine = EmbeddedEngine(model, tokenizer, dtype, quantization=rounding or WeightQuantization())
     engine.update_weights(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
 

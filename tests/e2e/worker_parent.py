@@ -31,7 +31,7 @@ class Announced:
 def main() -> None:
     folder, state = sys.argv[1:]
     engine = RemoteEngine(
-        ProcessTransport({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
+        ProcessTransport({"type": "embedded", "model": folder, "dtype": "float32", "quantization": {}}, threads=1)
     )
     if state == "forked":
         if (helper := os.fork()) == 0:

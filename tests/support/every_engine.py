@@ -169,7 +169,7 @@ ENGINES = [
 
 
 def _embedded_spec(folder: Path) -> dict[str, Any]:
-    return {"type": "embedded", "model": str(folder / "model"), "dtype": "float32", "rounding": {}}
+    return {"type": "embedded", "model": str(folder / "model"), "dtype": "float32", "quantization": {}}
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[st
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]
     # The engine runs in this process, since operations in a worker process cannot be recorded.
     dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
     autocast = config.model.autocast == "bfloat16"
     sides = SamplerAndTrainer(
         engine,

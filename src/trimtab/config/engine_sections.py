@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trimtab.config.section import TIME, Count, Dtype, NotNegative, Positive, Processes, Seconds, Section, Whole
+from trimtab.config.section import MAX_SECONDS, Count, Dtype, NotNegative, Positive, Processes, Seconds, Section, Whole
 
 
 class VllmConfig(Section):
@@ -72,7 +72,7 @@ class EngineConfig(Section):
     hang_timeout: float = Field(
         default=900.0,
         ge=3,
-        le=TIME,
+        le=MAX_SECONDS,
         description="seconds without a heartbeat after which an engine's process is restarted; more than its longest "
         "prefill",
     )

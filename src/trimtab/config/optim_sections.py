@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trimtab.config.section import REAL, Count, NotNegative, Positive, Section, Whole
+from trimtab.config.section import MAX_FLOAT, Count, NotNegative, Positive, Section, Whole
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -16,7 +16,7 @@ class SurgeConfig(Section):
 
     at: Count | None = Field(default=None, description="step of the surge; default: found from response lengths")
     factor: float = Field(
-        default=3.0, gt=1, le=REAL, description="a surge is a mean length above factor x the baseline"
+        default=3.0, gt=1, le=MAX_FLOAT, description="a surge is a mean length above factor x the baseline"
     )
     baseline: Count = Field(default=50, description="first steps, whose mean length is the baseline")
     window: Count = Field(default=5, description="steps of the moving average compared with the baseline")

@@ -17,7 +17,7 @@ from trimtab.config.engine_sections import EngineConfig, Placement, RayConfig, R
 from trimtab.config.objective_sections import AdvantageConfig, ObjectiveConfig
 from trimtab.config.optim_sections import OptimConfig
 from trimtab.config.section import (
-    REAL,
+    MAX_FLOAT,
     Count,
     Dtype,
     PluginSection,
@@ -122,7 +122,7 @@ class RewardConfig(PluginSection):
     """`name` is a built-in reward or a user's own `module:function`."""
 
     name: str = Field(description="a built-in reward, or your own function as `module:function`")
-    weight: float = Field(default=1.0, ge=-REAL, le=REAL, description="factor of this reward in the sum")
+    weight: float = Field(default=1.0, ge=-MAX_FLOAT, le=MAX_FLOAT, description="factor of this reward in the sum")
     timeout: Seconds = Field(default=5.0, description="seconds one call may take")
 
 

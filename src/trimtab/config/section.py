@@ -11,13 +11,15 @@ Dtype = Literal["float32", "bfloat16"]
 
 # Limits of what numbers are stored in: 32-bit integers, float32 tensors, and clocks of operating systems, which count
 # milliseconds in 32 bits.
-INTEGER, REAL, TIME = 2**31 - 1, 1e30, 1e6
-Count = Annotated[int, Field(gt=0, le=INTEGER)]
-Whole = Annotated[int, Field(ge=0, le=INTEGER)]
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 1e30
+MAX_SECONDS = 1e6
+Count = Annotated[int, Field(gt=0, le=MAX_INT)]
+Whole = Annotated[int, Field(ge=0, le=MAX_INT)]
 Processes = Annotated[int, Field(gt=0, le=1024)]
-Positive = Annotated[float, Field(gt=0, le=REAL)]
-NotNegative = Annotated[float, Field(ge=0, le=REAL)]
-Seconds = Annotated[float, Field(gt=0, le=TIME)]
+Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_FLOAT)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Section(BaseModel):
@@ -36,8 +38,8 @@ class PluginSection(BaseModel):
     def _check_magnitudes(self) -> PluginSection:
         """Refuses numbers that no part can compute with; everything else is checked by the part."""
         for key, value in self.keywords.items():
-            is_large_integer = isinstance(value, int) and abs(value) > INTEGER
-            is_large_real = isinstance(value, float) and math.isfinite(value) and abs(value) > REAL
+            is_large_integer = isinstance(value, int) and abs(value) > MAX_INT
+            is_large_real = isinstance(value, float) and math.isfinite(value) and abs(value) > MAX_FLOAT
             if is_large_integer or is_large_real:
                 raise ValueError(f"{key} = {str(value)[:20]} is too large to compute with: lower it")
         return self

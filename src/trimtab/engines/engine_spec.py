@@ -2,7 +2,7 @@
 
 The specification is one of
 
-    {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
+    {"type": "embedded", "model": folder, "dtype": "bfloat16", "quantization": {"bits": null, "noise": 0.0, "seed": 0},
      "routes": false unless given, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
@@ -57,8 +57,9 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
     if spec.get("numerics") == "invariant":
         invariant.make_invariant(model)
     model.to(default_device())
-    rounding = WeightQuantization(**spec["rounding"])
-    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))
+    quantization = WeightQuantization(**spec["quantization"])
+    routes = spec.get("routes", False)
+    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], quantization=quantization, routes=routes)
 
 
 def _vllm(spec: Mapping[str, Any], folder: Path) -> Engine:

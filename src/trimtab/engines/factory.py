@@ -47,21 +47,21 @@ def build_engines(
         from trimtab.engines.vllm.vllm_engine import VllmEngine
 
         return [VllmEngine(folder, loaded.tokenizer, config.engine)]
-    dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
+    dtype, quantization = getattr(torch, config.engine.dtype), weight_quantization(config)
     routes = config.routing.replay == "rollout"
-    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding, routes=routes)]
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, routes=routes)]
 
 
 def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
     """Returns the engine of the recipe as `engine_spec.build` takes it: JSON, for another process."""
     if config.engine.type == "vllm":
         return {"type": "vllm", "model": str(folder.absolute()), "engine": config.engine.model_dump(mode="json")}
-    rounding = weight_quantization(config)
+    quantization = weight_quantization(config)
     return {
         "type": "embedded",
         "model": str(folder.absolute()),
         "dtype": config.engine.dtype,
-        "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
+        "quantization": {"bits": quantization.bits, "noise": quantization.noise, "seed": quantization.seed},
         "routes": config.routing.replay == "rollout",
         "numerics": config.numerics,
     }

@@ -127,10 +127,10 @@ class BuiltEnvironment:
         )
 
     def _text_format(self) -> Format:
-        several = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
-        for tool in several:
+        multi_argument = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
+        for tool in multi_argument:
             refuse_positional_only(self.kind, tool)
-        return build_format(self.spec.format, self.tools, several)
+        return build_format(self.spec.format, self.tools, multi_argument)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools. Raises `TrimtabError` for one that takes no named arguments."""

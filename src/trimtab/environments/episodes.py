@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, describe
 from trimtab.environments.episode import Episode, warn_of_failed_close
 from trimtab.environments.formats import Call, Format, ToolError
-from trimtab.environments.result_encoder import ResultEncoder, encodable
+from trimtab.environments.result_encoder import ResultEncoder, escape_surrogates
 from trimtab.errors import TrimtabError
 from trimtab.seeds import derive
 from trimtab.types import (
@@ -151,7 +151,7 @@ class Episodes:
         calls = [episode.start_reset() for episode in begun]
         encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
         for episode, call in zip(begun, calls, strict=True):
-            text = encodable(episode.value(call, "reset") or "")
+            text = escape_surrogates(episode.value(call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = prompt = encoded.get(key) or self._with_text(episode.prompt.problem, text)
@@ -300,7 +300,7 @@ class Episodes:
 
     def _observation(self, episode: Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or the end of the response where it does not fit."""
-        text = self._runner.encoder.shortened(encodable(text))
+        text = self._runner.encoder.shortened(escape_surrogates(text))
         try:
             ids = self._runner.encoder.observation(text)
         except TrimtabError:

@@ -57,11 +57,11 @@ class Tag:
     """A call inside the text: `<python>6 * 7</python>`, answered by `<output>42</output>`.
 
     `tools` are the names of the tools, each of which has a tag. The content is the only argument, as text; for the
-    tools in `several` it is a JSON object of their arguments: `<add>{"left": 6, "right": 7}</add>`.
+    tools in `multi_argument_tools` it is a JSON object of their arguments: `<add>{"left": 6, "right": 7}</add>`.
     """
 
     tools: tuple[str, ...]
-    several: frozenset[str] = frozenset()
+    multi_argument_tools: frozenset[str] = frozenset()
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Tag:
         if not calls:
             return None
         tool, content = calls[-1]
-        return Call(tool, _arguments(tool, content) if tool in self.several else content)
+        return Call(tool, _arguments(tool, content) if tool in self.multi_argument_tools else content)
 
     def render(self, result: str) -> str:
         return f"<output>{result}</output>"
@@ -87,8 +87,8 @@ class Tag:
         lines = ["Tools can be called. A call ends the turn; its result follows as <output>RESULT</output>."]
         for tool, function in zip(self.tools, (schema["function"] for schema in schemas), strict=True):
             names = list(function["parameters"]["properties"])
-            several = ", ".join(f'"{name}": {name.upper()}' for name in names)
-            content = f"{{{several}}}" if tool in self.several else names[0].upper() if names else ""
+            template = ", ".join(f'"{name}": {name.upper()}' for name in names)
+            content = f"{{{template}}}" if tool in self.multi_argument_tools else names[0].upper() if names else ""
             lines.append(f"<{tool}>{content}</{tool}>: {_explanation(function)}")
         return "\n".join(lines)
 
@@ -142,21 +142,21 @@ def _arguments(tool: str, content: str) -> dict[str, Any]:
     return arguments
 
 
-def build_format(name: str, tools: tuple[str, ...], several: frozenset[str] = frozenset()) -> Format:
+def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozenset[str] = frozenset()) -> Format:
     """Returns the format `name`: "tag", "fence", or a user's own class as `module:Format`.
 
-    `several` are the tools that need more than one argument.
+    `multi_argument_tools` are the tools that need more than one argument.
 
     Raises:
         TrimtabError: an unknown name; "fence" for several tools or arguments; a class that cannot be imported or has no
             `parse`, `render` or `stop`.
     """
     if name == "tag":
-        return Tag(tools, several)
+        return Tag(tools, multi_argument_tools)
     if name == "fence":
         if len(tools) != 1:
             raise TrimtabError(f"format 'fence' does not name the tool, and there are {len(tools)}: take format 'tag'")
-        if several:
+        if multi_argument_tools:
             raise TrimtabError(f"format 'fence' has one argument, and tool {tools[0]!r} needs more: take format 'tag'")
         return Fence()
     if ":" not in name:
@@ -166,16 +166,16 @@ def build_format(name: str, tools: tuple[str, ...], several: frozenset[str] = fr
 
 def _load_format(name: str) -> Format:
     try:
-        form = load_function(name, "format")()
+        call_format = load_function(name, "format")()
     except TypeError as error:
         raise TrimtabError(
             f"format {name!r} cannot be made without arguments ({error}): write __init__(self)"
         ) from None
-    missing = [part for part in ("stop", "parse", "render") if not hasattr(form, part)]
+    missing = [part for part in ("stop", "parse", "render") if not hasattr(call_format, part)]
     if missing:
         raise TrimtabError(f"format {name!r} has no {missing[0]!r}: it needs stop, parse(text) and render(result)")
     for part, verb in (("stop", "end"), ("begin", "begin")):
-        strings = getattr(form, part, ())
+        strings = getattr(call_format, part, ())
         if (
             isinstance(strings, str)
             or not isinstance(strings, Sequence)
@@ -184,7 +184,7 @@ def _load_format(name: str) -> Format:
             raise TrimtabError(
                 f"format {name!r}: {part} = {strings!r} must be a tuple of strings: those that {verb} a call"
             )
-    return form
+    return call_format
 
 
 NAMES = ("tag", "fence", "chat")

@@ -80,6 +80,6 @@ class ResultEncoder:
         return np.concatenate(pieces)
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Returns the text with halves of surrogate pairs, which no tokenizer takes, as `\\udcff`."""
     return text.encode(errors="backslashreplace").decode()

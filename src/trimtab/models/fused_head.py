@@ -111,9 +111,9 @@ def token_scores(
         invariant=model.invariant,
     )
     chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
-    logps, spread, collisions = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
+    logps, entropies, sums = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
     others = None if further is None else torch.where(further >= 0, logps[:, 1:], -torch.inf)
-    return HeadScores(logps[:, 0], spread if entropy else None, others, collisions if squares else None)
+    return HeadScores(logps[:, 0], entropies if entropy else None, others, sums if squares else None)
 
 
 def _product_dtype(hidden: Tensor, model: ModelParts) -> torch.dtype:
@@ -138,56 +138,57 @@ class _TiledScores(torch.autograd.Function):
         count = hidden.shape[0]
         # Log of the sum of exponentials so far, and of their squares. Not -inf: a tile without any kept id would
         # compute -inf - -inf.
-        total, doubled = hidden.new_full((2, count), torch.finfo(options.dtype).min / 2, dtype=options.dtype)
+        lowest = torch.finfo(options.dtype).min / 2
+        logsumexp, logsumexp_squares = hidden.new_full((2, count), lowest, dtype=options.dtype)
         chosen = hidden.new_zeros(ids.shape, dtype=options.dtype)  # logit of each id
-        spread = hidden.new_zeros(count, dtype=options.dtype)  # entropy so far
-        rough = hidden.to(options.product_dtype)
+        entropy = hidden.new_zeros(count, dtype=options.dtype)  # entropy so far
+        hidden_cast = hidden.to(options.product_dtype)
         multiply = batch_invariant_matmul if options.invariant else product
-        for words, columns in _vocabulary(weight, options):
+        for vocab, columns in _vocabulary(weight, options):
             for tokens in _tokens(count):
-                noise = _draw(tokens, words, options, hidden.device)
-                logits, _ = _logits(multiply(rough[tokens], columns), bias, words, noise, options)
-                chosen[tokens] += _pick(logits, ids[tokens], words)
+                noise = _draw(tokens, vocab, options, hidden.device)
+                logits, _ = _logits(multiply(hidden_cast[tokens], columns), bias, vocab, noise, options)
+                chosen[tokens] += _pick(logits, ids[tokens], vocab)
                 if kept is not None:
-                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
+                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
                 if options.squares:
-                    doubled[tokens] = _add(doubled[tokens], 2 * logits, options)
-                before, now = total[tokens], _add(total[tokens], logits, options)
+                    logsumexp_squares[tokens] = _add(logsumexp_squares[tokens], 2 * logits, options)
+                old, new = logsumexp[tokens], _add(logsumexp[tokens], logits, options)
                 if options.entropy:
                     # Relative to the running total, not of raw logits: no cancellation.
-                    logits.sub_(now[:, None])
+                    logits.sub_(new[:, None])
                     entropy_part = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
-                    shift = before - now
-                    spread[tokens] = shift.exp() * (spread[tokens] - shift) - entropy_part
-                total[tokens] = now
-        ctx.save_for_backward(hidden, weight, bias, ids, kept, total, spread)
+                    shift = old - new
+                    entropy[tokens] = shift.exp() * (entropy[tokens] - shift) - entropy_part
+                logsumexp[tokens] = new
+        ctx.save_for_backward(hidden, weight, bias, ids, kept, logsumexp, entropy)
         ctx.options = options
-        collisions = (doubled - 2 * total).exp()
-        ctx.mark_non_differentiable(collisions)
-        return chosen - total[:, None], spread, collisions
+        squares = (logsumexp_squares - 2 * logsumexp).exp()
+        ctx.mark_non_differentiable(squares)
+        return chosen - logsumexp[:, None], entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, kept, total, spread = ctx.saved_tensors
+        hidden, weight, bias, ids, kept, logsumexp, entropy = ctx.saved_tensors
         options: _ScoreOptions = ctx.options
         need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
-        rough = hidden.to(options.product_dtype)
+        hidden_cast = hidden.to(options.product_dtype)
         to_hidden = torch.zeros_like(hidden, dtype=options.dtype) if need_hidden else None
         to_weight = torch.empty_like(weight) if need_weight else None
         to_bias = torch.zeros_like(bias) if need_bias else None
         to_log_sigma = hidden.new_zeros(1, dtype=options.dtype) if need_log_sigma else None
-        for words, columns in _vocabulary(weight, options):
+        for vocab, columns in _vocabulary(weight, options):
             gathered = torch.zeros(columns.shape, dtype=options.dtype, device=weight.device) if need_weight else None
             for tokens in _tokens(len(hidden)):
-                noise = _draw(tokens, words, options, hidden.device)
-                logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
+                noise = _draw(tokens, vocab, options, hidden.device)
+                logits, slope = _logits(product(hidden_cast[tokens], columns), bias, vocab, noise, options)
                 if kept is not None:
-                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
+                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
                 grad_logp, grad_entropy = grads[0][tokens], grads[1][tokens, None]
-                through_all = grad_logp.sum(1, keepdim=True)
-                logp = logits.sub_(total[tokens, None])
-                grad = _slope(logp, through_all, grad_entropy, spread[tokens, None], options)
-                _add_at(grad, ids[tokens], words, grad_logp)
+                grad_logp_sum = grad_logp.sum(1, keepdim=True)
+                logp = logits.sub_(logsumexp[tokens, None])
+                grad = _slope(logp, grad_logp_sum, grad_entropy, entropy[tokens, None], options)
+                _add_at(grad, ids[tokens], vocab, grad_logp)
                 if to_log_sigma is not None and noise is not None:
                     to_log_sigma += torch.dot(grad.view(-1), noise.view(-1)) * (options.sigma / options.temperature)
                 if slope is not None:
@@ -195,25 +196,28 @@ class _TiledScores(torch.autograd.Function):
                 if options.temperature != 1:
                     grad.div_(options.temperature)
                 if to_bias is not None:
-                    to_bias[words] += grad.sum(0)
+                    to_bias[vocab] += grad.sum(0)
                 grad = grad.to(options.product_dtype)
                 if to_hidden is not None:
                     to_hidden[tokens] += product(grad, columns.T)
                 if gathered is not None:
-                    gathered += product(grad.T, rough[tokens].T)
+                    gathered += product(grad.T, hidden_cast[tokens].T)
             if to_weight is not None and gathered is not None:
-                to_weight[words] = gathered
+                to_weight[vocab] = gathered
         return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
 
 
-def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
-    return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
+def _add(logsumexp: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
+    """Returns the log of the sum of exponentials with those of a tile added."""
+    if options.invariant:
+        return add_exponentials(logsumexp, logits)
+    return torch.logaddexp(logsumexp, logits.logsumexp(-1))
 
 
 def _vocabulary(weight: Tensor, options: _ScoreOptions) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, len(weight), TILE_VOCABULARY):
-        words = slice(start, min(start + TILE_VOCABULARY, len(weight)))
-        yield words, weight[words].to(options.product_dtype)
+        vocab = slice(start, min(start + TILE_VOCABULARY, len(weight)))
+        yield vocab, weight[vocab].to(options.product_dtype)
 
 
 def _tokens(count: int) -> list[slice]:
@@ -221,22 +225,22 @@ def _tokens(count: int) -> list[slice]:
 
 
 def _draw(
-    tokens: slice, words: slice, options: _ScoreOptions, device: torch.device
-) -> Float[Tensor, "tokens words"] | None:
+    tokens: slice, vocab: slice, options: _ScoreOptions, device: torch.device
+) -> Float[Tensor, "tokens vocab"] | None:
     """Returns the standard normals of one tile, or None without noise."""
     if options.sigma == 0:
         return None
-    shape, stream = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
+    shape, stream = (tokens.stop - tokens.start, vocab.stop - vocab.start), (tokens.start, vocab.start)
     return normals(shape, options.seed, stream, device=device, dtype=options.dtype)
 
 
 def _logits(
-    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _ScoreOptions
-) -> tuple[Float[Tensor, "tokens words"], Float[Tensor, "tokens words"] | None]:
+    raw: Float[Tensor, "tokens vocab"], bias: Tensor | None, vocab: slice, noise: Tensor | None, options: _ScoreOptions
+) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"] | None]:
     """Returns logits / temperature and the derivative of the soft cap, if any. Overwrites `raw` if it is exact."""
     logits = raw.to(options.dtype)
     if bias is not None:
-        logits += bias[words]
+        logits += bias[vocab]
     slope = None
     if options.softcap is not None:
         logits.div_(options.softcap).tanh_()
@@ -250,37 +254,37 @@ def _logits(
 
 
 def _slope(
-    logp: Float[Tensor, "tokens words"],
+    logp: Float[Tensor, "tokens vocab"],
     grad_logp: Float[Tensor, "tokens 1"],
     grad_entropy: Float[Tensor, "tokens 1"],
-    spread: Float[Tensor, "tokens 1"],
+    entropy: Float[Tensor, "tokens 1"],
     options: _ScoreOptions,
-) -> Float[Tensor, "tokens words"]:
+) -> Float[Tensor, "tokens vocab"]:
     """Returns the gradient through each logit's probability: -p grad_logp - p (log p + entropy) grad_entropy."""
     if not options.entropy:
         return logp.exp_().mul_(-grad_logp)
     probability = logp.exp()
     logp = logp.masked_fill_(logp == -torch.inf, 0)  # a probability of 0 contributes 0, not nan
-    return probability.mul_(logp.add_(spread).mul_(-grad_entropy).sub_(grad_logp))
+    return probability.mul_(logp.add_(entropy).mul_(-grad_entropy).sub_(grad_logp))
 
 
-def _pick(logits: Tensor, ids: Tensor, words: slice) -> Float[Tensor, "tokens n"]:
+def _pick(logits: Tensor, ids: Tensor, vocab: slice) -> Float[Tensor, "tokens n"]:
     """Returns the logits of each token's ids where they are in this tile, else 0."""
-    local = ids - words.start
+    local = ids - vocab.start
     inside = (local >= 0) & (local < logits.shape[1])
     return logits.gather(1, local.clamp(0, logits.shape[1] - 1)).where(inside, 0)
 
 
-def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "tokens n"]) -> None:
-    local = ids - words.start
+def _add_at(grad: Tensor, ids: Tensor, vocab: slice, values: Float[Tensor, "tokens n"]) -> None:
+    local = ids - vocab.start
     inside = (local >= 0) & (local < grad.shape[1])
     grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), values.where(inside, 0))
 
 
-def sampling_mask_tile(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
+def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tensor, "tokens vocab"]:
     """Returns the mask of this tile's ids that are in each token's sampling mask."""
-    size = words.stop - words.start
-    local = kept - words.start
+    size = vocab.stop - vocab.start
+    local = kept - vocab.start
     # Ids of other tiles and padding go to an additional last column.
     local = local.where((local >= 0) & (local < size), size)
     return torch.zeros(len(kept), size + 1, dtype=torch.bool, device=kept.device).scatter_(1, local, True)[:, :size]
@@ -289,11 +293,11 @@ def sampling_mask_tile(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tens
 @torch.no_grad()
 def head_logits(hidden: Float[Tensor, "rows hidden"], model: ModelParts) -> Float[Tensor, "rows vocabulary"]:
     """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient."""
-    rough = hidden.to(model.weight.dtype)
-    exact = torch.promote_types(rough.dtype, torch.float32)
-    logits = rough.new_empty(len(rough), len(model.weight), dtype=exact)
+    hidden_cast = hidden.to(model.weight.dtype)
+    exact = torch.promote_types(hidden_cast.dtype, torch.float32)
+    logits = hidden_cast.new_empty(len(hidden_cast), len(model.weight), dtype=exact)
     for columns, tile in zip(model.weight.split(TILE_VOCABULARY), logits.split(TILE_VOCABULARY, -1), strict=True):
-        tile.copy_(batch_invariant_matmul(rough, columns))
+        tile.copy_(batch_invariant_matmul(hidden_cast, columns))
     return logits
 
 
@@ -304,11 +308,11 @@ def log_probs(
     kept: Int[Tensor, "rows k"] | None = None,
 ) -> Float[Tensor, " rows"]:
     """Returns log-probs of `ids` by the operations of `token_scores`, with the same `kept`."""
-    total = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
+    logsumexp = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
     for start in range(0, logits.shape[1], TILE_VOCABULARY):
         tile = logits[:, start : start + TILE_VOCABULARY]
         tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, unless nothing changes it
         if kept is not None:
             tile.masked_fill_(~sampling_mask_tile(kept, slice(start, start + tile.shape[1])), -torch.inf)
-        total = add_exponentials(total, tile)
-    return logits.gather(1, ids[:, None])[:, 0] / temperature - total
+        logsumexp = add_exponentials(logsumexp, tile)
+    return logits.gather(1, ids[:, None])[:, 0] / temperature - logsumexp

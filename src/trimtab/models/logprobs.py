@@ -137,9 +137,13 @@ def score(
         )
 
     scores = with_full_weights(model, work)
-    optional = (scores.entropy, scores.further, scores.squares)
-    spread, further, squared = (None if values is None else _scatter(values, real) for values in optional)
-    return TokenScores(_scatter(scores.logp, real), spread, chosen, further, squared)
+    return TokenScores(
+        logp=_scatter(scores.logp, real),
+        entropy=None if scores.entropy is None else _scatter(scores.entropy, real),
+        routes=chosen,
+        head=None if scores.further is None else _scatter(scores.further, real),
+        squares=None if scores.squares is None else _scatter(scores.squares, real),
+    )
 
 
 def _scatter(values: Tensor, real: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class Canary:
         """`texts`: token ids (prompts, length); the last `config.tokens` positions of each row are checked."""
         self.noise: float | None = None
         self._difference: float | None = None
-        self._pull: float | None = None
+        # Projection of the differences on the policy's change, in units of the new engine's noise.
+        self._projection: float | None = None
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
         self._published = 0
@@ -187,7 +188,7 @@ class Canary:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last check."""
-        values = {"canary/abs_diff": self._difference, "canary/pull": self._pull}
+        values = {"canary/abs_diff": self._difference, "canary/pull": self._projection}
         return {name: value for name, value in values.items() if value is not None}
 
     def _sample(self, engine: Engine, expected: CanaryPrediction) -> _EngineSamples:
@@ -240,8 +241,8 @@ class Canary:
         if length == 0:
             return
         projection = float(np.clip(samples.logp[positions] - current, -CLIP * noise, CLIP * noise) @ direction)
-        self._pull = projection / (length * noise)
-        if projection / length**2 > UNMOVED_SHARE and self._pull > UNMOVED_SIGMAS:
+        self._projection = projection / (length * noise)
+        if projection / length**2 > UNMOVED_SHARE and self._projection > UNMOVED_SIGMAS:
             raise TrimtabError(
                 f"canary: at version {expected.version} the engine is {projection / length**2:.0%} of the policy's way "
                 f"back towards version {first.version}: a part of its weights, or its prefix cache, is that old"

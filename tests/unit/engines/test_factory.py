@@ -89,7 +89,7 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
     spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
     engine, own = (
         hosted.build(spec),
-        EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=weight_quantization(recipe)),
+        EmbeddedEngine(*laboratory.build(0), "bfloat16", quantization=weight_quantization(recipe)),
     )
     for one in (engine, own):
         one.update_weights(laboratory.build(1)[0].named_parameters(), version=3)

@@ -51,7 +51,7 @@ class EmbeddedEngine:
 
     Args:
         dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
-        rounding: quantization and noise applied to every published weight, a controlled additional mismatch.
+        quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
         routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
 
     Raises:
@@ -64,7 +64,7 @@ class EmbeddedEngine:
         tokenizer: Any,
         dtype: str | torch.dtype = torch.bfloat16,
         *,
-        rounding: WeightQuantization = NO_QUANTIZATION,
+        quantization: WeightQuantization = NO_QUANTIZATION,
         routes: bool = False,
     ) -> None:
         if isinstance(dtype, str):
@@ -80,8 +80,8 @@ class EmbeddedEngine:
         self._invariant = is_invariant(self._model)
         self._fused = FusedLlama(self._model) if supports(self._model) else None
         self._manifest = WeightManifest.of(self._model)
-        self._rounding = rounding
-        self._quantized_names = matrices(self._model) if rounding.active else ()
+        self._quantization = quantization
+        self._quantized_names = matrices(self._model) if quantization.active else ()
         self._routes = routes
         if routes and router_info(self._model).layers == 0:
             raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
@@ -172,7 +172,7 @@ class EmbeddedEngine:
         """Quantizes the weights after they were cast to the engine's dtype."""
         for name in self._quantized_names:
             weight = self._model.get_parameter(name)
-            weight.copy_(self._rounding.apply(name, weight, self.policy_version))
+            weight.copy_(self._quantization.apply(name, weight, self.policy_version))
 
     def _batches(self, rows: list[DecodingRow], prompts: Sequence[Prompt], max_tokens: int) -> list[list[DecodingRow]]:
         """Splits rows into batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""

@@ -22,7 +22,7 @@ INT3, NOISY = WeightQuantization(bits=3), WeightQuantization(bits=4, noise=0.1, 
 
 
 def engine_of(model, rounding: WeightQuantization, dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
-    return EmbeddedEngine(model, tokenizer(), dtype, rounding=rounding)
+    return EmbeddedEngine(model, tokenizer(), dtype, quantization=rounding)
 
 
 def bits_of(engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
