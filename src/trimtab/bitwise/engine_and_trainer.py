@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trimtab.bitwise.difference import Comparison, compare_implementations
 from trimtab.bitwise.forward_recorder import ForwardRecording, record_forward, record_tokens, token_keys
+from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
-from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.errors import TrimtabError

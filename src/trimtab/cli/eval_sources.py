@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.config.paths import LABORATORY_MODELS
 from trimtab.errors import TrimtabError, did_you_mean
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ModelChoice:
 
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
-        elif self.name in ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools"):
+        elif self.name in LABORATORY_MODELS:
             # Training uses this name for the warm-started model, the model loader for the untrained one.
             from trimtab.training.sft import laboratory_folder
 
@@ -133,11 +134,11 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
 def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     """Parses `NAME` or `NAME:KEY=VALUE,...`, where the name is that of a task or a recipe."""
     from trimtab import tasks
-    from trimtab.config import is_recipe, parse_override, recipe_names
+    from trimtab.config import is_recipe, parse_override, recipe_names, split_overrides
     from trimtab.evaluation import TaskSpec
 
     name, _, rest = text.partition(":")
-    changes = [*_split(rest, text), *sets]
+    changes = [*split_overrides(rest, f"--task {text!r}"), *sets]
     if name in tasks.names():
         return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
     if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet")):
@@ -158,32 +159,3 @@ def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     environment = environment_spec(config)
     spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, environment)
     return TaskChoice(spec, config.engine.dtype)
-
-
-def _split(text: str, whole: str) -> list[str]:
-    """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value."""
-    parts, depth, quote, escaped = [""], 0, "", False
-    for character in text:
-        if escaped:
-            escaped = False
-        elif quote:
-            escaped = (quote, character) == ('"', "\\")
-            quote = "" if character == quote else quote
-        elif character in "\"'" and parts[-1].endswith("="):
-            quote = character
-        else:
-            depth += (character in "[{") - (character in "]}")
-        if character == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if quote or depth:
-        what = f"the quote {quote}" if quote else "a bracket"
-        raise TrimtabError(
-            f"--task {whole!r}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
-        )
-    options = [part for part in parts if part]
-    bad = next((part for part in options if "=" not in part), None)
-    if bad is not None:
-        raise TrimtabError(f"--task {whole!r}: {bad!r} is no KEY=VALUE; put a value that holds a comma in quotes")
-    return options

@@ -81,7 +81,8 @@ def replay_events(events: str, observer: Observer, config: Config) -> bool:
     return any(name == "started" for name, *_ in parsed)
 
 
-DIVERGED, USER_ERROR = "diverged", "mistake"
+DIVERGED = "diverged"
+USER_ERROR = "user_error"
 
 
 class TrainerRank:

@@ -3,7 +3,7 @@
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.config.objective_sections import BATCH_BASELINE, TOKEN_BASELINE
 from trimtab.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
-from trimtab.config.recipes import is_recipe, load_config, parse_config, parse_override, recipe_names
+from trimtab.config.recipes import is_recipe, load_config, parse_config, parse_override, recipe_names, split_overrides
 from trimtab.config.schema import (
     GOLD,
     REQUIRED_SECTIONS,
@@ -41,4 +41,5 @@ __all__ = [
     "parse_config",
     "parse_override",
     "recipe_names",
+    "split_overrides",
 ]

@@ -18,15 +18,10 @@ PATH_KEYS = {
     "demonstrations.path": ("gold",),
     "engine.server.folder": (),
 }
+LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools")
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
-    "model.path": (
-        "smollm2-135m-instruct",
-        "laboratory",
-        "laboratory-moe",
-        "laboratory-switch",
-        "laboratory-tools",
-    ),
+    "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
     "task.dataset": (),
 }
 TASK_LISTS = ("eval.task", "task.part")

@@ -232,6 +232,38 @@ def parse_override(override: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
+def split_overrides(text: str, where: str) -> list[str]:
+    """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value.
+
+    Raises `TrimtabError`, which begins with `where`, for a bracket or quote without partner and a part without `=`.
+    """
+    parts, depth, quote, escaped = [""], 0, "", False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = (quote, character) == ('"', "\\")
+            quote = "" if character == quote else quote
+        elif character in "\"'" and parts[-1].endswith("="):
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if quote or depth:
+        what = f"the quote {quote}" if quote else "a bracket"
+        raise TrimtabError(
+            f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
+        )
+    options = [part for part in parts if part]
+    bad = next((part for part in options if "=" not in part), None)
+    if bad is not None:
+        raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")
+    return options
+
+
 def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")

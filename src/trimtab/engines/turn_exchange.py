@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trimtab.engines.embedded.decoding_rows import DecodingRow
+from trimtab.engines.decoding_rows import DecodingRow
 from trimtab.engines.stopping import StopChecker
 from trimtab.types import AbortSignal, Completion, SamplingParams, TurnHandler, TurnResult
 

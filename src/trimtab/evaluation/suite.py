@@ -129,7 +129,15 @@ def run(
     `reward` defaults to the task's own; `progress(done, all)` is called with numbers of problems; the others are those
     of `Settings`.
     """
-    settings = Settings(samples, False, temperature, top_p, max_tokens, problems, seed, dtype)
+    settings = Settings(
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        problems=problems,
+        seed=seed,
+        dtype=dtype,
+    )
     on_batch = None if progress is None else lambda _name, done, count: progress(done, count)
     [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=on_batch).measured.values()
     return result

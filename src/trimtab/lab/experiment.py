@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.config import Config, load_config, parse_override
+from trimtab.config import Config, load_config, parse_override, split_overrides
 from trimtab.errors import TrimtabError
 from trimtab.lab.regimes import RECIPE, Regime
 from trimtab.objectives import objectives
@@ -107,12 +107,12 @@ def parse_method(spec: str) -> Method:
     function, _, more = rest.partition(":")
     if function and "=" not in function and name not in objectives():
         name, rest = f"{name}:{function}", more
-    changes = _split_changes(rest) if rest else []
-    keys = [parse_override(change)[0] for change in changes if "=" in change]
-    if not name or len(keys) < len(changes):
+    if not name:
         raise TrimtabError(
             f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE, where NAME may be your own module:function"
         )
+    changes = split_overrides(rest, f"method {spec!r}")
+    keys = [parse_override(change)[0] for change in changes]
     for key in keys:
         if key in _EXPERIMENT_KEYS:
             raise TrimtabError(f"method {spec!r}: {key} belongs to the experiment, use {_EXPERIMENT_KEYS[key]}")
@@ -120,24 +120,6 @@ def parse_method(spec: str) -> Method:
         change if "." in key else f"objective.{change}" for key, change in zip(keys, changes, strict=True)
     )
     return Method(spec, name, overrides)
-
-
-def _split_changes(text: str) -> list[str]:
-    """Returns the `KEY=VALUE` of a text, which commas outside of brackets and quotes separate."""
-    changes, depth, quote, start = [], 0, "", 0
-    for index, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character in "[{":
-            depth += 1
-        elif character in "]}":
-            depth -= 1
-        elif depth == 0 and re.match(r",[\w.]+=", text[index:]):
-            changes.append(text[start:index])
-            start = index + 1
-    return [*changes, text[start:]]
 
 
 def plan_experiment(

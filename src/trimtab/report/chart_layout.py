@@ -182,16 +182,16 @@ METHOD_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
         ),
     ),
     (
-        "Expert traces",
+        "Demonstrations",
         (
             Chart(
-                "Expert responses",
+                "Demonstrations of the step",
                 "expert/traces",
                 {"joined": "expert/traces", "too long": "expert/dropped", "prompts without": "expert/missing"},
                 shade=False,
-                what="External responses joined to the groups, left out as longer than the context, and missing.",
+                what="Demonstrations joined to the groups, left out as longer than the context, and missing.",
             ),
-            Chart("Tokens of expert responses", "off_policy/tokens"),
+            Chart("Tokens of demonstrations", "off_policy/tokens"),
         ),
     ),
     (

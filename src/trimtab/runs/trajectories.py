@@ -61,9 +61,8 @@ class Row:
     advantage: float | None = None
     proximal_version: int | None = None
     logp_perturbed: FloatArray | None = None  # of the perturbed policy at the same update (ALP)
-    drift: FloatArray | None = (
-        None  # means of log π_old/μ (mismatch) and log π/π_old (staleness), as in `StepStatistics`
-    )
+    # Means of log π_old/μ (mismatch) and log π/π_old (staleness), as in `StepStatistics`.
+    drift: FloatArray | None = None
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:

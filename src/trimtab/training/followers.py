@@ -126,23 +126,23 @@ class FollowerSource:
         self.published = -1
         self._ranks = ranks
 
-    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:  # noqa: ARG002
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
         groups: dict[int, Group] = {}
         for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
             groups.setdefault(trajectory.group, []).append(trajectory)
         return list(groups.values()), RolloutStats()
 
-    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:  # noqa: ARG002
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         _gather(weights)
         self.published = version
 
     def evaluate_with(
         self,
         weights: Weights,
-        version: int,  # noqa: ARG002
-        function: Callable[[Engine], Result],  # noqa: ARG002
+        version: int,
+        function: Callable[[Engine], Result],
         *,
-        weights_altered: bool,  # noqa: ARG002
+        weights_altered: bool,
     ) -> Result:
         if self._ranks.broadcast_bool(False):
             _gather(weights)
@@ -152,7 +152,7 @@ class FollowerSource:
         """The sections that the leader's state has, without content."""
         return {"engine": {}} if self.published != updates else {}, {}, {}
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:  # noqa: ARG002
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self.published = meta["published"]
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class AbsentEngine:
 
     policy_version = decoded_tokens = prefilled_tokens = 0
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("only rank 0 has engines")
 
     generate = update_weights = named_weights = restart = close = _refuse

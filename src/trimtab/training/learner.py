@@ -160,8 +160,8 @@ class Learner:
                 of earlier updates.
         """
         assigned = list(assigned_micro_batches(batch, self.ranks))
-        stats.turns += len(assigned) * self.ranks.size
-        stats.idle += len(assigned) * self.ranks.size - len(batch)
+        stats.slots += len(assigned) * self.ranks.size
+        stats.idle_slots += len(assigned) * self.ranks.size - len(batch)
         # The same conditions on every rank: sharded ranks must run the same number of forwards.
         probe = first and any(feature.probes for feature in self.features)
         perturbs = any(feature.perturbs_policy for feature in self.features)
@@ -175,8 +175,8 @@ class Learner:
             if micro.rows:
                 loss_sum += out.loss.detach()
             stats.objective = add_metrics(stats.objective, out.metrics, micro)
-            logps = clean if perturbs else scores.logp.detach()
-            logps = logps if micro.proximal is None else micro.proximal
+            current = clean if perturbs else scores.logp.detach()
+            logps = current if micro.proximal is None else micro.proximal
             if logps is not None:
                 # Without a proximal pass the log-probs of a later mini-batch follow the updates on earlier ones.
                 scored_by = self.updates if micro.proximal is None else version
@@ -263,13 +263,12 @@ class Learner:
                 options |= stack.enter_context(feature.forward(call))
             if config.model.autocast != "none":
                 stack.enter_context(torch.autocast(self.device.type, dtype=torch.bfloat16))
-            entropy = "entropy" in self.objective.needs
-            options |= {"temperature": config.sampling.temperature, "entropy": entropy, "squares": squares}
-            scores = score(model, micro.tokens, **options)
+            options |= {"temperature": config.sampling.temperature, "entropy": "entropy" in self.objective.needs}
+            scores = score(model, micro.tokens, squares=squares, **options)
         if not micro.rows:
-            further = (scores.entropy, scores.head, scores.squares)
-            of_none = [None if values is None else values[:0] for values in further]
-            return TokenScores(scores.logp[:0], entropy=of_none[0], head=of_none[1], squares=of_none[2]), micro
+            optional = {"entropy": scores.entropy, "head": scores.head, "squares": scores.squares}
+            without_rows = {name: None if values is None else values[:0] for name, values in optional.items()}
+            return scores._replace(logp=scores.logp[:0], routes=None, **without_rows), micro
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro

@@ -15,11 +15,11 @@ from torch import nn
 
 from trimtab import environments, rewards, tasks
 from trimtab.config import BATCH_BASELINE, Config
+from trimtab.config.paths import LABORATORY_MODELS
 from trimtab.engines.factory import build_engines
 from trimtab.environments import BuiltEnvironment
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
-from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
 from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.objectives import Objective
@@ -69,6 +69,8 @@ class Backends:
 
 
 LOCAL_BACKENDS = Backends()
+TOP_LOGPROBS = 128
+"""Most probable ids of each token that centering reads: more than 99.9 % of the mass (arXiv 2609.20807)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,9 @@ def check(
     entries = rewards.weighted(specs, task)
     others = [tasks.build(other.name, **other.keywords) for other in config.eval.task]
     sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
-    measured = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
+    eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
     names = [entry.name for entry in entries]
-    check_task(config, task, names, measured)
+    check_task(config, task, names, eval_keys)
     scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
     return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
 
@@ -304,13 +306,16 @@ def _build_learner(
     config: Config, built: Objective, model: nn.Module, device: torch.device, features: Sequence[Feature]
 ) -> Learner:
     trainer, modules = config.trainer, [module for feature in features for module in feature.modules().values()]
+    reference = None
+    if "reference" in built.needs:  # loaded again: a resumed run must not take its resumed weights
+        reference = shard_model(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)
     return Learner(
         config=config,
         model=model,
         optimizer=build_optimizer(model.parameters(), config.optim, modules),
         objective=built,
         total_updates=trainer.steps * trainer.updates_per_step,
-        reference=_load_reference(config, built, device),
+        reference=reference,
         features=features,
     )
 
@@ -323,6 +328,14 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     contexts = (of_model, config.engine.context, getattr(engine, "context", None))
     context = smallest_context(config, sampling, contexts)
     max_prompt = None if context is None else context - sampling.max_tokens
+    prefix_pool = loaded_demonstrations = episodes = None
+    if prefix is not None:
+        prefix_pool = prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed)
+    if demonstrations is not None:
+        loaded_demonstrations = Demonstrations.load(demonstrations, parts.task, loaded.tokenizer, sampling, of_model)
+    if parts.environment is not None:
+        encode = partial(tasks.encode, parts.task)
+        episodes = parts.environment.runner(loaded.tokenizer, sampling.max_tokens, encode, max_prompt)
     return Collector(
         config=config,
         stream=PromptStream(
@@ -331,16 +344,10 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,
-        prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
-        demonstrations=None
-        if demonstrations is None
-        else Demonstrations.load(demonstrations, parts.task, loaded.tokenizer, sampling, of_model),
+        prefixes=prefix_pool,
+        demonstrations=loaded_demonstrations,
         context=context,
-        episodes=None
-        if parts.environment is None
-        else parts.environment.runner(
-            loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), max_prompt
-        ),
+        episodes=episodes,
     )
 
 
@@ -357,10 +364,6 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     return add_lora(model, **config.model.lora.model_dump()) if config.model.lora.rank else model
 
 
-TOP_LOGPROBS = 128
-"""Most probable ids of each token that centering reads: more than 99.9 % of the mass (arXiv 2609.20807)."""
-
-
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:
     """The sampling parameters of a run: the recipe's distribution, the task's stop strings and length.
 
@@ -375,10 +378,3 @@ def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingPa
         stop=task.stop,
         top_logprobs=top_logprobs if centered else 0,
     )
-
-
-def _load_reference(config: Config, built: Objective, device: torch.device) -> nn.Module | None:
-    """The initial model, loaded again (a resumed run must not take its resumed weights); None if it is not needed."""
-    if "reference" not in built.needs:
-        return None
-    return shard_model(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)

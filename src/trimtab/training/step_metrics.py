@@ -81,7 +81,7 @@ def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: fl
         "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
         **({"optim/grad_clipped": float(np.mean(np.array(stats.grad_norms) > grad_clip))} if stats.grad_norms else {}),
         "optim/skipped": stats.skipped,
-        **({"ranks/idle": stats.idle / stats.turns} if ranks > 1 and stats.turns else {}),
+        **({"ranks/idle": stats.idle_slots / stats.slots} if ranks > 1 and stats.slots else {}),
     }
 
 

@@ -32,7 +32,7 @@ class StepStatistics:
         drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
             where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
-        turns: micro-batch slots of all ranks; idle: slots without a micro-batch.
+        slots: micro-batches that all ranks had time for; idle_slots: those without a micro-batch.
     """
 
     objective: Metrics | None = None
@@ -45,8 +45,8 @@ class StepStatistics:
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
-    turns: int = 0
-    idle: int = 0
+    slots: int = 0
+    idle_slots: int = 0
     lr: float = 0.0
 
     def add_logps(

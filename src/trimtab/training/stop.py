@@ -52,7 +52,7 @@ class Stop:
         finally:
             self._finishing = False
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         first = self.signal_number is None
         self.request(number)  # also before raising: an exception may be lost, in a destructor or an import
         if not self._finishing or not first:

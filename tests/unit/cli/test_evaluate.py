@@ -68,8 +68,8 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
     ("named", "words"),
     [
         (("srot",), ["'srot'", "'sort'"]),
-        (("sort:digits",), ["'digits' is no KEY=VALUE"]),
-        (("file:template=Q, A",), ["' A' is no KEY=VALUE", "quotes"]),
+        (("sort:digits",), ["'digits' is not KEY=VALUE"]),
+        (("file:template=Q, A",), ["' A' is not KEY=VALUE", "quotes"]),
         ((r"file:answer_pattern=\[(\d+),id=ID",), ["a bracket in", "has no partner", "single quotes"]),
         ((r"file:answer_pattern=(\d+)\],id=ID",), ["a bracket in", "has no partner"]),
         (("file:template='Q, A,id=ID",), ["the quote '", "has no partner"]),

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from trimtab.engines.embedded.decoding_rows import PrefillPlan
+from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 
 # Tokens of prompts that are run through the model together. More cost memory without being faster.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trimtab.engines.decoding_rows import DecodingRow, append_sampled, mark_aborted
 from trimtab.engines.embedded.decoder import Decoder
-from trimtab.engines.embedded.decoding_rows import DecodingRow, append_sampled, mark_aborted
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.invariant_decoder import with_trainer_logps
 from trimtab.engines.embedded.sampling import SampledTokens, sample_tokens

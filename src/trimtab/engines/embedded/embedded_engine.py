@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
-from trimtab.engines.embedded.decoding_loop import DecodingLoop
-from trimtab.engines.embedded.decoding_rows import (
+from trimtab.engines.decoding_rows import (
     DecodingRow,
     Prefixes,
     build_rows,
@@ -23,6 +21,8 @@ from trimtab.engines.embedded.decoding_rows import (
     validate_routes,
     validate_tokens,
 )
+from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
+from trimtab.engines.embedded.decoding_loop import DecodingLoop
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder

@@ -17,7 +17,7 @@ from trimtab.models.routing import RoutingTape
 from trimtab.types import ExpertArray
 
 if TYPE_CHECKING:
-    from trimtab.engines.embedded.decoding_rows import DecodingRow
+    from trimtab.engines.decoding_rows import DecodingRow
 
 
 class ExpertRecorder:

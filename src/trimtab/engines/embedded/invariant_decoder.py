@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
-from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.models.architecture import model_parts
 from trimtab.models.fused_head import head_logits, log_probs

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
-from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
+from trimtab.engines.decoding_rows import Prefixes, validate_prefixes
 from trimtab.engines.remote.engine_host import CallResult
 from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.errors import EngineDeadError, TrimtabError

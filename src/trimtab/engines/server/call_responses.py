@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.engines.embedded.decoding_rows import DecodingRow, mark_aborted
+from trimtab.engines.decoding_rows import DecodingRow, mark_aborted
 from trimtab.engines.server.request_dispatch import RequestDispatch
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult
 from trimtab.engines.stopping import StopChecker

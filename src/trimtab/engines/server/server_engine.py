@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import Prefixes, build_rows, validate_prefixes, validate_tokens
+from trimtab.engines.decoding_rows import Prefixes, build_rows, validate_prefixes, validate_tokens
 from trimtab.engines.request import validate_request, validate_vllm_temperature
 from trimtab.engines.server.call_responses import CallResponses
 from trimtab.engines.server.http_client import check_url, run

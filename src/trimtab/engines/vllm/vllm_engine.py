@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import (
+from trimtab.engines.decoding_rows import (
     DecodingRow,
     Prefixes,
     TopRow,

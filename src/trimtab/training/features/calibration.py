@@ -32,7 +32,7 @@ class Calibration(Feature):
         self._kept: dict[str, float] = {}  # of the step of calibration, for its metrics
 
     @torch.no_grad()
-    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Raises `TrimtabError` if the first batch is too small."""
         self._kept = {}
         if self.bounds is not None:
@@ -62,7 +62,7 @@ class Calibration(Feature):
         self.bounds = dict(bounds)
         return self.bounds
 
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **self._kept}
 
     def state(self) -> Mapping[str, Any]:

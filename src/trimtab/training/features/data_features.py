@@ -84,7 +84,7 @@ class CanaryFeature(Feature):
     def __init__(self, canary: Canary) -> None:
         self._canary = canary
 
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return self._canary.metrics()
 
     def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
@@ -93,5 +93,5 @@ class CanaryFeature(Feature):
     def state(self) -> Mapping[str, Any]:
         return {"canary": self._canary.noise}
 
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         self._canary.noise = saved["canary"]

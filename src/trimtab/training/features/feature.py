@@ -114,15 +114,15 @@ class Feature:
         """Modules to train, by the name of their section in a checkpoint."""
         return {}
 
-    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:  # noqa: ARG002
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """Returns the micro-batch with what this feature needs of its trajectories, in `MicroBatch.extras`."""
         return micro
 
-    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:  # noqa: ARG002
+    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
         """A context for one forward. Its value are keywords for `models.logprobs.score`."""
         return nullcontext({})
 
-    def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:  # noqa: ARG002
+    def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
         """Returns the micro-batch for later passes, with what this pass adds. Not called without rows."""
         return call.micro
 
@@ -143,11 +143,11 @@ class Feature:
         """What this process has counted since `before_updates`; sums over processes are `StepStatistics.counts`."""
         return {}
 
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
         """Returns metrics of the step. Raises `TrimtabError` where the step broke a promise of the recipe."""
         return {}
 
-    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:  # noqa: ARG002
+    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
         """Keywords for `RolloutSource.publish`, called with the weights that are published."""
         return {}
 

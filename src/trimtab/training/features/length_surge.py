@@ -53,7 +53,7 @@ class LengthSurge(Feature):
         )
         return self._set_step(step, why)
 
-    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         learner.lr_factor = surge_share(self.config, step, self.step)
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
@@ -65,7 +65,7 @@ class LengthSurge(Feature):
         """JSON keeps every bit of a float."""
         return {"surge": {"step": self.step, "baseline": self.baseline, "recent": self.recent}}
 
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         state = saved["surge"]
         self.step, self.baseline, self.recent = state["step"], list(state["baseline"]), list(state["recent"])
 

@@ -55,7 +55,7 @@ class PerturbationFeature(Feature):
         with self.perturbation.attached(seed=seed, coverage=self._coverage if watched else None):
             yield {}
 
-    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
         self._coverage = PerturbationCoverage() if probes else None
         self._gradients = []

@@ -48,5 +48,5 @@ class PolicyKL(Feature):
         total, count = self._ranks.all_reduce_sum(total), self._ranks.all_reduce_sum(tokens)
         self._kl = total / count if count else None
 
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {} if self._kl is None else {"update/policy_kl": self._kl}

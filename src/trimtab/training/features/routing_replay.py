@@ -80,7 +80,7 @@ class RoutingReplay(Feature):
             self._agreed, self._compared = self._agreed + counts[0], self._compared + counts[1]
         return micro
 
-    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         self._agreed = self._compared = 0
 
     def counts(self) -> Mapping[str, int]:

@@ -38,7 +38,7 @@ class SampleSizeRate(Feature):
         self._sizes: list[float] = []
         self._factors: list[float] = []
 
-    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         self._sizes, self._factors = [], []
 
     def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
@@ -61,7 +61,7 @@ class SampleSizeRate(Feature):
         self._factors.append(factor)
         return factor
 
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
         if not self._sizes:
             return {}
         return {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, processed, prompt, prompts, tiny, tokenizer, tokens
 
+from trimtab.engines.decoding_rows import DecodingRow
 from trimtab.engines.embedded import decoder
-from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.types import SamplingParams

@@ -22,7 +22,7 @@ from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
 from trimtab.config import ServerConfig
-from trimtab.engines.embedded.decoding_rows import build_rows
+from trimtab.engines.decoding_rows import build_rows
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import validate_vllm_temperature
 from trimtab.engines.server import http_client

@@ -10,7 +10,7 @@ import pytest
 from tests.support.engines import EOS, SIZE
 
 from trimtab.config import EngineConfig, VllmConfig, load_config
-from trimtab.engines.embedded.decoding_rows import build_rows
+from trimtab.engines.decoding_rows import build_rows
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.vllm_engine import VllmEngine
 from trimtab.errors import TrimtabError
