@@ -78,7 +78,9 @@ class GRPOTrainer(PlainTrainer):
             raise TrimtabError(
                 "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
             )
-        _check_signature()
+        known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
+        if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
+            raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")
         self._objective = build("trl", objective, {})
         self._dump = None if dump is None else Dump(dump)
         self._monitor = monitor
@@ -229,10 +231,3 @@ def _observed(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]:
         "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
         "response_ids": inputs["completion_ids"],
     }
-
-
-def _check_signature() -> None:
-    """Raises `TrimtabError` for a version of TRL whose trainer is made otherwise."""
-    known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
-    if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
-        raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")

@@ -70,19 +70,17 @@ class PolicyLoss:
         return objective
 
     def _built(self, factor: int | None) -> Objective:
-        if self._objective is None:
-            kind = self.keywords.get("aggregation", keywords_of(self.name).get("aggregation"))
-            given = {} if kind != "constant" else {"length_max": self._length_max(factor)}
-            self._objective = build("verl", self.name, self.keywords | given)
+        if self._objective is not None:
+            return self._objective
+        keywords = dict(self.keywords)
+        if keywords.get("aggregation", keywords_of(self.name).get("aggregation")) == "constant":
+            # The constant length is verl's: its KL and entropy terms divide by it too.
+            if factor is None:
+                raise TrimtabError(f"{self.name} divides by a constant length: set actor.loss_scale_factor to it")
+            if keywords.setdefault("length_max", int(factor)) != factor:
+                raise TrimtabError(f"{self.name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
+        self._objective = build("verl", self.name, keywords)
         return self._objective
-
-    def _length_max(self, factor: int | None) -> int:
-        """Returns the constant length, which is verl's: its KL and entropy terms divide by it too."""
-        if factor is None:
-            raise TrimtabError(f"{self.name} divides by a constant length: set actor.loss_scale_factor to it")
-        if self.keywords.get("length_max", factor) != factor:
-            raise TrimtabError(f"{self.name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
-        return int(factor)
 
 
 def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:

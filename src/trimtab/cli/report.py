@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -48,10 +47,21 @@ def report(
     if run_paths == runs and len(runs) == 1:
         if target is not None:
             raise TrimtabError("--target is for a comparison: name several runs, or a folder of them")
-        data = _report_run(runs[0], out)
+        from trimtab.report.health import as_data, health
+        from trimtab.report.run_report import write_report
+        from trimtab.runs.reader import read_run
+
+        run = read_run(runs[0])
+        data = {"report": write_report(runs[0], out), "verdict": as_data(health(run)), "provenance": run.origins}
     else:
+        from trimtab.report.comparison import as_data as comparison_data
+        from trimtab.report.comparison import compare, write_page
+        from trimtab.report.groups import group_runs
+
         # The page of a folder of runs goes into that folder, that of single runs into the parent of the first.
-        data = _report_comparison(run_paths, out or (runs[0] if len(runs) == 1 else runs[0].parent), target)
+        folder = out or (runs[0] if len(runs) == 1 else runs[0].parent)
+        comparison = compare(group_runs(run_paths), target=target)
+        data = {"report": write_page(comparison, folder / "report.html"), **comparison_data(comparison)}
     if as_json:
         print_json(data)
         return
@@ -61,20 +71,3 @@ def report(
     echo(f"report: {data['report']}")
     for line in data.get("warnings", ()):
         echo(f"note: {line}", err=True)
-
-
-def _report_run(run: Path, out: Path | None) -> dict[str, Any]:
-    from trimtab.report.health import as_data, health
-    from trimtab.report.run_report import write_report
-    from trimtab.runs.reader import read_run
-
-    run_data = read_run(run)
-    return {"report": write_report(run, out), "verdict": as_data(health(run_data)), "provenance": run_data.origins}
-
-
-def _report_comparison(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:
-    from trimtab.report.comparison import as_data, compare, write_page
-    from trimtab.report.groups import group_runs
-
-    comparison = compare(group_runs(runs), target=target)
-    return {"report": write_page(comparison, folder / "report.html"), **as_data(comparison)}

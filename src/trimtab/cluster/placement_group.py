@@ -43,7 +43,10 @@ def connect(config: RayConfig) -> Iterator[None]:
 
     handler, in_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
-        _check_address(config.address)
+        # Ray itself would try for 15 minutes where nothing listens.
+        host, _, port = config.address.rpartition(":")
+        if host and port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
         # Ray prints the death of an actor to stdout, amid the display and before `--json`; the run reports it instead.
         worker._worker_logs_enabled = False
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -59,13 +62,6 @@ def connect(config: RayConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         worker._worker_logs_enabled = True
-
-
-def _check_address(address: str) -> None:
-    """Raises `OSError` if nothing listens at the address: Ray itself would try for 15 minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
 
 
 @contextmanager

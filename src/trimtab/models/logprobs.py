@@ -120,7 +120,9 @@ def score(
     def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
-        run = _tokens_to_run(batch)
+        # The last token of a row predicts no other one, and is not run.
+        places = torch.arange(real.shape[1], device=real.device)
+        run = real & (places < real.sum(-1, keepdim=True) - 1)
         routing = RoutingLayout(batch.prompt_mask, run)
         with routing.routed(model, routes, record) as tape:
             hidden = _packed_hidden(parts, batch, run)
@@ -172,14 +174,6 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
             f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own sampling mask; "
             "the engine must report the set each token was drawn from"
         )
-
-
-def _tokens_to_run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
-    """Returns the mask of response tokens that are run because they predict another one: all but each row's last."""
-    lengths = batch.response_mask.sum(-1)
-    return batch.response_mask & (
-        torch.arange(batch.response_ids.shape[1], device=lengths.device) < lengths[:, None] - 1
-    )
 
 
 def _packed_hidden(

@@ -211,8 +211,7 @@ class Objective:
             **centering_statistics,
             **({} if correction is None else correction.statistics),
         }
-        own_statistics = _ratio_statistics(terms) | _loss_statistics(policy, logps.mask, keep, state)
-        return Output(loss, Metrics({**statistics, **own_statistics}))
+        return Output(loss, Metrics({**statistics, **_loss_statistics(terms, policy, keep, state)}))
 
     def equation(self, advantage: str | None = None) -> str:
         """Returns the loss as text: one line with its numbers, then one for each symbol and note.
@@ -378,19 +377,14 @@ def _zero_or_nan(values: Tensor, mask: Tensor) -> Tensor:
     return (select(values.detach(), mask) * 0.0).sum()
 
 
-def _ratio_statistics(terms: Terms) -> dict[str, Mergeable]:
-    log = terms.log_ratio.detach()
-    return {
-        "ratio/": Histogram.of(log, terms.on_policy),
-        "ratio/bounded": Mean.of(beyond_bound(log), terms.on_policy),
-        "update/kl": Mean.of(k3(terms.token_log_ratio.detach()), terms.on_policy),
-    }
-
-
-def _loss_statistics(policy: Tensor, mask: Tensor, keep: Tensor, state: State) -> dict[str, Mergeable]:
+def _loss_statistics(terms: Terms, policy: Tensor, keep: Tensor, state: State) -> dict[str, Mergeable]:
     """`loss/policy` counts a micro-batch with its share of the update's tokens: the metric is a mean over updates."""
-    share = torch.where(state.tokens > 0, mask.sum() / state.tokens, 1.0)
+    log, on_policy = terms.log_ratio.detach(), terms.on_policy
+    share = torch.where(state.tokens > 0, terms.mask.sum() / state.tokens, 1.0)
     return {
+        "ratio/": Histogram.of(log, on_policy),
+        "ratio/bounded": Mean.of(beyond_bound(log), on_policy),
+        "update/kl": Mean.of(k3(terms.token_log_ratio.detach()), on_policy),
         "loss/policy": Mean(policy.detach().double(), share),
         "batch/empty": Count((~keep.any()).double()),
     }

@@ -307,16 +307,13 @@ def _run_table(comparison: Comparison, folder: Path) -> Fold:
         for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
             shown = [values[column.key] for column in columns]
             cells = ["–" if value is None else _format(of, value) for of, value in zip(columns, shown, strict=True)]
-            name = Cell(plain(run.path.name), link=_link(run.path / "report.html", folder))
+            report = run.path / "report.html"
+            # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
+            link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
+            name = Cell(plain(run.path.name), link=link)
             rows.append([group.name, name, format_value(seed), *cells])
     heads = ("group", "run", "seed", *(column.title for column in columns))
     return Fold(f"{len(rows)} runs, one by one", [Table(heads, rows, numeric=range(2, len(heads)))])
-
-
-def _link(report: Path, folder: Path) -> str:
-    """Returns the relative link from the page to a run's report, empty if there is no report."""
-    # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
-    return f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
 
 
 def _interval_data(interval: SeedMean | None) -> dict[str, Any] | None:

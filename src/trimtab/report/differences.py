@@ -53,17 +53,13 @@ def _lines(equation: str) -> dict[str, str]:
     """Returns the lines by symbol; a second line of one symbol, such as another mask, is numbered."""
     lines: dict[str, str] = {}
     for line in filter(None, map(str.strip, equation.splitlines())):
-        symbol, number = _symbol(line), 1
+        # Without its index: `ρ` for `ρ_t = ...` and for `ρ = ...`.
+        match = re.match(r"(keep where)|([^\W_]+)(?:_\w+)?(?= =|:)", line)
+        symbol, number = (match[1] or match[2]) if match else "", 1
         while (key := symbol if number == 1 else f"{symbol} {number}") in lines:
             number += 1
         lines[key] = line
     return lines
-
-
-def _symbol(line: str) -> str:
-    """Returns the symbol of a line without its index: `ρ` for `ρ_t = ...` and for `ρ = ...`."""
-    match = re.match(r"(keep where)|([^\W_]+)(?:_\w+)?(?= =|:)", line)
-    return (match[1] or match[2]) if match else ""
 
 
 def _order(symbol: str) -> tuple[int, str]:

@@ -55,16 +55,21 @@ def write_report(path: Path, out: Path | None = None) -> Path:
 
 
 def _page(run: Run) -> Page:
-    verdict = health(run)
+    path, verdict = run.path.resolve(), health(run)
     trajectories_every = run.config.get("log", {}).get("trajectories_every", "?")
     no_file = Note(f"This run has no trajectory file (log.trajectories_every = {trajectories_every}).")
     checks = [findings_table(verdict.findings)] if verdict.findings else []
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
+    starts = [
+        Card("Start" if index == 0 else "Resumed", [Table((), described(part))])
+        for index, part in enumerate(run.origins)
+    ]
     description = run.config.get("description", "")
     return Page(
         kind="Trimtab run",
-        title=_title(run.path.resolve()),
+        # A comparison names its runs seed0, seed1, ...; the parent folder names the method.
+        title=f"{path.parent.name}/{path.name}" if re.fullmatch(r"seed\d+", path.name) else path.name,
         description=[description] if description else [],
         facts=_facts(run),
         sections=[
@@ -84,15 +89,10 @@ def _page(run: Run) -> Page:
             Section("Episodes", episodes),
             Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
-            Section("Where it comes from", _origins(run)),
+            Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
             Section("Configuration", [Fold("config.toml", [Card(code=(run.path / "config.toml").read_text())])]),
         ],
     )
-
-
-def _title(path: Path) -> str:
-    # A comparison names its runs seed0, seed1, ...; the parent folder names the method.
-    return f"{path.parent.name}/{path.name}" if re.fullmatch(r"seed\d+", path.name) else path.name
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
@@ -205,15 +205,6 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
         rows.append([key, number(first), last, *numbers, state, _catalog_texts(key)[0]])
     heads = ("key", "first", "last", "median", "min", "max", "over the run", "healthy")
     return Table(heads, rows, numeric=range(1, 6), mono=(0,))
-
-
-def _origins(run: Run) -> list[Part]:
-    """Returns one box per start: when, where and with what."""
-    starts: list[Part] = [
-        Card("Start" if index == 0 else "Resumed", [Table((), described(part))])
-        for index, part in enumerate(run.origins)
-    ]
-    return starts or [Note("This run has no provenance.json.")]
 
 
 def _samples(path: Path) -> list[Part]:

@@ -95,12 +95,13 @@ def token_section(run: Run) -> list[Part]:
 
     Raises `TrimtabError` when a file is damaged or not a trajectory file.
     """
-    files = _files_to_read(run)
+    files = sample_steps(run.path)
     if not files:
         return []
+    clean = {int(step) for step in run.series(_CLEAN_KEY)[0]} & files.keys()
     data = TokenSectionData()
-    for step, file in files.items():
-        data.add(run.config, step, file)
+    for step in evenly_spaced(sorted(clean or files), STEPS_READ):
+        data.add(run.config, step, files[step])
     panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data, run)]
     return [
         Note(_note(data)),
@@ -110,12 +111,6 @@ def token_section(run: Run) -> list[Part]:
         ),
         *_takeover_tables(run.path, data),
     ]
-
-
-def _files_to_read(run: Run) -> dict[int, Path]:
-    files = sample_steps(run.path)
-    clean = {int(step) for step in run.series(_CLEAN_KEY)[0]} & files.keys()
-    return {step: files[step] for step in evenly_spaced(sorted(clean or files), STEPS_READ)}
 
 
 def _note(data: TokenSectionData) -> str:

@@ -136,7 +136,9 @@ class InvariantDecoder:
         prompt_index = torch.tensor([index_in_block[p] for p in starts.prompt[index].tolist()], device=device)
         prompt_ids = torch.tensor(prompts, device=device)
         lengths, counts = self._lengths[prompt_ids], prefix_lengths[index]
-        layout = PackedLayout.build(_left_padded(lengths), _right_padded(counts), prompt_index)
+        width, columns = int(lengths.max()), torch.arange(int(counts.max()), device=device)
+        left_padded = torch.arange(width, device=device) >= width - lengths[:, None]
+        layout = PackedLayout.build(left_padded, columns < counts[:, None], prompt_index)
         texts = [starts.prompts[p] for p in prompts] + [starts.prefixes[i] for i in index.tolist()]
         begins = [0] * len(prompts) + lengths[prompt_index].tolist()
         positions = [torch.arange(b, b + len(text), device=device) for b, text in zip(begins, texts, strict=True)]
@@ -234,16 +236,6 @@ def with_trainer_logps(sampled: SampledTokens, logits: Tensor, temperature: floa
         for row, ids in enumerate(sampled.kept):
             kept[row, : len(ids)] = torch.from_numpy(ids)
     return replace(sampled, logp=log_probs(logits, sampled.ids, temperature, kept).float())
-
-
-def _left_padded(lengths: Tensor) -> Tensor:
-    """Returns the mask of rows padded on the left, as `Layout.build` expects for prompts."""
-    width = int(lengths.max())
-    return torch.arange(width, device=lengths.device) >= width - lengths[:, None]
-
-
-def _right_padded(lengths: Tensor) -> Tensor:
-    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
 
 def _scores(query: Tensor, key: Tensor, scaling: float, hidden: Tensor) -> Float[Tensor, "owners heads more keys"]:

@@ -83,14 +83,6 @@ def _concatenate(parts: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Ten
     return (torch.cat([ids for ids, _ in tops]), torch.cat([logp for _, logp in tops]).float()) if tops else None
 
 
-def _top(scores: Tensor, log_total: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """Returns the ids and log-probs of the `count` highest scores of each row."""
-    if count == 0:
-        return None
-    values, ids = scores.topk(min(count, scores.shape[1]), -1)
-    return ids, values - log_total
-
-
 def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Returns the most likely tokens. At temperature 0 log-prob and entropy are 0 by definition."""
     top, ids = logits.max(-1)
@@ -131,7 +123,10 @@ def _sample_full(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> S
     log_total = total.log()
     mean_score = torch.linalg.vecdot(mass, scores).unsqueeze(-1) / total
     logp = scores.gather(-1, ids) - log_total
-    top = _top(scores, log_total, sampling.top_logprobs)
+    top = None
+    if sampling.top_logprobs:
+        values, top_ids = scores.topk(min(sampling.top_logprobs, vocabulary), -1)
+        top = top_ids, values - log_total
     return SampledTokens(ids.squeeze(-1), logp.squeeze(-1), (log_total - mean_score).squeeze(-1), None, top)
 
 

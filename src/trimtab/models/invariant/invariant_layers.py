@@ -36,14 +36,6 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
     return tiled_product(pad_rows(a, TILE_ROWS), b)[: len(a)]
 
 
-def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    if use_triton(states):
-        from trimtab.models.invariant.kernels import matmul_kernel
-
-        return linear_by(matmul_kernel.batch_invariant_matmul, states, weight, None)
-    return tiled_linear(states, weight)
-
-
 class InvariantLinear(nn.Linear):
     """`nn.Linear` with products of a fixed number of rows, and weights rounded to the dtype of `compute_dtype`."""
 
@@ -55,7 +47,13 @@ class InvariantLinear(nn.Linear):
         return self._compute(input, dtype)
 
     def _compute(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        result = _linear(input.to(dtype), self.weight.to(dtype))
+        states, weight = input.to(dtype), self.weight.to(dtype)
+        if use_triton(states):
+            from trimtab.models.invariant.kernels import matmul_kernel
+
+            result = linear_by(matmul_kernel.batch_invariant_matmul, states, weight, None)
+        else:
+            result = tiled_linear(states, weight)
         return result if self.bias is None else result + self.bias.to(dtype)
 
 
