@@ -20,14 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters import verl_dump
-from trimtab.adapters.verl_driver import (
-    refuse_logps_as_weights,
-    wrap_bypass_mode,
-    wrap_correction,
-    wrap_validate_config,
-    wrap_variance_proxy,
-)
+from trimtab.adapters import verl_driver, verl_dump
 from trimtab.adapters.verl_loss import LOSS_PREFIX, OBJECTIVES_VARIABLE, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objectives
@@ -67,12 +60,12 @@ def register() -> list[str]:
         for name, function in registry.items():
             own = isinstance(function, PolicyLoss)
             if not own and "rollout_is_weights" in inspect.signature(function).parameters:
-                registry[name] = refuse_logps_as_weights(function)
+                registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
-    _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(wrap_correction, named))
-    _replace(helper, "apply_bypass_mode", wrap_bypass_mode)
-    _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", wrap_variance_proxy)
-    _replace("verl.utils.config", "validate_config", partial(wrap_validate_config, named))
+    _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_correction, named))
+    _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
+    _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
+    _replace("verl.utils.config", "validate_config", partial(verl_driver.wrap_validate_config, named))
     if folder := os.environ.get(verl_dump.DUMP):
         verl_dump.install(folder)
     return [LOSS_PREFIX + name for name in named]

@@ -17,9 +17,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import correct, mismatch
 
 
-def wrap_correction(
-    named: Mapping[str, PolicyLoss], original: Callable[..., Any]
-) -> Callable[[Any, Any], tuple[Any, dict]]:
+def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` two more kinds of values.
 
     `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers; `trimtab-NAME` the weights of an

@@ -122,17 +122,10 @@ class _Block:
         self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
 
         def over_behavior(numerator: Tensor | None) -> Ratios | None:
-            if numerator is None:
-                return None
-            return Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
+            return None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
 
-        self.evidence = Evidence(
-            sequences,
-            behavior,
-            mismatch=over_behavior(proximal),
-            policy=over_behavior(current),
-            advantage=advantage,
-        )
+        mismatch, policy = over_behavior(proximal), over_behavior(current)
+        self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
 
     def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:
         """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""

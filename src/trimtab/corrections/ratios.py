@@ -44,9 +44,7 @@ def log_ratio(
     return select(widen(numerator) - widen(denominator), mask)
 
 
-def log_ratio_at_level(
-    log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str
-) -> Float[Tensor, "batch time"]:
+def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
     """Returns the log-ratio of a level at every token, with the gradient of that token's own log-prob.
 
     Above token level the value is that of the sequence, turn or prefix and the gradient that of l_t (the GSPO-token

@@ -82,13 +82,11 @@ class PartFile:
         """Appends batch `number`. Raises `TrimtabError` if the disk is full; earlier batches stay readable."""
         records = [] if self._header is None else [self._header]
         records.append({"part": number, **asdict(part)})
-        self._append(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-        self._header = None
-        self._parts[number] = part
-
-    def _append(self, data: bytes) -> None:
+        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
         with atomic.readable_errors(self.path), self.path.open("ab", buffering=0) as file:
             atomic.append(file.fileno(), data)
+        self._header = None
+        self._parts[number] = part
 
 
 def _require_equal(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:

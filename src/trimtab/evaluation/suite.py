@@ -130,13 +130,7 @@ def run(
     of `Settings`.
     """
     settings = Settings(
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        problems=problems,
-        seed=seed,
-        dtype=dtype,
+        samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens, problems=problems, seed=seed, dtype=dtype
     )
     on_batch = None if progress is None else lambda _name, done, count: progress(done, count)
     [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=on_batch).measured.values()

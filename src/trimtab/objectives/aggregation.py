@@ -29,8 +29,7 @@ DENOMINATORS = ("original", "kept")
 class Aggregation:
     """How per-token losses are reduced to a scalar.
 
-    kind: one of `AGGREGATION_KINDS`. denominator: `original` or `kept`.
-    length_max: tokens, required by `constant` only.
+    kind: one of `AGGREGATION_KINDS`. denominator: `original` or `kept`. length_max: tokens, for `constant` only.
     """
 
     kind: str = "token-mean"

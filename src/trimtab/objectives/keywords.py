@@ -82,8 +82,7 @@ class Preset:
     """A named objective.
 
     does: what it does, in a line. when: when to use it. source: where it and its defaults are from.
-    mask_keywords: keywords for its masks, with the path of the field that each sets.
-    excluded: keywords that it does not take.
+    mask_keywords: keywords for its masks, with the path of each field. excluded: keywords that it does not take.
     """
 
     objective: Objective

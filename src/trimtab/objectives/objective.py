@@ -22,9 +22,9 @@ from trimtab.corrections.ratios import (
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
     Number,
+    at_level,
     beyond_bound,
     log_ratio,
-    log_ratio_at_level,
 )
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
@@ -264,7 +264,7 @@ class Objective:
         logp = select(current, mask)
         token = log_ratio(current, logps.required(self.ratio.over, self.name).detach(), on_policy)
         return Terms(
-            log_ratio=select(log_ratio_at_level(token, sequences, self.ratio.level), on_policy),
+            log_ratio=select(at_level(token, sequences, self.ratio.level), on_policy),
             token_log_ratio=token,
             logp=logp,
             advantage=select(advantage.to(logp.dtype).expand(mask.shape), mask),

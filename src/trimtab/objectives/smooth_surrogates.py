@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, bounded, log_ratio_at_level
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
@@ -151,7 +151,7 @@ class GeometricClip(Surrogate):
     def __call__(self, terms: Terms, state: State) -> Value:
         log, advantage = terms.token_log_ratio, terms.advantage
         clipped = torch.where(advantage > 0, log.clamp(max=self.high), log.clamp(min=-self.low))
-        value = bounded(log_ratio_at_level(clipped, terms.sequences, "geometric")).exp() * advantage
+        value = bounded(at_level(clipped, terms.sequences, "geometric")).exp() * advantage
         return value, terms.clipped(log.detach(), -self.low, self.high)
 
     def equation(self, ratio: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.report.token_statistics import clipped, log_ratio_at_level
+from trimtab.report.token_statistics import at_level, clipped
 
 if TYPE_CHECKING:
     from trimtab.objectives import Objective, SecondMoment
@@ -49,7 +49,7 @@ def clipping(config: Mapping[str, Any], tokens: TokenTable) -> Clipping | str:
         return "the files hold no advantages"
     numerator = tokens.perturbed if tokens.perturbed is not None else tokens.trainer
     token_log_ratio = np.where(tokens.mask, numerator.astype(np.float64) - tokens.behavior, 0.0)
-    log_ratio = log_ratio_at_level(token_log_ratio, tokens.mask, tokens.starts, objective.ratio.level)
+    log_ratio = at_level(token_log_ratio, tokens.mask, tokens.starts, objective.ratio.level)
     low, high, rule = _clipped_sides(objective, log_ratio, tokens)
     ratio = f"r = {'perturbed ' if tokens.perturbed is not None else ''}π/μ"
     level = "" if objective.ratio.level == "token" else f" of the {objective.ratio.level} ratio"

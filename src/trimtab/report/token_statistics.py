@@ -97,7 +97,7 @@ def by_decile(decile: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.divide(total, count, out=np.full(DECILES, np.nan), where=count > 0)
 
 
-def log_ratio_at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, level: str) -> np.ndarray:
+def at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, level: str) -> np.ndarray:
     """Returns the log-ratio at each token: its own, or the sum or mean over the trained tokens of its response."""
     if level == "token":
         return log_ratio

@@ -106,8 +106,7 @@ class Canary:
         """`texts`: token ids (prompts, length); the last `config.tokens` positions of each row are checked."""
         self.noise: float | None = None
         self._difference: float | None = None
-        # Projection of the differences on the policy's change, in units of the new engine's noise.
-        self._projection: float | None = None
+        self._projection: float | None = None  # of the differences on the policy's change, in units of the noise
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
         self._published = 0

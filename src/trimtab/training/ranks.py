@@ -101,9 +101,7 @@ class RankGroup:
             result = work()
         except (TrimtabError, OSError) as error:
             failure = error
-        # A message is never empty: an empty one means success.
-        message = "" if failure is None else str(failure) or type(failure).__name__
-        messages = [part.decode() for part in self.gather(message.encode())]
+        messages = [part.decode() for part in self.gather(b"" if failure is None else _error_message(failure))]
         if failure is not None:
             raise failure
         for rank, message in enumerate(messages):
@@ -196,3 +194,8 @@ def _lost_rank_as_user_error() -> Iterator[None]:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _error_message(error: Exception) -> bytes:
+    """The message of `error`, never empty: an empty message means success."""
+    return (str(error) or type(error).__name__).encode()

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from trimtab.corrections import LOG_RATIO_BOUND, Sequences, finite_rows, log_ratio, select
-from trimtab.corrections.ratios import beyond_bound, bounded, log_ratio_at_level
+from trimtab.corrections.ratios import at_level, beyond_bound, bounded
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 VALUES = torch.tensor([[1.0, 2.0, 0.0], [0.0, 4.0, 8.0]])
@@ -63,7 +63,7 @@ def test_levels_share_the_value_and_keep_each_tokens_gradient():
     mask = torch.tensor([[True, True, False]])
     token = log_ratio(x, torch.zeros_like(x), mask)
     for level, value in (("token", [0.1, 0.3]), ("sequence", [0.4, 0.4]), ("geometric", [0.2, 0.2])):
-        result = select(log_ratio_at_level(token, Sequences(mask), level), mask)
+        result = select(at_level(token, Sequences(mask), level), mask)
         assert_close(result[0, :2].detach(), torch.tensor(value, dtype=torch.float64))
         (gradient,) = torch.autograd.grad(result @ torch.tensor([1.0, 2.0, 4.0]).double(), x, retain_graph=True)
         assert gradient.tolist() == [[1.0, 2.0, 0.0]]

@@ -123,11 +123,9 @@ def test_a_lower_bound_of_zero_clips_nothing_below() -> None:
 def test_levels_of_the_ratio() -> None:
     own = np.array([0.1, 0.2, 9.0, 0.3, 0.5, *([0.0] * 10)])
     trained = np.array([True, True, False, True, True, *([True] * 10)])
-    assert token_statistics.log_ratio_at_level(own, trained, STARTS, "token") is own
-    assert token_statistics.log_ratio_at_level(own, trained, STARTS, "sequence")[:5] == pytest.approx([0.6] * 4 + [0.5])
-    assert token_statistics.log_ratio_at_level(own, trained, STARTS, "geometric")[:5] == pytest.approx(
-        [0.2] * 4 + [0.5]
-    )
+    assert token_statistics.at_level(own, trained, STARTS, "token") is own
+    assert token_statistics.at_level(own, trained, STARTS, "sequence")[:5] == pytest.approx([0.6] * 4 + [0.5])
+    assert token_statistics.at_level(own, trained, STARTS, "geometric")[:5] == pytest.approx([0.2] * 4 + [0.5])
 
 
 def test_cuts_are_rises_inside_a_response() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.ratios import PRODUCT_LEVELS, bounded, log_ratio, log_ratio_at_level
+from trimtab.corrections.ratios import PRODUCT_LEVELS, at_level, bounded, log_ratio
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -92,7 +92,7 @@ class AdviceData:
         mask, sequences = self.logps.mask, self.logps.sequences
         log = log_ratio(*self._sides, mask)
         levels = ("token", *PRODUCT_LEVELS)
-        return {level: bounded(log_ratio_at_level(log, sequences, level))[mask].exp().double() for level in levels}
+        return {level: bounded(at_level(log, sequences, level))[mask].exp().double() for level in levels}
 
     @property
     def _sides(self) -> tuple[Tensor, Tensor]:
