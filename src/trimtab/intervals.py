@@ -147,12 +147,12 @@ def paired_difference(first: ArrayLike, second: ArrayLike, max_effective: float)
     so that some doubt is left where both sides have equal counts.
     """
     sides = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    one, two = (problem_interval(side, max_effective) for side in sides)
+    left, right = (problem_interval(side, max_effective) for side in sides)
     a, b = (side - side.mean() for side in sides)
     spread, count = math.sqrt(float(a @ a) * float(b @ b)), len(a)
     correlation = float(a @ b) / spread * (count - 1) / count if spread > 0 else 0.0
-    value = one.value - two.value
-    down, up = (one.value - one.low, two.high - two.value), (one.high - one.value, two.value - two.low)
+    value = left.value - right.value
+    down, up = (left.value - left.low, right.high - right.value), (left.high - left.value, right.value - right.low)
     return Interval(value, value - _half_width(*down, correlation), value + _half_width(*up, correlation))
 
 

@@ -257,7 +257,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
-    monkeypatch.setattr(slime, "_scoring", lambda: scored)
+    monkeypatch.setattr(slime, "_score_function", lambda: scored)
 
 
 def trained_policies(trainer: str, batch: Any, current: Tensor) -> PolicyLogps:

@@ -226,7 +226,7 @@ def test_log_probs_are_scored_as_the_trainer_does(
         values = {"log_probs": [torch.tensor([-1.0, -2.0], requires_grad=True)]}
         return (torch.empty(0), values) if form == "Tuple" else values
 
-    monkeypatch.setattr(slime, "_scoring", lambda: scored)
+    monkeypatch.setattr(slime, "_score_function", lambda: scored)
     sizes: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "unconcat_tokens": [torch.zeros(3)]}
     batch = sizes | {"loss_masks": [torch.ones(2)]}
     batch |= {"advantages": [torch.ones(2)], "log_probs": [torch.tensor([-1.0, -2.5])]}
@@ -257,13 +257,13 @@ def test_slime_s_top_p_without_the_tokens_that_it_kept_is_refused(hooks: Peer, m
     sizes: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "unconcat_tokens": [torch.zeros(3)]}
     batch = sizes | {"loss_masks": [torch.ones(2)], "advantages": [torch.ones(2)], "log_probs": [torch.zeros(2)]}
     args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, rollout_top_p=0.9)
-    monkeypatch.setattr(slime, "_scoring", lambda: stand_in("slime"))
+    monkeypatch.setattr(slime, "_score_function", lambda: stand_in("slime"))
     with pytest.raises(TrimtabError, match=r"--rollout-top-p is 0\.9, and the batch has no tokens that top-p kept"):
         slime.loss(args, batch, torch.zeros(1), torch.sum)
     args.rollout_top_p = 1.0
     assert slime.loss(args, batch, torch.zeros(1), torch.sum)[0].item() == -1
     args.rollout_top_p = 0.9
-    monkeypatch.setattr(slime, "_scoring", lambda: stand_in("miles"))
+    monkeypatch.setattr(slime, "_score_function", lambda: stand_in("miles"))
     assert slime.loss(args, batch, torch.zeros(1), torch.sum)[0].item() == -1
 
 
@@ -288,7 +288,7 @@ space["calculate_log_probs_and_entropy"] = lambda logits, tokens, *_, **__: (
     logits.log_softmax(-1).gather(-1, tokens[:, None]), None
 )
 from_hooks.load(space, Path(sys.argv[1]) / from_hooks.MILES_SCORES, "get_responses", from_hooks.SCORES)
-slime._scoring = lambda: space[from_hooks.SCORES]
+slime._score_function = lambda: space[from_hooks.SCORES]
 make = torch.Generator().manual_seed(0)
 padded = torch.randn(2, 6, 7, generator=make)
 tokens = [torch.randint(0, 7, (size,), generator=make) for size in (6, 5)]

@@ -83,7 +83,7 @@ class Hook:
             return "it needs statistics of the whole update, and this hook sees a part of it"
         kind = objective.aggregation.kind
         if self.aggregations and kind not in self.aggregations:
-            allowed = " or ".join(repr(one) for one in self.aggregations)
+            allowed = " or ".join(map(repr, self.aggregations))
             return f"its aggregation is {kind!r}, and this trainer's denominators give {allowed}: set aggregation"
         return None
 

@@ -58,8 +58,8 @@ def tis(
     """
     built = _objective(args, "custom_tis_function_path")
     require_correction(built, "", "use loss")
-    _whole(train_log_probs, response_lengths)
-    mask, trainer, behavior = _padded(loss_masks).bool(), _padded(train_log_probs), _padded(rollout_log_probs)
+    _check_whole(train_log_probs, response_lengths)
+    mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)
     kept = usable_tokens(mask, behavior, trainer)
     result = correct(
         trainer,
@@ -99,13 +99,13 @@ def loss(
     _check_settings(built, args, batch)
     lengths = batch["response_lengths"]
     current_logps = _log_probs(args, batch, logits)
-    _whole(current_logps, lengths)
-    current, mask = _padded(current_logps), _padded(batch["loss_masks"]).bool()
+    _check_whole(current_logps, lengths)
+    current, mask = _pad(current_logps), _pad(batch["loss_masks"]).bool()
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
-    policies = {ours: _padded(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
+    policies = {ours: _pad(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
     policies.setdefault("proximal", current.detach())
     state = counted_state(1, 1, like=current)
-    advantage = _padded(batch["advantages"])
+    advantage = _pad(batch["advantages"])
     value, metrics, _ = evaluate(built, mask, advantage, current=current, state=state, **{"behavior": None, **policies})
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
@@ -155,7 +155,7 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
 
 def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> list[Tensor]:
     """Returns the current log-probs of each response, as the trainer's own loss computes them."""
-    score = _scoring()
+    score = _score_function()
     optional = {
         # slime renormalises over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
         "top_p_token_ids": batch.get("rollout_top_p_token_ids"),
@@ -183,22 +183,22 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
     return values["log_probs"]
 
 
-def _scoring() -> Callable[..., Any]:
+def _score_function() -> Callable[..., Any]:
     for name in SCORING:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name).get_log_probs_and_entropy
     raise TrimtabError("neither Miles nor slime is installed here: this function is called by their trainers")
 
 
-def _whole(logps: Sequence[Tensor], lengths: Sequence[int]) -> None:
+def _check_whole(logps: Sequence[Tensor], lengths: Sequence[int]) -> None:
     """Raises `TrimtabError` where a response lies on several ranks: its sums would be of a part."""
-    if any(len(one) != size for one, size in zip(logps, lengths, strict=True)):
+    if any(len(logp) != size for logp, size in zip(logps, lengths, strict=True)):
         raise TrimtabError(
             "context parallelism splits responses over ranks, which this adapter cannot join: turn it off"
         )
 
 
-def _padded(values: Sequence[Tensor]) -> Tensor:
+def _pad(values: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(values), batch_first=True)
 
 

@@ -37,7 +37,7 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         fields = [datum.loss_fn_inputs for datum in data]
         mask = _column(fields, "mask", current)
         behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
-        lengths = torch.tensor([len(one) for one in logprobs], device=current.device)
+        lengths = torch.tensor([len(logp) for logp in logprobs], device=current.device)
         inside = torch.arange(current.shape[1], device=current.device) < lengths[:, None]  # not padding
         mask = inside if mask is None else inside & (mask != 0)
         proximal = _column(fields, "old_logprobs", current)
@@ -58,12 +58,12 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
 
 def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:
     """Returns (batch, time) a field of all data, or None where no datum has it."""
-    present = [name in one for one in fields]
+    present = [name in inputs for inputs in fields]
     if not any(present):
         return None
     if not all(present):
         raise TrimtabError(f"{present.count(False)} of {len(fields)} data have no {name!r}: give it to all or to none")
-    values = [one[name] for one in fields]
+    values = [inputs[name] for inputs in fields]
     tensors = [value if isinstance(value, Tensor) else value.to_torch() for value in values]
     return pad_sequence([tensor.to(like) for tensor in tensors], batch_first=True)
 

@@ -176,9 +176,9 @@ class GRPOTrainer(PlainTrainer):
         update.metrics = metrics if update.metrics is None else update.metrics + metrics
         first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) < window
         if self._dump is not None and first_after_generation:
-            update.rows += _dumped(inputs, logps)
+            update.rows += _dump_rows(inputs, logps)
         if self._monitor is not None and first_after_generation:
-            update.observed = self._monitor.observe(step=update.step, **_observed(inputs, logps))
+            update.observed = self._monitor.observe(step=update.step, **_monitor_batch(inputs, logps))
         if (self._step + 1) % window:
             return
         self._log("train", update.metrics.finalize() | update.observed)
@@ -203,7 +203,7 @@ def _advantage(inputs: dict[str, Any]) -> Tensor:
     return advantage[:, None] if advantage.ndim == 1 else advantage
 
 
-def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
+def _dump_rows(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
     assert logps.current is not None
     advantage = _advantage(inputs)
     tokens = {
@@ -221,7 +221,7 @@ def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
     return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
 
 
-def _observed(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]:
+def _monitor_batch(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]:
     assert logps.proximal is not None
     advantage = _advantage(inputs)
     return {

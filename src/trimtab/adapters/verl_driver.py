@@ -33,7 +33,7 @@ def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any
         old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool()
         if chosen == CARRY_LOGPS:
             fields["rollout_is_weights"] = rollout
-            return batch, _named(mismatch(old, rollout, mask).finalize())
+            return batch, _correction_metrics(mismatch(old, rollout, mask).finalize())
         loss = _named_loss(f"rollout_is={chosen}", named)
         objective = build("verl", loss.name, loss.keywords)
         require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY_LOGPS}")
@@ -41,7 +41,7 @@ def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any
         result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
         fields["rollout_is_weights"] = result.weight.to(old) * result.keep
-        return batch, _named(result.metrics.finalize() | dropped_shares(mask, kept))
+        return batch, _correction_metrics(result.metrics.finalize() | dropped_shares(mask, kept))
 
     return add_to_batch
 
@@ -55,7 +55,7 @@ def _check_correction(chosen: str, batch: Any, config: Any) -> None:
                 "objective has masks and `normalize` itself"
             )
     if "rollout_log_probs" not in batch.batch:
-        raise TrimtabError(_without_sampler(chosen))
+        raise TrimtabError(_missing_logps_message(chosen))
 
 
 def wrap_validate_config(named: Mapping[str, PolicyLoss], original: Callable[..., None]) -> Callable[..., None]:
@@ -70,13 +70,13 @@ def wrap_validate_config(named: Mapping[str, PolicyLoss], original: Callable[...
         correction = config.algorithm.get("rollout_correction", None) or {}
         mode = str((actor.get("policy_loss", None) or {}).get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
-            _complete(_named_loss(mode, named), actor, rollout, correction)
+            _enable_carrying(_named_loss(mode, named), actor, rollout, correction)
         chosen = str(correction.get("rollout_is", None))
         if chosen == CARRY_LOGPS or chosen.startswith(LOSS_PREFIX):
             if correction.get("bypass_mode", False):
                 raise TrimtabError(f"rollout_is={chosen} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
-                raise TrimtabError(_without_sampler(chosen))
+                raise TrimtabError(_missing_logps_message(chosen))
         dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
         if os.environ.get(DUMP) and not dumped:
             raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
@@ -85,7 +85,7 @@ def wrap_validate_config(named: Mapping[str, PolicyLoss], original: Callable[...
     return check
 
 
-def _complete(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> None:
+def _enable_carrying(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> None:
     """Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible."""
     objective = loss.validated_objective(actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None))
     if "behavior" not in objective.needs:
@@ -116,7 +116,7 @@ def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
     return named[name]
 
 
-def _without_sampler(chosen: str) -> str:
+def _missing_logps_message(chosen: str) -> str:
     return f"rollout_is={chosen} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
 
 
@@ -170,5 +170,5 @@ def wrap_bypass_mode(original: Callable[..., None]) -> Callable[..., None]:
     return apply
 
 
-def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+def _correction_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"rollout_corr/{key}": value for key, value in prefixed_metrics(metrics).items()}

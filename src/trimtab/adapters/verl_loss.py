@@ -51,7 +51,7 @@ class PolicyLoss:
             mask.any(1).sum() if sequences is None else sequences,  # As verl counts them.
             like=log_prob,
         )
-        behavior = _carried(objective, rollout_is_weights, mask)
+        behavior = _sampler_logps(objective, rollout_is_weights, mask)
         loss, metrics, _ = evaluate(
             objective, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
         )
@@ -83,7 +83,7 @@ class PolicyLoss:
         return self._objective
 
 
-def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
+def _sampler_logps(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
     """Returns the sampler's log-probs, which verl passes on in `rollout_is_weights`."""
     if "behavior" not in objective.needs:
         return None

@@ -60,7 +60,7 @@ TURNS_UNKNOWN = (
 )
 
 
-def _numbered(*keys: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+def _number_distinct(*keys: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
     """Returns numbers from 0 that are equal exactly where all keys are equal; without synchronization."""
     flat = [key.reshape(-1) for key in keys]
     order = torch.arange(flat[0].numel(), device=flat[0].device)
@@ -99,7 +99,7 @@ class Sequences:
         rows = torch.arange(len(self.mask), device=self.mask.device)[:, None]
         sequence = rows.expand_as(self.mask) if self.ids is None else self.ids
         padding = (self.turn < 0) | (sequence < 0)
-        ids = torch.where(padding, -1, _numbered(sequence, self.turn))
+        ids = torch.where(padding, -1, _number_distinct(sequence, self.turn))
         return replace(self, ids=ids, turn=None)
 
     @cached_property

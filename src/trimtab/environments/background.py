@@ -64,7 +64,7 @@ class BackgroundCall:
         try:
             value = self._function()
             if inspect.isawaitable(value):
-                value = self._awaited(value)
+                value = self._run_awaitable(value)
             self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
@@ -110,7 +110,7 @@ class BackgroundCall:
         if held and self._slots is not None:
             self._slots.release()
 
-    def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+    def _run_awaitable(self, awaitable: Awaitable[Any]) -> Any:
         # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.
         loop = _event_loop(self._timeout / 2)
         future = asyncio.run_coroutine_threadsafe(_result_of(awaitable), loop)

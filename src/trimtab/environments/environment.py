@@ -91,7 +91,7 @@ def tool_names(kind: Any) -> list[str]:
 def required_parameters(kind: Any, tool: str) -> list[str]:
     """Returns the names of the parameters of a tool without a default, but for `self`."""
     empty = inspect.Parameter.empty
-    return [one.name for one in _parameters(kind, tool) if one.default is empty and one.kind not in _COLLECTED]
+    return [item.name for item in _parameters(kind, tool) if item.default is empty and item.kind not in _COLLECTED]
 
 
 def refuse_positional_only(kind: Any, tool: str) -> None:

@@ -128,7 +128,7 @@ class Episodes:
         except BaseException:
             self.close()
             raise
-        groups = _batched(self._episodes, samples)
+        groups = _split_batches(self._episodes, samples)
         shared = all(episode.prompt.text == group[0].prompt.text for group in groups for episode in group)
         self.samples = samples if shared else 1
         self.prompts = [episode.prompt for episode in self._episodes[:: self.samples]]
@@ -175,11 +175,11 @@ class Episodes:
             )
         return replace(prompt, problem=problem)
 
-    def _at(self, prompt: int, sample: int) -> Episode:
+    def _episode(self, prompt: int, sample: int) -> Episode:
         return self._episodes[prompt * self.samples + sample]
 
     def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
-        episode = self._at(prompt, sample)
+        episode = self._episode(prompt, sample)
         n = len(completion.response_ids)
         if n == episode.length:
             return None  # this turn was submitted before, by a call that was aborted
@@ -203,7 +203,7 @@ class Episodes:
         return None
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
-        episode = self._at(prompt, sample)
+        episode = self._episode(prompt, sample)
         if episode.result is None:
             assert episode.call is not None
             if not episode.call.wait(timeout):
@@ -230,7 +230,7 @@ class Episodes:
                 tool_error=episode.tool_error,
             )
             responses.append(replace(completion, outcome=outcome))
-        return _batched(responses, self._group_size)
+        return _split_batches(responses, self._group_size)
 
     def close(self) -> None:
         """Closes the environments that have a method `close`; the next request may need what they hold.
@@ -320,5 +320,5 @@ def reset_seed(seed: int, number: int) -> int:
     return derive(seed, "environment", number) % 2**31
 
 
-def _batched(items: Sequence[T], size: int) -> list[list[T]]:
+def _split_batches(items: Sequence[T], size: int) -> list[list[T]]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]

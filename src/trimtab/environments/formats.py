@@ -126,8 +126,8 @@ class Fence:
 def _explanation(function: Mapping[str, Any]) -> str:
     """What a tool does and what its parameters are, in one line."""
     parameters = [
-        f"{name} ({one.get('type', 'any')}): {one['description']}"
-        for name, one in function["parameters"]["properties"].items()
+        f"{name} ({schema.get('type', 'any')}): {schema['description']}"
+        for name, schema in function["parameters"]["properties"].items()
     ]
     return " ".join(" ".join([function["description"], *parameters]).split())
 
@@ -179,7 +179,7 @@ def _load_format(name: str) -> Format:
         if (
             isinstance(strings, str)
             or not isinstance(strings, Sequence)
-            or not all(isinstance(one, str) and one for one in strings)
+            or not all(isinstance(text, str) and text for text in strings)
         ):
             raise TrimtabError(
                 f"format {name!r}: {part} = {strings!r} must be a tuple of strings: those that {verb} a call"

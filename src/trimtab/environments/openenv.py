@@ -248,7 +248,7 @@ def _type_of(schema: Mapping[str, Any]) -> Any:
         return Literal[tuple(values)] if simple else Any
     kind = schema.get("type")
     if isinstance(kind, list):
-        return _any_of([_type_of({**schema, "type": one}) for one in kind])
+        return _any_of([_type_of({**schema, "type": option}) for option in kind])
     return _TYPES.get(str(kind), Any)
 
 

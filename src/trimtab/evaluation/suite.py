@@ -220,7 +220,7 @@ def _measure(
         if relay_model is not None:
             header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
         store = PartFile(out, f"{sampler.label} {prepared.label} {mode}", header)
-    contexts = [one.context for one in (sampler, relay_model) if one is not None and one.context is not None]
+    contexts = [model.context for model in (sampler, relay_model) if model is not None and model.context is not None]
     context = min(contexts, default=None)
     episodes = None
     if prepared.environment is not None:

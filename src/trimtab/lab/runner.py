@@ -117,7 +117,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._stopped = False
         self.process = _start_process()
-        threading.Thread(target=self._feed, daemon=True).start()
+        threading.Thread(target=self._run_jobs, daemon=True).start()
 
     def end(self, *, after_step: bool) -> None:
         """Give the process no further job and end it, at once or after its current step."""
@@ -128,7 +128,7 @@ class _Worker:
             else:
                 self.process.kill()
 
-    def _feed(self) -> None:
+    def _run_jobs(self) -> None:
         with suppress(queue.Empty):
             while True:
                 name, config = self._waiting.get_nowait()

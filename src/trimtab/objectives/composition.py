@@ -58,11 +58,11 @@ def parse_parts(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     built = {}
     if "ratio" in given:
-        built["ratio"] = _part("ratio", Ratio, given["ratio"])
+        built["ratio"] = _parse_part("ratio", Ratio, given["ratio"])
     if "surrogate" in given:
-        built["surrogate"] = _of_kind("surrogate", SURROGATES, Surrogate, given["surrogate"])
+        built["surrogate"] = _parse_kind("surrogate", SURROGATES, Surrogate, given["surrogate"])
     if "weight" in given:
-        built["weight"] = _part("weight", Weight, given["weight"])
+        built["weight"] = _parse_part("weight", Weight, given["weight"])
     for key, kind in (("centering", bool), ("advantage", str)):
         if key in given:
             built[key] = convert(key, given[key], kind)
@@ -72,11 +72,11 @@ def parse_parts(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
             raise TrimtabError("mask is a list of tables: write each as [[objective.mask]]")
         if base.masks and not masks:
             raise TrimtabError(f"mask = [] removes nothing: masks are added to those of {base.name}; leave it out")
-        built["masks"] = tuple(_of_kind("mask", MASKS, Mask, mask) for mask in masks)
+        built["masks"] = tuple(_parse_kind("mask", MASKS, Mask, mask) for mask in masks)
     return built
 
 
-def _of_kind(what: str, kinds: Mapping[str, type], base: type, given: Any) -> Any:
+def _parse_kind(what: str, kinds: Mapping[str, type], base: type, given: Any) -> Any:
     if isinstance(given, base):
         return given
     if not isinstance(given, Mapping) or not isinstance(given.get("kind"), str):
@@ -85,10 +85,10 @@ def _of_kind(what: str, kinds: Mapping[str, type], base: type, given: Any) -> An
     if kind not in kinds:
         raise TrimtabError(f"unknown {what} {kind!r}{did_you_mean(kind, kinds)}")
     own = given if kinds[kind] is Divergence else {key: value for key, value in given.items() if key != "kind"}
-    return _part(f"{what} {kind!r}", kinds[kind], own)
+    return _parse_part(f"{what} {kind!r}", kinds[kind], own)
 
 
-def _part(what: str, part: type, given: Any) -> Any:
+def _parse_part(what: str, part: type, given: Any) -> Any:
     """Builds a part from a table of its fields."""
     if isinstance(given, part):
         return given
@@ -112,11 +112,11 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
     Raises `TrimtabError` for one of another type. A bool is not a number here.
     """
-    for one in get_args(kind) or (kind,):
-        if one is float and isinstance(value, Real) and not isinstance(value, bool):
+    for option in get_args(kind) or (kind,):
+        if option is float and isinstance(value, Real) and not isinstance(value, bool):
             return float(value)
-        if one is int and isinstance(value, Integral) and not isinstance(value, bool):
+        if option is int and isinstance(value, Integral) and not isinstance(value, bool):
             return int(value)
-        if one not in (float, int) and isinstance(value, one):
+        if option not in (float, int) and isinstance(value, option):
             return value
     raise TrimtabError(f"{key} = {value!r} has the wrong type")

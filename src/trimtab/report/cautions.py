@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.report.groups import Group, format_value, join_names
 from trimtab.report.summary_columns import accuracy_of
-from trimtab.runs.provenance import setting
+from trimtab.runs.provenance import comparable_setting
 from trimtab.runs.reader import Run
 
 PROBLEMS = "eval.problems"
@@ -49,7 +49,7 @@ def cautions(groups: Sequence[Group]) -> list[str]:
 
 
 def _provenance(groups: Sequence[Group]) -> Iterator[str]:
-    if len({setting(part) for group in groups for run in group.runs for part in run.origins}) > 1:
+    if len({comparable_setting(part) for group in groups for run in group.runs for part in run.origins}) > 1:
         yield (
             "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
             "give equal results."
@@ -96,10 +96,9 @@ def _seeds(groups: Sequence[Group]) -> Iterator[str]:
 
 def _differing(groups: Sequence[Group], key: str) -> list[str]:
     """Returns the settings that start with `key` and differ between groups."""
-    keys = sorted({key for group in groups for key in group.config} | {PROBLEMS})
-    return [
-        one for one in keys if one.startswith(key) and any(_value(of, one) != _value(groups[0], one) for of in groups)
-    ]
+    keys = sorted({name for group in groups for name in group.config} | {PROBLEMS})
+    below = (name for name in keys if name.startswith(key))
+    return [name for name in below if any(_value(group, name) != _value(groups[0], name) for group in groups)]
 
 
 def _value(group: Group, key: str) -> Any:

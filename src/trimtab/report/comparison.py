@@ -305,8 +305,8 @@ def _run_table(comparison: Comparison, folder: Path) -> Fold:
     for index, group in enumerate(comparison.groups):
         numbers = by_seed(comparison.results, index)
         for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
-            shown = [values[column.key] for column in columns]
-            cells = ["–" if value is None else _format(of, value) for of, value in zip(columns, shown, strict=True)]
+            pairs = [(column, values[column.key]) for column in columns]
+            cells = ["–" if value is None else _format(column, value) for column, value in pairs]
             report = run.path / "report.html"
             # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""

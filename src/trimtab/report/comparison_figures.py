@@ -67,7 +67,7 @@ def _positive(key: str) -> Callable[[Run], Series]:
     return read
 
 
-def _compared(key: str) -> Callable[[Run], Series]:
+def _where_compared(key: str) -> Callable[[Run], Series]:
     """Returns a reader of a mismatch metric at the steps where tokens were compared.
 
     There a 0 is a measurement (`numerics = "invariant"`); elsewhere it means that nothing was measured.
@@ -90,7 +90,7 @@ def _accuracy(run: Run) -> Series:
 PANELS = (
     Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
     Panel("Training reward", _first_logged("reward/mean"), noisy=True),
-    Panel("Mismatch k3, nats per token", _compared("mismatch/k3"), log=True),
+    Panel("Mismatch k3, nats per token", _where_compared("mismatch/k3"), log=True),
     Panel("Effective sample size, token weights", _first_logged("mismatch/ess_token"), noisy=True),
     Panel("Ratio trainer / sampler, 99th percentile", _first_logged("mismatch/ratio_q99"), noisy=True),
     Panel("Ratio trainer / sampler, 1st percentile", _first_logged("mismatch/ratio_q01"), noisy=True),

@@ -36,7 +36,7 @@ from trimtab.report.line_charts import draw_chart
 from trimtab.report.token_section import token_section
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import bounds, metric
-from trimtab.runs.provenance import described, duration
+from trimtab.runs.provenance import describe_start, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
@@ -62,7 +62,7 @@ def _page(run: Run) -> Page:
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), described(part))])
+        Card("Start" if index == 0 else "Resumed", [Table((), describe_start(part))])
         for index, part in enumerate(run.origins)
     ]
     description = run.config.get("description", "")
@@ -131,7 +131,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
-        "started": dict(described(run.origins[0])).get("started") if run.origins else None,
+        "started": dict(describe_start(run.origins[0])).get("started") if run.origins else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
@@ -183,7 +183,7 @@ def _chart(run: Run, chart: ChartSpec, lines: Lines) -> Chart:
     return Chart(chart.title, draw_chart(chart, lines, run), notes, now)
 
 
-def _ordered(keys: Iterable[str]) -> list[str]:
+def _in_documented_order(keys: Iterable[str]) -> list[str]:
     """Returns documented keys in the order of the documentation, then the others."""
     from trimtab.runs.metric_catalog import sections
 
@@ -194,7 +194,7 @@ def _ordered(keys: Iterable[str]) -> list[str]:
 def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
     """Returns one row per logged key: its values, its state over the run, and its healthy range."""
     rows = []
-    for key in _ordered(run.keys):
+    for key in _in_documented_order(run.keys):
         _, values = run.series(key)
         first = next((step[key] for step in run.rows if key in step), None)
         last = number(run.last[key]) if key in run.last else "–"

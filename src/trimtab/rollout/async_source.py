@@ -119,7 +119,7 @@ class AsyncSource:
         if update is None or update.version == updates:
             return {}, meta, files
         first: dict[int, str] = {}  # tied weights are saved under their first name only
-        untied = {name: one for name, one in update.weights if first.setdefault(one.data_ptr(), name) == name}
+        untied = {name: weight for name, weight in update.weights if first.setdefault(weight.data_ptr(), name) == name}
         return {"engine": untied}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:

@@ -133,12 +133,12 @@ class PrefixPool:
             drawn = self.engine.generate(prompts, count, replace(self.sampling, max_tokens=limit), seed=seed)
         rng = np.random.default_rng(derive(self.seed, "prefix-cut", self.cycle))
         self._waiting = [
-            (prompt, [self._rule.prefix(one, rng.random()) if whole else one.truncated(limit) for one in group])
+            (prompt, [self._rule.prefix(item, rng.random()) if whole else item.truncated(limit) for item in group])
             for prompt, group in zip(prompts, drawn, strict=True)
         ]
         self.cycle += 1
         self._observed = self._observed_tokens = 0
-        return sum(len(one.response_ids) for group in drawn for one in group)
+        return sum(len(response.response_ids) for group in drawn for response in group)
 
     def take(self, count: int) -> tuple[list[Prompt], list[list[Completion]]]:
         """Returns the next `count` prompts, and for each prompt a (possibly empty) prefix for each sample."""

@@ -55,7 +55,7 @@ class PromptStream:
         if order is None or order[0] != epoch:
             rng = np.random.default_rng(derive(self.seed, "order", epoch))
             self._order = order = (epoch, rng.permutation(len(self.task.train)))
-        prompt = self._encoded(int(order[1][index]))
+        prompt = self._encode(int(order[1][index]))
         if self.fits(prompt):
             return prompt
         self.replaced.add(position)
@@ -65,7 +65,7 @@ class PromptStream:
         """A prompt that is short enough; a pure function of (seed, position), like the order."""
         rng = np.random.default_rng(derive(self.seed, "replacement", position))
         for index in rng.permutation(len(self.task.train)).tolist():
-            prompt = self._encoded(index)
+            prompt = self._encode(index)
             if self.fits(prompt):
                 return prompt
         raise TrimtabError(
@@ -86,7 +86,7 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.replaced, self.logged = set(state["replaced"]), state["logged"]
 
-    def _encoded(self, index: int) -> Prompt:
+    def _encode(self, index: int) -> Prompt:
         return tasks.encode(self.task, self.task.train[index], self.tokenizer)
 
     def fits(self, prompt: Prompt) -> bool:

@@ -86,7 +86,7 @@ class Schedule:
 
         None if they could be too old for their batch, or if no batch of the run needs them.
         """
-        pending = next((number for number, entry in self._sorted() if entry.state == "pending"), None)
+        pending = next((number for number, entry in self._entries() if entry.state == "pending"), None)
         first = self.drawn if pending is None else pending
         before = sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
         batches, offset = divmod(before, self.prompts)
@@ -119,7 +119,7 @@ class Schedule:
         """The groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
         ready: list[int] = []
         no_signal: list[int] = []
-        for number, entry in self._sorted():
+        for number, entry in self._entries():
             if entry.state == "ready":
                 ready.append(number)
             elif entry.state == "no_signal":
@@ -143,7 +143,7 @@ class Schedule:
                 )
             del self._live[number]
             self.consumed += 1
-        for number in self._in_state("no_signal"):
+        for number in self._numbers_in_state("no_signal"):
             self.drop(number, NO_SIGNAL)
         self.latest, self.waiting = now + self.updates, False
         if self.batches_left is not None:
@@ -155,7 +155,7 @@ class Schedule:
 
     def expire(self) -> list[int]:
         """Drop groups that are too old for every later batch; returns their numbers."""
-        stale = [number for number, entry in self._sorted() if self.latest - entry.oldest > self.max_lag]
+        stale = [number for number, entry in self._entries() if self.latest - entry.oldest > self.max_lag]
         stale = [number for number in stale if self._live[number].state in ("running", "ready")]
         for number in stale:
             self.drop(number, STALE)
@@ -170,11 +170,11 @@ class Schedule:
         return now - self._live[number].oldest
 
     def ready(self) -> list[int]:
-        return self._in_state("ready")
+        return self._numbers_in_state("ready")
 
     def unfinished(self) -> list[int]:
         """Numbers of pending and running groups."""
-        return sorted(self._in_state("pending") + self._in_state("running"))
+        return sorted(self._numbers_in_state("pending") + self._numbers_in_state("running"))
 
     def contains(self, number: int) -> bool:
         """Whether a number is live."""
@@ -186,7 +186,7 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON. Running groups are generated again, groups without signal are not."""
-        dropped = self.dropped + Counter({NO_SIGNAL: len(self._in_state("no_signal"))})
+        dropped = self.dropped + Counter({NO_SIGNAL: len(self._numbers_in_state("no_signal"))})
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
@@ -215,8 +215,8 @@ class Schedule:
     def _has_state(self, number: int, state: State) -> bool:
         return number in self._live and self._live[number].state == state
 
-    def _in_state(self, state: State) -> list[int]:
-        return [number for number, entry in self._sorted() if entry.state == state]
+    def _numbers_in_state(self, state: State) -> list[int]:
+        return [number for number, entry in self._entries() if entry.state == state]
 
-    def _sorted(self) -> Iterator[tuple[int, GroupEntry]]:
+    def _entries(self) -> Iterator[tuple[int, GroupEntry]]:
         return iter(sorted(self._live.items()))

@@ -84,7 +84,7 @@ def sections() -> tuple[Section, ...]:
             part["title"],
             part["about"],
             tuple(
-                Metric(**{**row, "ranges": tuple(Range(**each) for each in row.get("ranges", ()))})
+                Metric(**{**row, "ranges": tuple(Range(**given) for given in row.get("ranges", ()))})
                 for row in part["metric"]
             ),
         )

@@ -41,7 +41,7 @@ def command() -> str:
 
 
 @contextmanager
-def recorded(
+def record_start(
     run: RunDirectory, config: Config, command_line: str, started: datetime, *, first_step: int, ranks: int
 ) -> Iterator[None]:
     """Adds this start to the run's provenance and, when the block ends, its outcome, time and last step.
@@ -173,12 +173,12 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
-    if not isinstance(starts, list) or not all(isinstance(part, dict) and _well_formed(part) for part in starts):
+    if not isinstance(starts, list) or not all(isinstance(part, dict) and _is_well_formed(part) for part in starts):
         raise TrimtabError(f"{file} holds values of unknown types: delete it, the run does not need it")
     return starts
 
 
-def _well_formed(part: Mapping[str, Any]) -> bool:
+def _is_well_formed(part: Mapping[str, Any]) -> bool:
     kinds = {"seconds": int | float, "versions": dict, "commit": dict, "hardware": dict, "ranks": int}
     kinds |= {"outcome": str, "error": str}
     parts = {"cores": int, "threads": int, "memory": int | float, "gpus": list}
@@ -188,7 +188,7 @@ def _well_formed(part: Mapping[str, Any]) -> bool:
     )
 
 
-def described(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+def describe_start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns one start as pairs of name and value; absent values are left out."""
     seconds, last, hardware = part.get("seconds"), part.get("last_step"), part.get("hardware") or {}
     commit, outcome, started = part.get("commit") or {}, part.get("outcome"), ""
@@ -218,7 +218,7 @@ def described(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in values.items() if value]
 
 
-def setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
+def comparable_setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what must be equal for two starts to be comparable number by number: versions, commit and hardware."""
     hardware = part.get("hardware") or {}
     versions = part.get("versions") or {}

@@ -25,7 +25,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
     if given is not None:
         _check_given(config, given)
         code = re.sub(r" at 0x[0-9a-f]+", "", repr(given))  # addresses of functions differ between processes
-        return _recorded(config, {"name": given.name, "code": code, "equation": given.equation()}), given
+        return _with_section(config, {"name": given.name, "code": code, "equation": given.equation()}), given
     built = from_section(section.model_dump())
     if not is_custom(section.name):
         return config, built
@@ -35,7 +35,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
             f"objective {section.name!r} no longer builds what objective.equation says, as a run wrote it: restore the "
             "function, or leave objective.equation out of the recipe"
         )
-    return _recorded(config, {**section.model_dump(exclude={"code"}), "equation": equation}), built
+    return _with_section(config, {**section.model_dump(exclude={"code"}), "equation": equation}), built
 
 
 def refuse_other(saved: Config, config: Config, run: object) -> None:
@@ -54,7 +54,7 @@ def refuse_other(saved: Config, config: Config, run: object) -> None:
     )
 
 
-def _recorded(config: Config, section: dict[str, Any]) -> Config:
+def _with_section(config: Config, section: dict[str, Any]) -> Config:
     data = config.model_dump(exclude_none=True)
     return parse_config({**data, "objective": section}, "objective")
 

@@ -40,9 +40,9 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
     `TrimtabError` if the run, the checkpoint or a part of it is missing.
     """
-    config, checkpoint = _saved(run, which)
+    config, checkpoint = _load_run(run, which)
     files, weights = run / MODEL, checkpoint.tensors["model"]
-    model = _untrained(files, config)
+    model = _empty_model(files, config)
     if config.model.lora.rank:
         untied = state_tensors.model_state(model)  # tied weights once
         adapted = _with_adapters(files, config, weights)
@@ -51,7 +51,7 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), checkpoint.step
 
 
-def _saved(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
+def _load_run(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
     files = run / MODEL
     if not (run / CONFIG).is_file():
         raise TrimtabError(f"{run} holds no run ({CONFIG} is missing): check the path{neighbors(run)}")
@@ -61,7 +61,7 @@ def _saved(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
 
 
 def _with_adapters(files: Path, config: Config, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    adapted = add_lora(_untrained(files, config), **config.model.lora.model_dump())
+    adapted = add_lora(_empty_model(files, config), **config.model.lora.model_dump())
     state_tensors.load_model_state(adapted, weights)
     return adapted
 
@@ -73,7 +73,7 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
     """
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
-    config, checkpoint = _saved(run, which)
+    config, checkpoint = _load_run(run, which)
     if not config.model.lora.rank:
         raise TrimtabError(f"{run} trained every weight (model.lora.rank = 0): export it without --adapter")
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
@@ -113,7 +113,7 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     return store.load(checkpoint_folder(root, marked.step), ["model"])
 
 
-def _untrained(files: Path, config: Config) -> PreTrainedModel:
+def _empty_model(files: Path, config: Config) -> PreTrainedModel:
     """A model with the right modules and buffers; every weight is replaced afterwards."""
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(

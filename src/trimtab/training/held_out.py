@@ -52,7 +52,7 @@ class HeldOut:
         problems = task.test[: evaluated.problems]
         if context is None:
             return cls(evaluated, problems, 0)
-        max_prompt = context - _sampling(collector, task, greedy=True).max_tokens
+        max_prompt = context - _task_sampling(collector, task, greedy=True).max_tokens
         fitting = [item for item in problems if len(tasks.encode(task, item, tokenizer).ids) <= max_prompt]
         return cls(evaluated, fitting, len(problems) - len(fitting))
 
@@ -84,7 +84,7 @@ class HeldOut:
             self.of.scorer,
             problems=self.problems,
             samples=samples,
-            sampling=_sampling(collector, self.of.task, greedy=greedy),
+            sampling=_task_sampling(collector, self.of.task, greedy=greedy),
             seed=derive(collector.config.seed, "eval"),
             episodes=collector.episodes if self.of.task is collector.stream.task else None,
         )
@@ -92,7 +92,7 @@ class HeldOut:
         return result.accuracy * scored / (scored + self.too_long)
 
 
-def _sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingParams:
+def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingParams:
     """The run's own sampling, greedy or as in training, with the stops and the length of the task."""
     own = replace(collector.sampling, top_logprobs=0)
     if task is not collector.stream.task:

@@ -87,9 +87,9 @@ class Learner:
             models["proximal"] = self.model
         if self.reference is not None:
             models["reference"] = self.reference
-        return [self._scored(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
+        return [self._score_batch(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
 
-    def _scored(self, batch: MiniBatch, models: Mapping[Purpose, nn.Module]) -> MiniBatch:
+    def _score_batch(self, batch: MiniBatch, models: Mapping[Purpose, nn.Module]) -> MiniBatch:
         """`batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all."""
         scored = list(batch)  # with extras of this rank's micro-batches only: it trains on those that it scores
         logps: dict[int, dict[str, torch.Tensor]] = {}

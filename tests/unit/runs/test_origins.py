@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
-from trimtab.runs.provenance import described, duration, read_origins
+from trimtab.runs.provenance import describe_start, duration, read_origins
 
 START: dict[str, Any] = {
     "command": "trimtab train quickstart --out 'runs/<b>'",
@@ -30,7 +30,7 @@ START: dict[str, Any] = {
 
 
 def test_a_start_in_words() -> None:
-    assert dict(described(START)) == {
+    assert dict(describe_start(START)) == {
         "command": "trimtab train quickstart --out 'runs/<b>'",
         "started": "2026-11-22 12:00:00 UTC",
         "duration": "2 h 05 min",
@@ -42,15 +42,17 @@ def test_a_start_in_words() -> None:
 
 
 def test_unknown_values_are_named() -> None:
-    killed = dict(described(START | {"ended": None, "seconds": None, "last_step": None, "commit": None, "ranks": 4}))
+    killed = dict(
+        describe_start(START | {"ended": None, "seconds": None, "last_step": None, "commit": None, "ranks": 4})
+    )
     assert killed["duration"] == "not known: the run goes on, or was killed"
     assert killed["steps"] == "from 1"
     assert killed["commit"].startswith("not known")
     assert killed["ranks"] == "4"
-    assert dict(described(START | {"last_step": None}))["steps"] == "none was finished"
-    assert dict(described(START | {"outcome": "failed", "error": "disk full"}))["outcome"] == "failed: disk full"
-    assert dict(described(START | {"outcome": "finished"}))["outcome"] == "all steps done"
-    assert "no GPU" in dict(described(START | {"hardware": {}}))["hardware"]
+    assert dict(describe_start(START | {"last_step": None}))["steps"] == "none was finished"
+    assert dict(describe_start(START | {"outcome": "failed", "error": "disk full"}))["outcome"] == "failed: disk full"
+    assert dict(describe_start(START | {"outcome": "finished"}))["outcome"] == "all steps done"
+    assert "no GPU" in dict(describe_start(START | {"hardware": {}}))["hardware"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])

@@ -111,13 +111,14 @@ class SglangProtocol:
         reason, where = info.finish_reason, f"{connection.url}/generate"
         if reason.type == "abort" and reason.status_code:
             raise ServerUnavailable(f"{where} gave up: {excerpt(reason.message)}")
-        logp, ids = [one[0] for one in info.output_token_logprobs], [one[1] for one in info.output_token_logprobs]
+        logp = [entry[0] for entry in info.output_token_logprobs]
+        ids = [entry[1] for entry in info.output_token_logprobs]
         if len(ids) != info.completion_tokens:
             raise WrongAnswer(f"{where} wrote {info.completion_tokens} tokens and returned log-probs for {len(ids)}")
         return CompletionResult(ids, logp, reason.type)
 
     def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
-        return all(abs(one + math.log(vocabulary)) < PROBE_TOLERANCE for one in logp)
+        return all(abs(value + math.log(vocabulary)) < PROBE_TOLERANCE for value in logp)
 
     async def abort(self, connection: Connection) -> None:
         await connection.call("/abort_request", {"rid": "", "abort_all": True})

@@ -93,7 +93,7 @@ class VllmProtocol:
         return Model(name, served[name].max_model_len)
 
     async def label(self, connection: Connection) -> str:
-        with _advised():
+        with _add_advice():
             return str((await connection.ask(_WeightInfo, "/weight_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
@@ -118,16 +118,16 @@ class VllmProtocol:
         return not any(logp)
 
     async def abort(self, connection: Connection) -> None:
-        with _advised():
+        with _add_advice():
             await connection.call("/abort_requests", {})
 
     async def load(self, connection: Connection, folder: Path, label: str) -> None:
-        with _advised():
+        with _add_advice():
             # No request may run while weights change, and no call waits for a request that still runs at an update.
             await connection.call("/pause?mode=abort", {})
             try:
                 path, table = entries(folder)
-                with _advised(f"{folder} must be seen by the server (engine.server.folder); {START}"):
+                with _add_advice(f"{folder} must be seen by the server (engine.server.folder); {START}"):
                     body = {"method": "load_published", "args": [str(path), table]}
                     await connection.call("/collective_rpc", body)
                 if not (await connection.ask(_Outcome, "/reset_prefix_cache", {})).success:
@@ -138,7 +138,7 @@ class VllmProtocol:
 
 
 @contextmanager
-def _advised(advice: str = START) -> Iterator[None]:
+def _add_advice(advice: str = START) -> Iterator[None]:
     """Adds advice to an error of a route that vLLM has in development mode only."""
     try:
         yield

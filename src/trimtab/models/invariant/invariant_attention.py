@@ -241,6 +241,6 @@ def _probabilities(
     options: AttentionOptions,
 ) -> Float[Tensor, "rows heads queries keys"]:
     rows, heads, queries = shape
-    joint = torch.cat([one[..., : part.width] for one, part in zip(exponentials, parts, strict=True)], -1)
+    joint = torch.cat([weights[..., : part.width] for weights, part in zip(exponentials, parts, strict=True)], -1)
     grid = joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])
     return grid[:, :, :queries].to(options.dtype).contiguous()

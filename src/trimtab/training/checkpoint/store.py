@@ -107,10 +107,10 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
     Raises `TrimtabError` naming the file that is missing, truncated, changed or unreadable.
     """
-    return _read(folder, _verified(folder, sections, SINGLE_RANK), sections)
+    return _read(folder, _verify_files(folder, sections, SINGLE_RANK), sections)
 
 
-def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
+def _verify_files(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
     """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
     needed = [
@@ -156,7 +156,7 @@ def latest(
     listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in list_checkpoints(root)]).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            needed = ranks.run_on_all_ranks(partial(_verified, folder, sections, ranks))
+            needed = ranks.run_on_all_ranks(partial(_verify_files, folder, sections, ranks))
             checkpoint = ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
         except (TrimtabError, OSError) as error:  # if one rank has an error, all have
             skipped.append(str(error))

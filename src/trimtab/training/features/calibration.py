@@ -37,7 +37,7 @@ class Calibration(Feature):
         self._kept = {}
         if self.bounds is not None:
             return
-        scored = list(_scored(learner, batches))
+        scored = list(_score_proximal(learner, batches))
         if not scored:
             raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
         published = learner.objective
@@ -73,7 +73,7 @@ class Calibration(Feature):
             self._set_bounds(learner, saved["bounds"])
 
 
-def _scored(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+def _score_proximal(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
     """Yield micro-batches with their proximal log-probs.
 
     With one update per batch these are the current policy's, which is not updated yet.

@@ -22,7 +22,7 @@ class TopLogprobs(Feature):
     """Passes the most probable ids of each token to the forwards that are trained."""
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        ids, logps = _pack([_checked(trajectory) for trajectory in trajectories], micro.mask.shape[1])
+        ids, logps = _pack([_validated_top(trajectory) for trajectory in trajectories], micro.mask.shape[1])
         device = micro.mask.device
         return micro.with_extras(head=ids.to(device), head_behavior=logps.to(device))
 
@@ -33,7 +33,7 @@ class TopLogprobs(Feature):
         return nullcontext({"head": call.micro.extras["head"] if call.micro.rows else nothing})
 
 
-def _checked(trajectory: Trajectory) -> TopTokens:
+def _validated_top(trajectory: Trajectory) -> TopTokens:
     """Returns the most probable ids of a response; raises `TrimtabError` where they are missing or no probabilities."""
     top, name = trajectory.completion.top, f"response to {trajectory.prompt.problem.id!r}"
     if top is None:
