@@ -73,7 +73,7 @@ LINES = {
     "monitor": 604,
     "objectives": 3_022,
     "pages": 472,
-    "planning": 860,
+    "planning": 858,
     "report": 3_511,
     "rewards": 699,
     "rollout": 2_158,

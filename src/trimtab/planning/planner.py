@@ -168,9 +168,7 @@ def best_plan(request: PlanRequest) -> Plan:
             f"{request.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
             "--tensor-parallel"
         )
-    plans = [
-        plan for engine, engines in splits if engine.slots(request.work) for plan in [_plan(request, engine, engines)]
-    ]
+    plans = [_plan(request, engine, engines) for engine, engines in splits if engine.slots(request.work)]
     if not plans:
         raise TrimtabError(
             f"no engine of {size} of a {request.device.name} holds {request.shape.name}: raise --tensor-parallel or "
