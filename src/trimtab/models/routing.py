@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Int16
+from jaxtyping import Bool, Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
@@ -236,18 +236,12 @@ class _Replay:
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
             )
-        chosen = torch.where(self.chosen == UNROUTED, routed, self.chosen)
-        return scores, _gates(router, self.mixture.family, scores, chosen), chosen
-
-
-def _gates(
-    router: Any, family: _Family, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens chosen"]
-) -> Float[Tensor, "tokens chosen"]:
-    """Computes the family's own gates, operation by operation, with `gather` in place of `topk`."""
-    gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
-    if router.norm_topk_prob if family.renormalised is None else family.renormalised:
-        gates = gates / gates.sum(-1, keepdim=True)
-    return gates if family.float32 else gates.to(scores.dtype)
+        chosen, family = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.family
+        # The family's own gates, operation by operation, with `gather` in place of `topk`.
+        gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+        if router.norm_topk_prob if family.renormalised is None else family.renormalised:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return scores, gates if family.float32 else gates.to(scores.dtype), chosen
 
 
 class Routes(NamedTuple):
