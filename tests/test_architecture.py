@@ -69,7 +69,7 @@ LINES = {
     "environments": 1_958,
     "evaluation": 1_126,
     "lab": 983,
-    "models": 3_707,
+    "models": 3_713,
     "monitor": 604,
     "objectives": 3_022,
     "pages": 472,

@@ -207,11 +207,9 @@ class _TiledScores(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
 
 
-def _add(logsumexp: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
-    """Returns the log of the sum of exponentials with those of a tile added."""
-    if options.invariant:
-        return add_exponentials(logsumexp, logits)
-    return torch.logaddexp(logsumexp, logits.logsumexp(-1))
+def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
+    """Returns the log of a sum of exponentials with those of a tile added."""
+    return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
 
 
 def _vocabulary(weight: Tensor, options: _ScoreOptions) -> Iterator[tuple[slice, Tensor]]:
