@@ -10,7 +10,8 @@ The rules follow from three facts about tokens y drawn from mu and a trainer pi:
 A cause is named only if undoing it heals the data. Each detector proposes repairs that are applied to the tokens:
 values converted, lists shifted back, tokens left out. Stage by stage the one that heals most is kept, and the search
 goes on with what is left, until noise remains (`precision`, `quantized`, `routing`), which needs the first fact to
-hold. What no detector explains is `unexplained`. Numbers that decide are in `diagnosis/thresholds.py`.
+hold. What no detector explains is `unexplained`. The numbers that decide stand at the top of each file, and all of them
+in docs/detection.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.diagnosis.causes.bad_values import find_above_zero, find_nonfinite, find_placeholder
-from trimtab.diagnosis.causes.detector import CauseMatch, Context, Detector, Residual
+from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, Residual
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
@@ -34,7 +35,8 @@ from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.causes.unexplained import find_unexplained
 from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
 from trimtab.diagnosis.records import Cause, Measured
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MAX_LEFT = 0.9  # part of k3 that a repair may leave
 
 MIN_TOKENS = 100
 """Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""
@@ -106,13 +108,13 @@ def _option(
 def _heals(before: Residual, after: Residual) -> bool:
     """Whether less is left for each token, and the contract does not break."""
     breaks = before.contract == "inside" and after.contract == "outside"
-    return after.tokens > 0 and after.k3 < LIMITS["heals"] * before.k3 and not breaks
+    return after.tokens > 0 and after.k3 < MAX_LEFT * before.k3 and not breaks
 
 
 def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
     """Returns the record; what stays unexplained lowers the confidence by its share of k3."""
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
-    limit = 0.99 if unexplained is None else LIMITS["confidence-outside"] + 0.5 * share**2
+    limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
     sure = round(min(finding.max_confidence, limit), 2)
     evidence, fix, tokens = finding.evidence, REMEDIES[finding.name], finding.tokens
     if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.causes.remedies import REMEDIES
+from trimtab.diagnosis.measure.placeholders import MIN_CONTRADICTED
 from trimtab.diagnosis.records import Cause, DataSummary, Measured, Placeholder
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
+
+CONFIDENCE_ABOVE_ZERO = 0.9  # confidence of unexplained where values are above 0
 
 _PLACES = {
     "last": "at the last token",
@@ -58,11 +60,11 @@ def find_above_zero(table: TokenTable) -> Cause | None:
     """Says `unexplained` of values above 0 that vary, which no logarithm of a probability is."""
     largest = np.maximum(table.behavior, table.trainer)[table.mask]
     count = int((largest > MAX_ROUNDED_LOGP).sum())
-    if count < LIMITS["placeholder-tokens"]:
+    if count < MIN_CONTRADICTED:
         return None
     evidence = (
         f"values are above 0 at {count} of {int(table.mask.sum())} tokens, up to {float(np.nanmax(largest)):.3g}: they "
         "are not natural logarithms of probabilities, but perhaps probabilities, negated log-probs or sums of several "
         "tokens"
     )
-    return Cause("unexplained", LIMITS["confidence-above-zero"], evidence, REMEDIES["unexplained"], tokens=count)
+    return Cause("unexplained", CONFIDENCE_ABOVE_ZERO, evidence, REMEDIES["unexplained"], tokens=count)

@@ -2,7 +2,7 @@
 
 If tokens are drawn from the reported distribution, E[trainer / sampler] = 1, whatever the rounding. The sample mean of
 heavy-tailed ratios is unreliable: it is below 1 while large ratios are missing, and one token may move it. So a mean
-above 1 counts only if an e-value exceeds `contract-bet` (the product of 1 + λ (ratio - 1), whose expectation is 1,
+above 1 counts only if an e-value exceeds `CONTRACT_BET` (the product of 1 + λ (ratio - 1), whose expectation is 1,
 averaged over λ), and a mean below 1 only if further tokens with large ratios would leave it below. Where the standard
 error is large, the test says nothing.
 """
@@ -17,7 +17,14 @@ import numpy as np
 from trimtab.diagnosis.causes.evidence import z_of
 from trimtab.diagnosis.causes.logprob_pairs import MAX_LOG_RATIO, LogprobPairs
 from trimtab.diagnosis.records import Settings
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+LEAST_RMS = 4e-4  # logits: two float32 forwards, or the rounding of the file, move less
+LEAST_K3 = 1e-8  # k3 of two float32 forwards
+CONTRACT_Z = 5.0  # standard errors of the mean ratio from 1 beyond which it is wrong
+CONTRACT_BET = 9.2  # log of the e-value beyond which the mean is above 1 [Ville's inequality: 1e-4]
+CONTRACT_CLOSE = 0.001  # a mean this close to 1 is always accepted
+CONTRACT_SILENT = 0.2  # standard error beyond which the mean ratio says nothing
+CONFIDENCE_OUTSIDE = 0.45  # where the mean ratio stays wrong; plus half the squared share of k3 that was removed
 
 _LAMBDAS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
 UNSEEN_TOKENS = 3
@@ -63,16 +70,16 @@ class Residual:
 
 def _contract(excess: np.ndarray, mean: float) -> Contract:
     error = max(float(excess.std()) / np.sqrt(len(excess)), 1e-12)
-    smallest = max(LIMITS["contract-close"], LIMITS["contract-z"] * error)
+    smallest = max(CONTRACT_CLOSE, CONTRACT_Z * error)
     if mean > smallest:
         log_wealth = np.log1p(_LAMBDAS[:, None] * excess).sum(1)
         log_e_value = np.logaddexp.reduce(log_wealth) - np.log(len(_LAMBDAS))
-        if log_e_value > LIMITS["contract-bet"] or excess.max() < 0.5:
+        if log_e_value > CONTRACT_BET or excess.max() < 0.5:
             return "outside"
     unseen = UNSEEN_TOKENS * UNSEEN_FACTOR * max(float(excess.max()), 0.0) / len(excess)
     if mean + unseen < -smallest:
         return "outside"
-    return "silent" if error > LIMITS["contract-silent"] else "inside"
+    return "silent" if error > CONTRACT_SILENT else "inside"
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ plus the position in the response.
 
 Later tokens may also be less certain, of other weights, or in other responses. So the log size of the logit shift is
 measured against the mean of tokens of about the same probability and the same age, and followed within each response.
-It must grow with the logarithm of the depth, by `depth-z` standard errors over responses, and sizes must grow
-`depth-growth` times from the shallowest to the deepest fifth, through the fifths between. The size of rounding differs
+It must grow with the logarithm of the depth, by `GROWTH_Z` standard errors over responses, and sizes must grow
+`MIN_GROWTH` times from the shallowest to the deepest fifth, through the fifths between. The size of rounding differs
 between texts by up to 2.
 """
 
@@ -15,10 +15,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
+from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import centered, confidence, log_size, rms_of, slope_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MIN_SPAN = 1024  # smallest difference in depth, in tokens: over less, the form of an answer decides
+MIN_TOKENS = 500  # fewest undecided tokens
+MIN_RESPONSES = 20  # fewest responses that span so much
+MIN_GROWTH = 2.0  # least growth of sizes from the shallowest fifth of depths to the deepest [texts differ by up to 2]
+MIN_GROWTH_LOW = 1.5  # least lower end of the interval of that growth
+GROWTH_Z = 6.0  # standard errors of the trend over depth
+MAX_BASE = 0.35  # share of the deepest sizes that may be there at depth 0 and counts as part of the growth
 
 OFFSET = 256.0  # tokens added to depths, so that their logarithm does not stretch the first ones
 FIFTHS, SURPRISE_BINS, LARGEST = 5, 20, 10.0
@@ -30,12 +37,12 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[CauseMatch
         return []
     is_from_prompt = bool((tokens.depth > tokens.position).any())
     chosen = tokens.middle & _spans_enough(tokens)
-    is_within = chosen.sum() >= LIMITS["depth-tokens"]
-    is_within = is_within and len(np.unique(tokens.row[chosen])) >= LIMITS["depth-responses"]
+    is_within = chosen.sum() >= MIN_TOKENS
+    is_within = is_within and len(np.unique(tokens.row[chosen])) >= MIN_RESPONSES
     if not is_within:  # short responses to prompts of very different lengths
         chosen = tokens.middle
-        few = chosen.sum() < LIMITS["depth-tokens"]
-        if not is_from_prompt or few or np.ptp(tokens.depth[chosen]) < LIMITS["depth-span"]:
+        few = chosen.sum() < MIN_TOKENS
+        if not is_from_prompt or few or np.ptp(tokens.depth[chosen]) < MIN_SPAN:
             return []
     part = tokens.select(chosen)
     size = _among_similar(part)
@@ -44,18 +51,18 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[CauseMatch
     edges = np.quantile(part.depth, np.arange(1, FIFTHS) / FIFTHS)
     fifth = np.searchsorted(edges, part.depth, side="left")
     count = np.bincount(fifth, minlength=FIFTHS)
-    if z < LIMITS["depth-z"] or count.min() < LIMITS["depth-tokens"] / FIFTHS / 2:
+    if z < GROWTH_Z or count.min() < MIN_TOKENS / FIFTHS / 2:
         return []
     sizes = np.exp(np.bincount(fifth, size) / count)
     times = float(sizes[-1] / sizes[0])
     low, high = (times ** (1 + side * 1.96 / z) for side in (-1, 1))
-    is_clear = times > LIMITS["depth-growth"] and low > LIMITS["depth-growth-low"]
+    is_clear = times > MIN_GROWTH and low > MIN_GROWTH_LOW
     if not is_clear or (sizes[1:] < 0.9 * sizes[:-1]).any():
         return []
     shallowest, deepest = (part.select(fifth == at) for at in (0, FIFTHS - 1))
     k3 = Residual.of(deepest).k3
-    is_above_floor = k3 >= max(LIMITS["least-k3"], 3 * context.floor)
-    if not is_above_floor or rms_of(np.clip(deepest.shift, -LARGEST, LARGEST)) < LIMITS["least-rms"]:
+    is_above_floor = k3 >= max(LEAST_K3, 3 * context.floor)
+    if not is_above_floor or rms_of(np.clip(deepest.shift, -LARGEST, LARGEST)) < LEAST_RMS:
         return []
     first, last = (float(np.abs(end.log_ratio).mean()) for end in (shallowest, deepest))
     evidence = (
@@ -66,9 +73,9 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[CauseMatch
     )
     # The part of the deepest shifts that, extrapolated to depth 0, is there without growth.
     _, start = np.polyfit(np.bincount(fifth, part.depth) / count, sizes, 1)
-    is_all = bool(start / sizes[-1] <= LIMITS["depth-base"])
+    is_all = bool(start / sizes[-1] <= MAX_BASE)
     shallow = tokens.select(tokens.depth <= edges[0])
-    moved, sure = len(tokens) - len(shallow), confidence(z, LIMITS["depth-z"])
+    moved, sure = len(tokens) - len(shallow), confidence(z, GROWTH_Z)
     return [CauseMatch("long-context", evidence, shallow, moved, sure, is_final=is_all)]
 
 
@@ -76,7 +83,7 @@ def _spans_enough(tokens: LogprobPairs) -> np.ndarray:
     """Returns the tokens of responses whose depths, which ascend, differ enough."""
     first = np.flatnonzero(np.diff(tokens.row, prepend=-1))
     lengths = np.diff(first, append=len(tokens))
-    return np.repeat(tokens.depth[first + lengths - 1] - tokens.depth[first] >= LIMITS["depth-span"], lengths)
+    return np.repeat(tokens.depth[first + lengths - 1] - tokens.depth[first] >= MIN_SPAN, lengths)
 
 
 def _among_similar(tokens: LogprobPairs) -> np.ndarray:

@@ -12,11 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import Residual
+from trimtab.diagnosis.causes.detector import LEAST_RMS, Residual
 from trimtab.diagnosis.causes.evidence import growth_of, log_size, rms_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.measure.grouped import explained
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MAX_K3 = 0.6  # largest k3 that is called noise [4 bits in exact streams: .1]
+MAX_DIRECTION = 0.35  # largest share of the variance of shifts that the probability decides [8 bits: .3; T: .5]
+MAX_UNEVEN = 0.2  # largest share of the variance of log sizes that a group decides [8 bits, trained: .08, bases: .02]
+MIN_GROUP_TOKENS = 40  # fewest undecided tokens of a group that is compared
+MIN_GROUPS = 2  # fewest groups with so many tokens that are compared
+MIN_PROMPT_TOKENS = 20  # fewest undecided tokens of a prompt that is compared
+MIN_PROMPTS = 8  # fewest prompts with so many tokens that are compared
+MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest to the one with the largest
+STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
+MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
 
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
@@ -28,15 +38,15 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
         return "rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
     if residual.contract == "silent":
         return "a few tokens decide the mean, so noise can be neither named nor excluded"
-    if residual.k3 > LIMITS["noise-k3"]:
+    if residual.k3 > MAX_K3:
         return "no rounding or quantization is known to be as large"
-    if (part := direction(tokens)) > LIMITS["direction"]:
+    if (part := direction(tokens)) > MAX_DIRECTION:
         return f"the probability of a token decides where its logit moves ({part:.0%} of the variance), unlike noise"
     steps = drift_between_steps(tokens)
-    if steps is not None and np.ptp(steps.sizes) > math.log(LIMITS["step-growth-noise"]):
+    if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
         return f"{steps.text}, and noise has one size"
     name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
-    if part > LIMITS["uneven"]:
+    if part > MAX_UNEVEN:
         return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
     return ""
 
@@ -44,7 +54,7 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
 def direction(tokens: LogprobPairs) -> float:
     """Returns the share of the variance of shifts that the token's probability explains: near 0 for noise."""
     middle = tokens.middle
-    if middle.sum() < LIMITS["group-tokens"]:
+    if middle.sum() < MIN_GROUP_TOKENS:
         return 0.0
     shift = tokens.shift[middle]
     scale = 1.48 * float(np.median(np.abs(shift)))
@@ -55,7 +65,7 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     """Returns the share of the variance of log sizes that steps, ages, prompts and depths explain, by their name."""
     tokens = tokens.distinct
     middle = tokens.middle
-    if middle.sum() < 2 * LIMITS["group-tokens"]:
+    if middle.sum() < 2 * MIN_GROUP_TOKENS:
         return {}
     size = log_size(tokens.shift[middle])
     columns = {"step": tokens.step, "age of the weights": tokens.age, "prompt": tokens.prompt}
@@ -63,10 +73,10 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     for name, group in {**columns, "depth": _parts(tokens.depth)}.items():
         if group is None:
             continue
-        least, groups = ("prompt-tokens", "prompts") if name == "prompt" else ("group-tokens", "groups")
+        least, groups = (MIN_PROMPT_TOKENS, MIN_PROMPTS) if name == "prompt" else (MIN_GROUP_TOKENS, MIN_GROUPS)
         count = np.unique(group[middle], return_counts=True)[1]
-        if (count >= LIMITS[least]).sum() >= LIMITS[groups]:
-            found[name] = explained(size, group[middle], int(LIMITS[least]))
+        if (count >= least).sum() >= groups:
+            found[name] = explained(size, group[middle], least)
     return found
 
 
@@ -97,14 +107,14 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
         return None
     middle, shift = tokens.middle, tokens.shift
     shifts = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
-    shifts = {s: values for s, values in shifts.items() if len(values) >= LIMITS["group-tokens"]}
+    shifts = {s: values for s, values in shifts.items() if len(values) >= MIN_GROUP_TOKENS}
     if len(shifts) < 2:
         return None
     sizes = {s: float(log_size(values).mean()) for s, values in shifts.items()}
     smallest, largest = min(sizes, key=lambda s: sizes[s]), max(sizes, key=lambda s: sizes[s])
     growth, z = growth_of(shifts[largest], shifts[smallest])
-    is_clear = growth >= LIMITS["step-growth"] and z >= LIMITS["step-growth-z"]
-    if not is_clear or rms_of(shifts[largest]) < LIMITS["least-rms"]:
+    is_clear = growth >= MIN_STEP_GROWTH and z >= STEP_GROWTH_Z
+    if not is_clear or rms_of(shifts[largest]) < LEAST_RMS:
         return None
     text = f"logits move {growth:.1f} times as far at step {largest} as at step {smallest} (z = {z:.1f})"
     return Steps(list(sizes), list(sizes.values()), text)

@@ -5,7 +5,7 @@ same amount wherever the model is undecided, so it is measured there, with train
 of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
 is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
 (docs/detection.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
-weight than k3. A residual below `least-rms` is that of two float32 forwards, or the rounding of the file.
+weight than k3. A residual below `LEAST_RMS` is that of two float32 forwards, or the rounding of the file.
 
 With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
 token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
@@ -19,13 +19,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
+from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import rms_of, share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.noise_groups import direction, objection, uneven_by
+from trimtab.diagnosis.causes.noise_groups import MAX_DIRECTION, direction, objection, uneven_by
 from trimtab.diagnosis.records import Settings
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.runs.metric_catalog import k3_ranges
+
+BORDER_RMS = 0.25  # logits between 16 bits and quantized weights [whole runs: .18-.23, .38-.44]
+BORDER_K3 = 0.0058  # k3 between 16 bits and quantized weights [whole runs: 1.3e-3 to 2.9e-3, 5.7e-3 to 1.2e-2]
+RMS_WEIGHT = 0.7  # weight of the rms, which varies less between runs than k3
+IDS_SHIFT = 0.7  # distance from the border that is added where noise depends on token ids
+MIN_IDS_PART = 0.07  # least part of the variance that token ids explain [8 bits: .12, bfloat16: .02]
+MIN_IDS = 60  # fewest ids that occur twice
+MIN_ID_TOKENS = 1500  # fewest undecided tokens in which the part that depends on their ids shows
+BFLOAT16_RMS = 0.008  # logits: an rms below is float16 or tf32 rather than bfloat16
+EIGHT_BITS_RMS = 0.08  # logits: eight bits move as far, bfloat16 may as well [SmolLM2: .12, .07]
+MAX_RECIPE_RMS = 1.3  # logits: the largest rms measured for float32 against bfloat16, after an update
+RECIPE_CONFIDENCE = 0.95  # confidence where the run's recipe says it
+SIZE_CONFIDENCE = 0.65  # confidence where only the size is known: weights a little old move logits as far
+EIGHT_BITS_CONFIDENCE = 0.65  # confidence of precision beyond `EIGHT_BITS_RMS`, without token ids
+MIN_NOISE_TOKENS = 200  # undecided tokens below which the kind of noise is a guess
+FEW_CONFIDENCE = 0.65  # confidence of noise in fewer tokens than that
+MAX_FAR_SHARE = 0.008  # largest share of tokens beyond five usual shifts in noise of one size [tails of 12 bases]
+MIN_FAR_TOKENS = 5  # fewest tokens beyond five usual shifts that count
+MAX_FAR_SHARE_REPAIRED = 0.03  # that share after a repair, which leaves some wrong pairs
+MAX_FAR_K3 = 0.3  # largest share of k3 in tokens beyond five usual shifts in noise of one size [tails of 12 bases]
+MAX_FAR_K3_COARSE = 0.5  # that share for noise of quantized weights [SmolLM2, 8 bits: .32]
+MAX_ROUTING_SHARE = 0.15  # largest share of tokens beyond five usual shifts that other experts explain
+MIN_ROUTING_K3 = 0.5  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
+MIN_PROMPT_PART = 0.2  # least share of the variance of log sizes that the prompt decides, as a cause [4 bits: .18]
+MAX_WORST_PROMPTS = 0.33  # largest share of the prompts that may hold 80% of k3, as a cause [4 bits: .37]
+ROUTING_CONFIDENCE = 0.85  # confidence of routing
 
 
 @dataclass(frozen=True)
@@ -49,11 +74,11 @@ class Noise:
     @property
     def coarseness(self) -> float:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
-        by_rms = math.log(max(self.rms, 1e-9) / LIMITS["border-rms"])
+        by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
         if self.is_lower_bound:
             return by_rms
-        by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / LIMITS["border-k3"])
-        weight, by_ids = LIMITS["border-rms-weight"], LIMITS["border-ids"] if self.persistent else 0.0
+        by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
+        weight, by_ids = RMS_WEIGHT, IDS_SHIFT if self.persistent else 0.0
         return weight * by_rms + (1 - weight) * by_k3 + by_ids
 
     @property
@@ -100,14 +125,14 @@ def _persistence(tokens: LogprobPairs, scale: float) -> float | None:
     _, ids = np.unique(tokens.ids[middle], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
-    if often.sum() < LIMITS["ids-least"]:
+    if often.sum() < MIN_IDS:
         return None
     products = (np.bincount(ids, shift)[often] ** 2 - np.bincount(ids, shift**2)[often]) / count[often]
     part = float(products.sum() / (count[often] - 1).sum() / (shift**2).mean())
     z = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
-    if part > LIMITS["ids-part"] and z > 3.0:
+    if part > MIN_IDS_PART and z > 3.0:
         return part
-    return 0.0 if middle.sum() >= LIMITS["id-tokens"] else None
+    return 0.0 if middle.sum() >= MIN_ID_TOKENS else None
 
 
 def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
@@ -118,7 +143,7 @@ def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
     """
     undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
     opposite = -direction * tokens.shift[undecided]
-    wrong = opposite[opposite > LIMITS["least-rms"]]
+    wrong = opposite[opposite > LEAST_RMS]
     if len(wrong) < 20 or len(wrong) < 0.01 * len(opposite):
         return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)
     # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
@@ -137,14 +162,14 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
     text = noise.text
     if not noise.is_lower_bound:
-        if noise.k3 < max(LIMITS["least-k3"], 3 * context.floor):
+        if noise.k3 < max(LEAST_K3, 3 * context.floor):
             return []
         if known is None and (evidence := _routing_by_prompt(tokens, residual)):
-            return [_noise("routing", tokens, LIMITS["confidence-routing"], evidence)]
+            return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
         if objection(tokens, residual) if known is None else residual.contract != "inside":
             return []
         text += f", {residual.text}"
-    if noise.rms < LIMITS["least-rms"]:
+    if noise.rms < LEAST_RMS:
         return []
     if not noise.is_lower_bound and _has_tail(noise, is_repaired=context.repaired):
         if not _is_routing(noise):
@@ -153,38 +178,36 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
             f"{noise.far_k3:.0%} of k3, as where other experts answer; {text}"
         )
-        return [_noise("routing", tokens, LIMITS["confidence-routing"], evidence)]
+        return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
     return _by_recipe(tokens, noise, text, known) if known is not None else [_by_size(tokens, noise, text)]
 
 
 def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
     """Whether tokens beyond five usual shifts are more, and hold more of k3, than those of one noise."""
     # After lists were shifted back some pairs at the edges of stretches stay wrong.
-    usual = max(
-        LIMITS["leftover-share" if is_repaired else "one-noise-share"], LIMITS["one-noise-tokens"] / noise.tokens
-    )
-    return noise.far > usual and noise.far_k3 > LIMITS["coarse-noise-k3" if noise.coarseness > 0 else "one-noise-k3"]
+    usual = max((MAX_FAR_SHARE_REPAIRED if is_repaired else MAX_FAR_SHARE), MIN_FAR_TOKENS / noise.tokens)
+    return noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3)
 
 
 def _is_routing(noise: Noise) -> bool:
     """Whether few tokens hold most of k3 and the others are as usual, unlike other mixtures of sizes."""
-    is_few = noise.far <= LIMITS["routing-share"] and noise.far_k3 >= LIMITS["routing-k3"]
-    return is_few and noise.coarseness <= LIMITS["border-ids"]
+    is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= MIN_ROUTING_K3
+    return is_few and noise.coarseness <= IDS_SHIFT
 
 
 def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
     """Returns the evidence that the size of the error repeats for a prompt and nothing else decides it, or ""."""
     found = uneven_by(tokens)
     by_prompt, prompts = found.pop("prompt", 0.0), tokens.prompt
-    if prompts is None or by_prompt < LIMITS["prompt-repeats"] or by_prompt < 2 * max(found.values(), default=0.0):
+    if prompts is None or by_prompt < MIN_PROMPT_PART or by_prompt < 2 * max(found.values(), default=0.0):
         return ""
-    if residual.contract != "inside" or direction(tokens) > LIMITS["direction"]:
+    if residual.contract != "inside" or direction(tokens) > MAX_DIRECTION:
         return ""
     _, prompt, count = np.unique(prompts, return_inverse=True, return_counts=True)
     k3 = np.bincount(prompt, tokens.k3)
     order = np.argsort(-k3 / count)
     worst = 1 + int(np.searchsorted(np.cumsum(k3[order]), 0.8 * k3.sum()))
-    if worst > LIMITS["prompt-worst"] * len(count):  # quantized weights err alike in like contexts, in all prompts
+    if worst > MAX_WORST_PROMPTS * len(count):  # quantized weights err alike in like contexts, in all prompts
         return ""
     return (
         f"the error repeats for a prompt: {worst} of {len(count)} prompts hold 80% of k3 in all their responses, and "
@@ -195,10 +218,10 @@ def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
 
 def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
-    sure, evidence = LIMITS["confidence-by-recipe"], f"{text}; the run's recipe says {settings}"
+    sure, evidence = RECIPE_CONFIDENCE, f"{text}; the run's recipe says {settings}"
     if settings.coarse:
         return [_noise("quantized", tokens, sure, evidence)]
-    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > LIMITS["recipe-rms"]):
+    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RECIPE_RMS):
         return []
     if not settings.sixteen_bits:
         sure, evidence = 0.5, f"{text}, although the run's recipe says {settings}: check the dtype of the sampler"
@@ -208,20 +231,20 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
     """Names the noise by its size; sizes that both kinds have leave a doubt, unless token ids tell them apart."""
     sure = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
-    if noise.tokens < LIMITS["noise-tokens"]:  # in which the tail of another noise does not show
-        sure = min(sure, LIMITS["confidence-few"])
+    if noise.tokens < MIN_NOISE_TOKENS:  # in which the tail of another noise does not show
+        sure = min(sure, FEW_CONFIDENCE)
     if noise.coarseness <= 0:
-        kind = "float16 or tf32" if noise.rms < LIMITS["bfloat16-rms"] else "bfloat16"
+        kind = "float16 or tf32" if noise.rms < BFLOAT16_RMS else "bfloat16"
         evidence = f"{text}: the size of {kind} arithmetic"
-        if noise.rms > LIMITS["eight-bits-rms"] and noise.persistent is None:
-            sure = min(sure, LIMITS["confidence-eight-bits"])
+        if noise.rms > EIGHT_BITS_RMS and noise.persistent is None:
+            sure = min(sure, EIGHT_BITS_CONFIDENCE)
             evidence += ", which weights of eight bits have too (token ids would tell them apart)"
         return _noise("precision", tokens, sure, evidence)
     evidence = f"{text}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
     if noise.persistent:
         evidence += f"; the token id decides {noise.persistent:.0%} of its variance, as with other weights"
     else:
-        sure = min(sure, LIMITS["confidence-by-size"])
+        sure = min(sure, SIZE_CONFIDENCE)
         evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
     return _noise("quantized", tokens, sure, evidence)
 

@@ -18,8 +18,13 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import share, z_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.diagnosis.tokens import TokenTable
+
+MAX_K3 = 0.02  # largest k3 for which entropies are compared
+MIN_EXCESS = 0.004  # nats by which tokens are more surprising than their entropy, at least
+EXCESS_Z = 6.0  # standard errors of that mean excess
+MAX_EXPONENT = 1.1  # exponent up to which the entropy column is that of the reported log-probs
+SECOND_ORDER = 0.34  # coefficient of the KL divergence of two temperatures [computed]
 
 Raw = tuple[float, str]
 """Confidence and evidence that log-probs are not those of the sampling distribution."""
@@ -72,7 +77,7 @@ def _by_entropy(tokens: LogprobPairs) -> Raw | None:
         return None
     known = np.isfinite(tokens.entropy)
     k3 = float(tokens.k3.mean())
-    if known.sum() < 100 or k3 > LIMITS["raw-k3"]:
+    if known.sum() < 100 or k3 > MAX_K3:
         return None
     behavior, entropy = tokens.behavior[known], tokens.entropy[known]
     surprise = -behavior - entropy
@@ -83,17 +88,17 @@ def _by_entropy(tokens: LogprobPairs) -> Raw | None:
             f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
             "drawn from a truncated distribution, not from the one reported"
         )
-    if abs(mean) < LIMITS["raw-surprise"] + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < LIMITS["raw-z"]:
+    if abs(mean) < MIN_EXCESS + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < EXCESS_Z:
         return None
     exponent = _exponent(behavior, entropy)
-    if exponent is None or exponent < 1 / LIMITS["raw-exponent"]:
+    if exponent is None or exponent < 1 / MAX_EXPONENT:
         return None
-    second = LIMITS["raw-second-order"] * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
+    second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
     temperature = tokens.table.temperature
     is_hot = temperature is not None and bool(np.nanmedian(temperature) > 1)
-    if exponent > LIMITS["raw-exponent"] and (not 0 < mean < second or is_hot):
+    if exponent > MAX_EXPONENT and (not 0 < mean < second or is_hot):
         return None
-    shape = "flatter" if exponent <= LIMITS["raw-exponent"] and mean > 0 else "sharper"
+    shape = "flatter" if exponent <= MAX_EXPONENT and mean > 0 else "sharper"
     return 0.8, (
         f"the mean of -log-prob is {mean:+.3f} nats off the entropy column (z = {z:.1f}), where both are equal for "
         f"tokens of the reported distribution: they were drawn from a {shape} one"

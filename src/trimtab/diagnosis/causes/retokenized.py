@@ -3,10 +3,10 @@
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few positions, mostly at
 boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few usual sizes. A jump is
 
-  * isolated: |logit shift| beyond `jump-scales` times the scale of the data, and |log-ratio| beyond `jump-log-ratio`,
-    with few tokens between these and `jump-tail-scales` times the scale, where a heavy tail has many; or
-  * at a boundary: beyond `jump-boundary-scales` times that scale around the beginning of a turn, if the rate there is
-    `jump-rate` times that elsewhere, with a binomial tail below 1e-6.
+  * isolated: |logit shift| beyond `MIN_JUMP` times the scale of the data, and |log-ratio| beyond `MIN_LOG_RATIO`,
+    with few tokens between these and `MIN_TAIL` times the scale, where a heavy tail has many; or
+  * at a boundary: beyond `MIN_BOUNDARY_JUMP` times that scale around the beginning of a turn, if the rate there is
+    `MIN_BOUNDARY_RATE` times that elsewhere, with a binomial tail below 1e-6.
 
 Jumps are removed before anything else is measured.
 
@@ -25,7 +25,17 @@ import numpy as np
 from trimtab.diagnosis.causes.detector import CauseMatch, Context
 from trimtab.diagnosis.causes.evidence import confidence, share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MIN_JUMP = 25.0  # usual sizes beyond which a token jumps
+MIN_LOG_RATIO = 1.5  # nats that it jumps at least
+MIN_TAIL = 8.0  # usual sizes from which on a token belongs to a tail
+MIN_GAP = 0.35  # fewest jumps for each token of that tail: a heavy tail has fewer
+MIN_BOUNDARY_JUMP = 6.0  # usual sizes of a jump where a turn begins
+MIN_BOUNDARY_RATE = 5.0  # times as many jumps at turn boundaries as elsewhere
+MIN_SCALE = 0.03  # nats: least usual size
+MAX_JUMPS = 0.15  # most tokens that jump: more are not an exception
+MIN_TURN_LEAD = 12.0  # nats that shifts from a turn on must gain more than shifts of whole responses
+MIN_TURN_PART = 0.85  # part of the gain from the best position anywhere
 
 FIRST_TOKENS = 3  # of a turn, that count as its beginning
 
@@ -42,17 +52,17 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     if middle.sum() < 20:
         return []
     # A high quantile, since tokens of several ages or steps, with different scales, may be mixed.
-    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, LIMITS["jump-least-scale"])
-    far = (shift > LIMITS["jump-scales"] * scale) & (log_ratio > LIMITS["jump-log-ratio"])
-    between = int(((shift > LIMITS["jump-tail-scales"] * scale) & ~far).sum())
-    loose = (shift > LIMITS["jump-boundary-scales"] * scale) & (log_ratio > 1.0)
+    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, MIN_SCALE)
+    far = (shift > MIN_JUMP * scale) & (log_ratio > MIN_LOG_RATIO)
+    between = int(((shift > MIN_TAIL * scale) & ~far).sum())
+    loose = (shift > MIN_BOUNDARY_JUMP * scale) & (log_ratio > 1.0)
     at_boundary = _is_concentrated(loose, opening)
     jumps = far | (loose & opening if at_boundary else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
     # A heavy tail decreases steadily; jumps are separated from the rest by a gap.
-    apart = count >= LIMITS["jump-gap"] * between
-    if not 0 < share(jumps) < LIMITS["jump-most"] or not (at_boundary or (apart and (count >= 2 or certain))):
+    apart = count >= MIN_GAP * between
+    if not 0 < share(jumps) < MAX_JUMPS or not (at_boundary or (apart and (count >= 2 or certain))):
         return []
     evidence = (
         f"{count} of {len(tokens)} tokens differ by {np.median(log_ratio[jumps]):.1f} nats (median), logits of others "
@@ -70,7 +80,7 @@ def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     """Whether the rate of jumps at boundaries is significantly above that elsewhere (binomial tail, Chernoff bound)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
-    if trials == 0 or hits < 3 or hits / trials < LIMITS["jump-rate"] * elsewhere:
+    if trials == 0 or hits < 3 or hits / trials < MIN_BOUNDARY_RATE * elsewhere:
         return False
     tail = hits * math.log(hits / trials / elsewhere) - (hits - trials * elsewhere)
     return tail > 6 * math.log(10)
@@ -88,8 +98,8 @@ def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray)
 
     score: (tokens,), how much closer the shifted partner is than the token's own value. For each response two
     hypotheses are compared by the score from a position to the end of the response: from its first token, and from the
-    best start of a later turn. Over all responses, turns must gain `turn-lead` nats more than whole responses, and
-    `turn-reached` of the gain from the best position anywhere.
+    best start of a later turn. Over all responses, turns must gain `MIN_TURN_LEAD` nats more than whole responses, and
+    `MIN_TURN_PART` of the gain from the best position anywhere.
     """
     whole = later = anywhere = 0.0
     found = []
@@ -107,7 +117,7 @@ def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray)
         best = new[np.argmax(rest[new])]
         later += float(rest[best])
         found.append(ShiftStart(int(turn[best]), int(tokens.position[start + best])))
-    return found if later >= whole + LIMITS["turn-lead"] and later >= LIMITS["turn-reached"] * anywhere else []
+    return found if later >= whole + MIN_TURN_LEAD and later >= MIN_TURN_PART * anywhere else []
 
 
 def shift_starts_text(starts: Sequence[ShiftStart], rows: int) -> str:

@@ -7,11 +7,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
+from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import confidence, correlation, share, z_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs, logit
 from trimtab.diagnosis.causes.raw_logprobs import declared_raw, undeclared_raw
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MIN_SLOPE = 0.02  # least slope of the line of two temperatures
+SLOPE_Z = 6.0  # standard errors of the slope on a line with little spread
+SLOPE_Z_WIDE = 8.0  # standard errors of the slope on a line with much spread
+TIGHT_SPREAD = 2.5  # residual per unit of slope of a line with little spread
+MAX_SPREAD = 6.0  # largest residual, in logits per unit of slope
+COARSE_RESIDUAL = 1.0  # residual in logits above which noise flattens the line unevenly [SmolLM2: 1.9]
+MAX_SPREAD_COARSE = 2.0  # largest residual per unit of slope of such noise
+MIN_EXPLAINED = 0.08  # least share of the variance of shifts on the line
+MIN_LIKELIHOOD = 6.0  # nats by which one of two distributions must explain the tokens better
+MIN_TRAINER_LIKELIHOOD = 2.0  # nats by which the trainer must explain the tokens better
+MIN_DEFICIT = 0.001  # least mass that truncation must cut
+DEFICIT_Z = 6.0  # standard errors of the kept mass below 1
+BULK_Z = 4.0  # standard errors of the deficit without outliers
+MIN_SURE_MASS = 0.65  # least kept mass that top-p and top-k are sure to explain
+MAX_UP = 0.6  # most tokens that move up for each that moves down
+MAX_FAR = 0.002  # share of ratios below 1/e that truncation may have
+MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
+MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
+MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base .94]
 
 ENTROPY_RANGE = (-3.0, 8.0)
 CERTAIN, UNCERTAIN = -1e-6, -0.01
@@ -44,8 +63,8 @@ class Truncation:
 
     @property
     def confidence(self) -> float:
-        if self.mass < LIMITS["truncated-mass"]:
-            return LIMITS["confidence-outside"]
+        if self.mass < MIN_SURE_MASS:
+            return CONFIDENCE_OUTSIDE
         return confidence(max(-self.z / 6, self.one_sided_zeros / 5), 1.0)
 
 
@@ -116,12 +135,12 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
     spread = residual / max(abs(slope), 1e-12)
     part = slope**2 * power / max(float(np.square(shift - shift.mean()).sum()), 1e-300)
     # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
-    tight, coarse = spread < LIMITS["temperature-tight"], residual >= LIMITS["temperature-residual"]
+    tight, coarse = spread < TIGHT_SPREAD, residual >= COARSE_RESIDUAL
     if (
-        not LIMITS["temperature-slope"] <= abs(slope) < 1.9
-        or z < LIMITS["temperature-z" if tight else "temperature-z-wide"]
-        or spread > LIMITS["temperature-spread-coarse" if coarse else "temperature-spread"]
-        or part < LIMITS["temperature-explains"]
+        not MIN_SLOPE <= abs(slope) < 1.9
+        or z < (SLOPE_Z if tight else SLOPE_Z_WIDE)
+        or spread > (MAX_SPREAD_COARSE if coarse else MAX_SPREAD)
+        or part < MIN_EXPLAINED
         or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
     ):
         return None
@@ -140,17 +159,17 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
     many = one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
-    by_zeros = many and up <= LIMITS["truncated-up"] * down
+    by_zeros = many and up <= MAX_UP * down
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
-    even = mass > 0 and float(log_ratio.mean()) > LIMITS["truncated-uneven"] * math.log(mass)
-    less = mass < 1.0 - LIMITS["truncated-deficit"] and z < -LIMITS["truncated-z"]
+    even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
+    less = mass < 1.0 - MIN_DEFICIT and z < -DEFICIT_Z
     by_mass = less and leans and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
-    bounded = far <= LIMITS["truncated-far"] + LIMITS["truncated-moved"] * moved
+    bounded = far <= MAX_FAR + MAX_FAR_OF_MOVED * moved
     # The mass that is lost depends on the context; values in another unit differ in proportion to the log-prob itself.
-    proportional = correlation(log_ratio, tokens.mean) > LIMITS["truncated-proportional"]
+    proportional = correlation(log_ratio, tokens.mean) > MAX_PROPORTIONAL
     if not (by_zeros or by_mass) or not bounded or proportional:
         return None
     return Truncation(mass, z, one_sided_zeros)
@@ -163,7 +182,7 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
         return False
     scale = 1.48 * float(np.median(np.abs(log_ratio)))
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
-    return z_of(clipped) < -LIMITS["truncated-bulk-z"] and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
+    return z_of(clipped) < -BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
 
 def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
@@ -180,13 +199,13 @@ def _follow_trainer(tokens: LogprobPairs, residual: Residual, context: Context) 
 
     The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.
     """
-    is_likelier = float(tokens.log_ratio.sum()) > LIMITS["raw-likelihood"]
+    is_likelier = float(tokens.log_ratio.sum()) > MIN_TRAINER_LIKELIHOOD
     return is_likelier and residual.ratio_mean > 1 and not (context.repaired and residual.z < 4)
 
 
 def _temperature_confidence(tokens: LogprobPairs, fit: TemperatureFit) -> float:
     sure = min(confidence(fit.z, 8.0), 0.5 + fit.part)
-    is_close = abs(float(tokens.log_ratio.sum())) < LIMITS["temperature-likelihood"]  # about as likely for both
+    is_close = abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD  # about as likely for both
     return min(sure, 0.6) if is_close else sure
 
 

@@ -15,32 +15,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
+from trimtab.diagnosis.causes.detector import LEAST_RMS, CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import centered, confidence, growth_of, log_size, rms_of, slope_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.noise_groups import drift_between_steps
-from trimtab.diagnosis.causes.precision import Noise, noise_of
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+from trimtab.diagnosis.causes.noise_groups import MIN_GROUP_TOKENS, drift_between_steps
+from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, noise_of
+
+GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
+MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
+MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
+MIN_STEP_ORDER = 0.8  # least rank correlation of steps and the sizes of their shifts [4 of 24 orders of 4]
+MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
+CORRELATION_Z = 5.0  # standard errors of that correlation
+STRONG_CORRELATION = 0.3  # least correlation where versions say age 0; in coarse noise one above it is strong
+STRONG_CORRELATION_Z = 3.5  # standard errors of a strong correlation
+MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token ids and is called drift
 
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
     noise = noise_of(tokens, context)
-    is_silent = context.direction or noise.rms < LIMITS["least-rms"]
+    is_silent = context.direction or noise.rms < LEAST_RMS
     corr, z = (0.0, 0.0) if is_silent else _advantage_correlation(tokens)
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, tokens.age, noise, z, text)
-    is_strong = corr > LIMITS["reward-correlation-strong"] and noise.coarseness > 0
-    needed = LIMITS["reward-correlation-strong" if tokens.age is not None else "reward-correlation"]
-    if corr > needed and z > LIMITS["reward-correlation-strong-z" if is_strong else "reward-correlation-z"]:
+    is_strong = corr > STRONG_CORRELATION and noise.coarseness > 0
+    needed = STRONG_CORRELATION if tokens.age is not None else MIN_CORRELATION
+    if corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
         text += "" if tokens.age is None else ", although the file says that all weights are current"
-        return [_everywhere(tokens, text, confidence(z, LIMITS["reward-correlation-z"]))]
+        return [_everywhere(tokens, text, confidence(z, CORRELATION_Z))]
     if tokens.age is not None or context.direction:
         return []
     if (steps := drift_between_steps(tokens)) is not None:
         return [_everywhere(tokens, steps.text + ": the size of rounding does not vary, that of lag does", 0.6)]
-    is_fine = LIMITS["least-rms"] <= noise.rms and noise.coarseness < LIMITS["drift-coarseness"] + LIMITS["border-ids"]
+    is_fine = noise.rms >= LEAST_RMS and noise.coarseness < MAX_DRIFT_COARSENESS + IDS_SHIFT
     if not (noise.persistent and is_fine):
         return []
     evidence = (
@@ -58,24 +67,24 @@ def _everywhere(tokens: LogprobPairs, evidence: str, sure: float) -> CauseMatch:
 def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float, text: str) -> list[CauseMatch]:
     """Compares ages. z, text: of the correlation with the advantage."""
     middle = tokens.middle
-    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= LIMITS["group-tokens"]]
+    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= MIN_GROUP_TOKENS]
     is_correlated = z > 4
     also = f"; {text}" if is_correlated else ""
     if len(ages) >= 2:
         young, old = middle & (age == ages[0]), middle & (age > ages[0])
         growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
-        is_clear = growth > LIMITS["age-growth"] and growth_z > LIMITS["growth-z"]
-        if is_clear and rms_of(tokens.shift[old]) > LIMITS["least-rms"]:
+        is_clear = growth > MIN_AGE_GROWTH and growth_z > GROWTH_Z
+        if is_clear and rms_of(tokens.shift[old]) > LEAST_RMS:
             times = "over 100" if growth > 100 else f"{growth:.2f}"
             evidence = (
                 f"logits of tokens older than {ages[0]} updates moved {times} times as far as at age {ages[0]} "
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){also}"
             )
-            fresh, sure = tokens.select(age == 0), confidence(growth_z, LIMITS["growth-z"])
+            fresh, sure = tokens.select(age == 0), confidence(growth_z, GROWTH_Z)
             return [CauseMatch("stale", evidence, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
         if 0 in ages and not is_correlated:
             return []
-    if noise.rms < LIMITS["least-rms"]:
+    if noise.rms < LEAST_RMS:
         return []
     is_coarse = noise.coarseness > 0
     sure = confidence(z, 4.0) if is_correlated else 0.6 if is_coarse or noise.persistent else 0.5
@@ -91,7 +100,7 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     """Detects weights that never reach the sampler: age 0 at every step, and a difference that grows with the steps."""
     if context.direction or tokens.age is None or tokens.age.any():
         return []
-    if (steps := drift_between_steps(tokens)) is None or steps.order < LIMITS["undelivered-order"]:
+    if (steps := drift_between_steps(tokens)) is None or steps.order < MIN_STEP_ORDER:
         return []
     first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
     k3 = Residual.of(first).k3, Residual.of(last).k3
@@ -112,12 +121,12 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     first = np.full(index.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, index, step)
     repeated, middle = step > first[index], tokens.middle
-    if min((repeated & middle).sum(), (~repeated & middle).sum()) < LIMITS["group-tokens"]:
+    if min((repeated & middle).sum(), (~repeated & middle).sum()) < MIN_GROUP_TOKENS:
         return []
     within = step[middle]
     size, again = centered(log_size(tokens.shift[middle]), within), centered(repeated[middle], within)
     slope, z = slope_of(size, again)
-    if np.exp(slope) < LIMITS["cache-growth"] or z < LIMITS["growth-z"]:
+    if np.exp(slope) < MIN_CACHE_GROWTH or z < GROWTH_Z:
         return []
     old, new = tokens.select(repeated), tokens.select(~repeated)
     despite = "" if tokens.age is None else ", although versions say that weights are current"
@@ -126,7 +135,7 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
         f"of the same step (z = {z:.1f}; k3 {Residual.of(old).k3:.1e} and {Residual.of(new).k3:.1e}){despite}: keys "
         "and values of older weights answer from the engine's prefix cache"
     )
-    return [CauseMatch("stale-cache", evidence, new, len(old), confidence(z, LIMITS["growth-z"]))]
+    return [CauseMatch("stale-cache", evidence, new, len(old), confidence(z, GROWTH_Z))]
 
 
 def _advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:

@@ -10,7 +10,20 @@ import numpy as np
 from trimtab.diagnosis.causes.detector import CauseMatch, Context, Residual
 from trimtab.diagnosis.causes.evidence import share
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
+
+MAX_BASE_ERROR = 0.03  # largest error of the log of the median ratio of the two log-probs
+MAX_BASE_SPREAD = 0.3  # largest median deviation of the log of that ratio
+MAX_BASE_LEFT = 0.5  # share of the mean |log-ratio| that the conversion may leave
+MIN_NOISE = 0.02  # nats: least size of noise
+MAX_NOISE = 0.5  # nats: most noise in which the most likely token is told from others
+MIN_FAR = 20  # fewest tokens that are not the most likely one
+MAX_ABOVE = 0.05  # most tokens far above the sampler's log-prob, relative to those far below
+UNLIKELY = -2.5  # nats below which a most likely token is seldom [bases: 12% of them]
+MAX_IMPOSSIBLE = 0.1  # largest share of far tokens whose probabilities are impossible; of unlikely ones, half
+MAX_SURPRISING = 3.0  # times as many far tokens as expected where the most likely one is almost certain
+MAX_BETWEEN = 2.5  # largest ratio of tokens between noise and far to far ones [temperature: 1.9]
+MIN_MISSED = 0.3  # least ratio of far tokens to those that were not the most likely [other ids: .18]
+MAX_MISSED = 2.0  # largest ratio of far tokens to those that were not the most likely [11 tokens: 1.5]
 
 
 def find_log_base(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
@@ -22,14 +35,14 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     # The median is that of the data, and the spread around it is noise: log p moves by (1 - p) of a logit.
     ratio = np.log(tokens.trainer[use] / tokens.behavior[use])
     middle, spread = float(np.median(ratio)), float(np.median(np.abs(ratio - np.median(ratio))))
-    if spread > LIMITS["log-base-spread"]:
+    if spread > MAX_BASE_SPREAD:
         return []
     for column, side, sign in (("behavior", "sampler", 1), ("trainer", "trainer", -1)):
         for base in (2, 10):
-            if abs(middle - sign * math.log(math.log(base))) > LIMITS["log-base-error"] + spread / 10:
+            if abs(middle - sign * math.log(math.log(base))) > MAX_BASE_ERROR + spread / 10:
                 continue
             rest = replace(tokens, **{column: getattr(tokens, column) * math.log(base)})
-            if np.abs(rest.log_ratio[use]).mean() > LIMITS["log-base-left"] * np.abs(tokens.log_ratio[use]).mean():
+            if np.abs(rest.log_ratio[use]).mean() > MAX_BASE_LEFT * np.abs(tokens.log_ratio[use]).mean():
                 continue
             evidence = (
                 f"the trainer's log-prob is {math.exp(middle):.3f} times the sampler's at every token (median): the "
@@ -45,11 +58,11 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     Where it does, the two disagree as often as another token was sampled: at a share of 1 - exp(log-prob) of all.
     """
     log_ratio = tokens.log_ratio
-    noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, LIMITS["wrong-token-noise"])
+    noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, MIN_NOISE)
     noise = max(noise, 0.4 * float(np.quantile(log_ratio, 0.99)))
     gap = max(3 * noise, 0.1)
     far, above = log_ratio < -gap, log_ratio > gap
-    if noise > LIMITS["wrong-token-most-noise"] or far.sum() < LIMITS["wrong-token-far"]:
+    if noise > MAX_NOISE or far.sum() < MIN_FAR:
         return []
     residual = Residual.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
     if residual.contract != "outside" or residual.ratio_mean > 1:
@@ -60,18 +73,14 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     affected = np.isin(tokens.row, tokens.row[far])
     # As many tokens as were not the most likely one by these probabilities.
     missed = far.sum() / max(float((1 - np.exp(tokens.behavior[affected])).sum()), 1e-12)
-    unlikely = share(tokens.behavior[far] < LIMITS["wrong-token-unlikely"])  # the most likely token hardly ever is
-    one_sided = share(above) <= 0.01 + LIMITS["wrong-token-above"] * share(far)
+    unlikely = share(tokens.behavior[far] < UNLIKELY)  # the most likely token hardly ever is
+    one_sided = share(above) <= 0.01 + MAX_ABOVE * share(far)
     # Where the most likely token is almost certain, another one is hardly ever sampled.
     sure = affected & (tokens.behavior > -0.1)
     expected = float((1 - np.exp(tokens.behavior[sure])).sum())
-    surprising = (far & sure).sum() > 5 + LIMITS["wrong-token-surprising"] * expected
-    possible = max(certain, unlikely / 2) <= LIMITS["wrong-token-impossible"] and not surprising
-    if (
-        not (one_sided and possible)
-        or between > LIMITS["wrong-token-between"] * share(far)
-        or not LIMITS["wrong-token-least-missed"] < missed < LIMITS["wrong-token-most-missed"]
-    ):
+    surprising = (far & sure).sum() > 5 + MAX_SURPRISING * expected
+    possible = max(certain, unlikely / 2) <= MAX_IMPOSSIBLE and not surprising
+    if not (one_sided and possible) or between > MAX_BETWEEN * share(far) or not MIN_MISSED < missed < MAX_MISSED:
         return []
     evidence = (
         f"the sampler's log-prob equals the trainer's at {share(~far):.0%} of the tokens and is far above it, never "

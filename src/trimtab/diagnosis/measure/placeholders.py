@@ -16,10 +16,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trimtab.diagnosis.records import Placeholder
-from trimtab.diagnosis.thresholds import THRESHOLDS as LIMITS
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.types import MIN_BEHAVIOR
+
+IMPOSSIBLE = -50.0  # nats: a whole number at most this large was not sampled [p = 2e-22]
+MIN_CONTRADICTED = 3  # fewest tokens that contradict a constant
+WHOLE_PLACE = 0.25  # share of contradicted tokens from which on a whole place is left out
+MIN_LAST_RATE = 20  # times as often at the last token as elsewhere, where the other side is far from it
+CHANCE = 9.2  # log of the chance by which a constant is contradicted as often as values near 0 [1e-4]
+MIN_CERTAIN = 50  # fewest tokens within 1e-3 of 0 that are compared with those at 0
+MIN_PADDING_RUN = 2  # fewest 0.0 on both sides at the end of a padded response
+MIN_PADDING_RESPONSES = 4  # fewest responses of one length that can be padded
+MIN_PADDING_SHARE = 0.2  # least share of responses that end with such padding
+MAX_PADDING_BIAS = 0.05  # share of k3 that certain last tokens, taken for padding, may cause [computed]
 
 PLACES = ("last", "end", "stretch", "single")
 """The last trained token; the tokens of one value before it; two and more in a row elsewhere; one alone."""
@@ -66,7 +76,7 @@ class PlaceholderSums:
             rows = np.bincount(table.row[inside], minlength=table.responses)
             counts = self.padding[end]
             counts.tokens += int(inside.sum())
-            counts.responses += int((rows >= LIMITS["padding-run"]).sum())
+            counts.responses += int((rows >= MIN_PADDING_RUN).sum())
             if table.ids is not None and len(self.ids[end]) < 3:
                 self.ids[end] |= set(np.unique(table.ids[inside])[:3].tolist())
 
@@ -111,15 +121,15 @@ class PlaceholderSums:
             tokens, apart = self._everywhere(name, value)
             if tokens < 2 * self.around[name, value]:
                 return None
-            if value < MIN_BEHAVIOR or (name == "behavior" and value <= LIMITS["impossible"]):
+            if value < MIN_BEHAVIOR or (name == "behavior" and value <= IMPOSSIBLE):
                 return found
-            frequent = tokens >= LIMITS["placeholder-tokens"]
+            frequent = tokens >= MIN_CONTRADICTED
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share, tokens) else None
-        if counts.apart < LIMITS["placeholder-tokens"]:
+        if counts.apart < MIN_CONTRADICTED:
             return None
         if self._is_usual(name, share, counts.tokens) and not self._is_only_last(name, place, counts):
             return None
-        return replace(found, uncertain_only=share < LIMITS["placeholder-apart"])
+        return replace(found, uncertain_only=share < WHOLE_PLACE)
 
     def _everywhere(self, name: str, value: float) -> tuple[int, int]:
         """Returns the tokens with a value at any place, and those where the other side is far away."""
@@ -129,7 +139,7 @@ class PlaceholderSums:
     def _is_usual(self, name: str, share: float, tokens: int) -> bool:
         """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
         certain = self.usual[name, "certain"]
-        usual = certain if certain.tokens >= LIMITS["certain-tokens"] else self.usual[name, "any"]
+        usual = certain if certain.tokens >= MIN_CERTAIN else self.usual[name, "any"]
         if not usual.tokens:  # the column holds nothing else
             return False
         expected = (usual.apart + 1) / (usual.tokens + 20)
@@ -137,12 +147,12 @@ class PlaceholderSums:
             return True
         # The binomial tail, by Chernoff's bound.
         inside = (1 - share) * math.log((1 - share) / (1 - expected)) if share < 1 else 0.0
-        return tokens * (share * math.log(share / expected) + inside) < LIMITS["placeholder-chance"]
+        return tokens * (share * math.log(share / expected) + inside) < CHANCE
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
         """Whether 0.0 is frequent at the last token, where the other side is far away, and rare elsewhere."""
         elsewhere = (self._everywhere(name, 0.0)[0] - counts.tokens + 1) / self.tokens
-        frequent = counts.tokens / self.responses > LIMITS["placeholder-last"] * elsewhere
+        frequent = counts.tokens / self.responses > MIN_LAST_RATE * elsewhere
         return place == "last" and frequent and counts.apart >= 0.5 * counts.tokens
 
     def _is_padded(self, end: str) -> bool:
@@ -150,9 +160,9 @@ class PlaceholderSums:
         few = len(self.lengths) <= max(1, self.responses // 10)
         chance = self._chance(end)
         return (
-            self.responses >= LIMITS["padding-responses"]
+            self.responses >= MIN_PADDING_RESPONSES
             and few
-            and counts.responses >= LIMITS["padding-share"] * self.responses
+            and counts.responses >= MIN_PADDING_SHARE * self.responses
             and counts.tokens > 3 * chance * self.responses
             and len(self.ids[end]) <= 2
         )
@@ -166,7 +176,7 @@ class PlaceholderSums:
     def _padding(self, end: str) -> Placeholder:
         counts = self.padding[end]
         length = (self.tokens - counts.tokens) / self.responses
-        if not self.ids[end] and self._chance(end) > LIMITS["padding-bias"] * length:
+        if not self.ids[end] and self._chance(end) > MAX_PADDING_BIAS * length:
             raise TrimtabError(
                 f"both lists are padded with 0.0 ({counts.tokens} of {self.tokens} tokens at the {end} of "
                 f"{counts.responses} responses), and other tokens are 0.0 as well, so that padding cannot be told from "
