@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.diagnosis.known import KnownFault, known_faults
-from trimtab.diagnosis.records import NAMES
+from trimtab.diagnosis.records import CAUSES
 
 HEAD = """# Known faults
 
@@ -27,7 +27,7 @@ def row(fault: KnownFault) -> str:
 def markdown() -> str:
     """Returns the page, without the last line break."""
     parts = [HEAD.strip()]
-    for name in NAMES:
+    for name in CAUSES:
         rows = [row(fault) for fault in known_faults() if name in fault.causes]
         parts.append(f"## {name}\n\n" + ("\n".join([COLUMNS, *rows]) if rows else "None yet."))
     return "\n\n".join(parts)

@@ -7,6 +7,8 @@ proximal) over behavior.
 
 from __future__ import annotations
 
+import importlib.resources
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,7 +191,7 @@ class Measured:
 class Cause:
     """A cause of the mismatch.
 
-    name: one of `NAMES`. confidence: in (0, 1], from what is left once the cause is undone. evidence: a sentence with
+    name: one of `CAUSES`. confidence: in (0, 1], from what is left once the cause is undone. evidence: a sentence with
     the numbers that support it. fix: the remedy. share_of_k3: the part of k3 that undoing it removes, None where it is
     unknown. tokens: number of tokens that it concerns. repaired: k3 and ratio_mean of the tokens after undoing it;
     empty where it cannot be undone.
@@ -209,12 +211,25 @@ class Cause:
         return f"docs/causes.md#{self.name}"
 
 
-NAMES = (
-    *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
-    *("truncated-sampling", "undelivered", "stale", "stale-cache", "non-finite", "routing", "quantized", "precision"),
-    *("long-context", "unexplained"),
-)
-"""Names of causes."""
+@dataclass(frozen=True)
+class CauseKind:
+    """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it."""
+
+    name: str
+    plain: str
+    fix: str
+    must_fix: bool = False
+
+
+def _cause_kinds() -> dict[str, CauseKind]:
+    file = importlib.resources.files("trimtab.diagnosis") / "causes.toml"
+    return {row["name"]: CauseKind(**row) for row in tomllib.loads(file.read_text(encoding="utf-8"))["cause"]}
+
+
+CAUSES = _cause_kinds()
+"""All kinds of causes by name."""
+MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)
+"""Names of those that must be fixed before any correction, worst first."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.terminal import rows
 from trimtab.diagnosis.reading.layouts import LAYOUTS
-from trimtab.diagnosis.records import NAMES, Cause, DataSummary, Settings
+from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, Settings
 
 DOCS = Path(__file__).parents[3] / "docs"
 OWN = Settings("bfloat16", "float32", "none", ())
@@ -40,7 +40,7 @@ def test_every_row_is_whole() -> None:
         assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", fault.link)
         assert date.fromisoformat(fault.date).year >= 2024
         assert fault.causes
-        assert set(fault.causes) <= set(NAMES)
+        assert set(fault.causes) <= set(CAUSES)
         assert fault.engine in ("", "vllm", "sglang", "transformers")
         assert fault.engine or fault.trainers or fault.models, "a fault is one of something"
         for text in (fault.symptom, fault.repair, fault.feature):
@@ -144,7 +144,7 @@ def test_the_page_is_generated() -> None:
 
 def test_every_cause_has_a_section_and_nothing_else_has() -> None:
     text = (DOCS / "causes.md").read_text(encoding="utf-8")
-    assert re.findall(r"^#+ (.+)$", text, re.MULTILINE)[1:] == list(NAMES)
+    assert re.findall(r"^#+ (.+)$", text, re.MULTILINE)[1:] == list(CAUSES)
     for part in text.split("\n## ")[1:]:
         name, _, body = part.partition("\n")
         starts = re.findall(r"^\*\*(.+?)\.\*\*", body, re.MULTILINE)

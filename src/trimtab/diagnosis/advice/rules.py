@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.diagnosis.records import Cause, PresetOutcome
+from trimtab.diagnosis.records import MUST_FIX, Cause, PresetOutcome
 from trimtab.objectives.calibrate import bounds_of
-
-MUST_FIX = (
-    *("placeholder", "non-finite", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "raw-logprobs"),
-    *("temperature", "truncated-sampling", "undelivered", "stale-cache", "unexplained"),
-)
-"""Causes that must be fixed first, worst first: no correction makes up for them."""
 
 FEWEST = 100
 """Fewest trained tokens for which the kind of mismatch is inferred."""

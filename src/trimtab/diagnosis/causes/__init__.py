@@ -27,14 +27,13 @@ from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
 from trimtab.diagnosis.causes.precision import find_noise
-from trimtab.diagnosis.causes.remedies import REMEDIES
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.causes.unexplained import find_unexplained
 from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
-from trimtab.diagnosis.records import Cause, Measured
+from trimtab.diagnosis.records import CAUSES, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
 
@@ -68,7 +67,8 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     if len(tokens) >= MIN_TOKENS and not everywhere:
         causes += _search(tokens, Context(measured.size.floor, measured.origin.settings), without)
     # Noise is what remains when every fault is undone, so that it comes last.
-    return tuple(sorted(causes, key=lambda cause: (cause.name in NOISES, -cause.confidence)))
+    causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
+    return tuple(replace(cause, fix=CAUSES[cause.name].fix) for cause in causes)
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:
@@ -116,8 +116,7 @@ def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: R
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
     limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
     sure = round(min(finding.max_confidence, limit), 2)
-    evidence, fix, tokens = finding.evidence, REMEDIES[finding.name], finding.tokens
     if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
-        return Cause(finding.name, sure, evidence, fix, None, tokens)
+        return Cause(finding.name, sure, finding.evidence, tokens=finding.tokens)
     repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean}
-    return Cause(finding.name, sure, evidence, fix, share, tokens, repaired)
+    return Cause(finding.name, sure, finding.evidence, share_of_k3=share, tokens=finding.tokens, repaired=repaired)

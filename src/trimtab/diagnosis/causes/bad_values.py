@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.remedies import REMEDIES
 from trimtab.diagnosis.measure.placeholders import MIN_CONTRADICTED
 from trimtab.diagnosis.records import Cause, DataSummary, Measured, Placeholder
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
@@ -33,12 +32,12 @@ def find_placeholder(measured: Measured) -> Cause | None:
             "greedy (temperature 0)"
         )
         tokens = min(sum(one.tokens for one in found), trained)
-        return Cause("placeholder", 0.97, evidence, REMEDIES["placeholder"], tokens=tokens)
+        return Cause("placeholder", 0.97, evidence, tokens=tokens)
     tokens, before = measured.removed, measured.k3_before
     evidence = f"{'; '.join(map(_sentence, found[:4]))}. These {tokens} tokens are left out of every figure here"
     share = float(np.clip(1 - size["k3"] * trained / (before * (trained + tokens)), 0, 1)) if before > 0 else None
     repaired = {"k3": size["k3"], "ratio_mean": size["ratio_mean"]}
-    return Cause("placeholder", 0.97, evidence, REMEDIES["placeholder"], share, tokens, repaired)
+    return Cause("placeholder", 0.97, evidence, share_of_k3=share, tokens=tokens, repaired=repaired)
 
 
 def _sentence(one: Placeholder) -> str:
@@ -53,7 +52,7 @@ def find_nonfinite(origin: DataSummary) -> Cause | None:
         return None
     counts = ", ".join(f"{count} {name}" for name, count in origin.nonfinite.items() if count)
     evidence = f"values that are not finite at trained tokens: {counts}"
-    return Cause("non-finite", 0.99, evidence, REMEDIES["non-finite"], tokens=sum(origin.nonfinite.values()))
+    return Cause("non-finite", 0.99, evidence, tokens=sum(origin.nonfinite.values()))
 
 
 def find_above_zero(table: TokenTable) -> Cause | None:
@@ -67,4 +66,4 @@ def find_above_zero(table: TokenTable) -> Cause | None:
         "are not natural logarithms of probabilities, but perhaps probabilities, negated log-probs or sums of several "
         "tokens"
     )
-    return Cause("unexplained", CONFIDENCE_ABOVE_ZERO, evidence, REMEDIES["unexplained"], tokens=count)
+    return Cause("unexplained", CONFIDENCE_ABOVE_ZERO, evidence, tokens=count)

@@ -8,7 +8,6 @@ from trimtab.diagnosis.causes.detector import LEAST_K3, Residual
 from trimtab.diagnosis.causes.evidence import correlation
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import objection
-from trimtab.diagnosis.causes.remedies import REMEDIES
 from trimtab.diagnosis.records import Cause
 
 CONFIDENCE = 0.65  # confidence of unexplained [share right in the zoo]
@@ -25,14 +24,7 @@ def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_r
     evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
     if reason := objection(tokens, left):
         evidence += f": {reason}"
-    return Cause(
-        "unexplained",
-        CONFIDENCE,
-        evidence + _where(tokens),
-        REMEDIES["unexplained"],
-        1.0,
-        left.tokens,
-    )
+    return Cause("unexplained", CONFIDENCE, evidence + _where(tokens), share_of_k3=1.0, tokens=left.tokens)
 
 
 def _where(tokens: LogprobPairs) -> str:

@@ -6,10 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.diagnosis.advice.rules import MUST_FIX
 from trimtab.diagnosis.known import Match, matches
 from trimtab.diagnosis.output.hotspots import hotspots
-from trimtab.diagnosis.records import Cause, DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
+from trimtab.diagnosis.records import (
+    CAUSES,
+    MUST_FIX,
+    Cause,
+    DataSummary,
+    Diagnosis,
+    Measured,
+    MismatchSize,
+    PresetOutcome,
+)
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
 from trimtab.pages.numbers import beside, number, short, short_exponent
@@ -265,7 +273,7 @@ def cause_text(cause: Cause | None) -> str:
     if cause is None:
         return "Trainer and sampler agree: no cause stands out above the noise floor"
     word = next(word for least, word in CERTAINTY if cause.confidence >= least)
-    return f"{PLAIN[cause.name]} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
+    return f"{CAUSES[cause.name].plain} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
 
 
 def verdict(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -277,24 +285,3 @@ def verdict(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
-PLAIN = {
-    "placeholder": "Some log-probs in the file are constants that stand for missing values",
-    "misaligned": "Trainer and sampler log-probs are paired with the wrong tokens",
-    "retokenized": "The trainer scores other tokens than were sampled, since text was encoded again",
-    "log-base": "One side uses logarithms of another base",
-    "wrong-token": "The sampler reports the log-prob of another token than the one it sampled",
-    "copied": "One column of log-probs is a copy of the other, so nothing can be measured",
-    "temperature": "Trainer and sampler use different temperatures",
-    "raw-logprobs": "The sampler reports log-probs of another distribution than it samples from",
-    "truncated-sampling": "The sampler cuts its distribution (top-p, top-k or min-p), the trainer does not",
-    "undelivered": "New weights do not arrive at the sampler",
-    "stale": "The sampler used older weights than the trainer",
-    "stale-cache": "The sampler generates from a cache of older weights",
-    "non-finite": "Some log-probs are missing or not finite",
-    "routing": "A few tokens were routed to other experts of the model",
-    "quantized": "The difference is as large as that of quantized weights",
-    "precision": "The difference is ordinary rounding",
-    "long-context": "The difference grows with the length of the context",
-    "unexplained": "Something is wrong that no known cause explains",
-}
-"""What each cause means, in plain words."""

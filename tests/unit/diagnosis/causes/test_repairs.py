@@ -14,7 +14,7 @@ from tests.support.token_tables import table
 from trimtab.diagnosis.causes.detector import Residual
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.pipeline import diagnose
-from trimtab.diagnosis.records import NAMES
+from trimtab.diagnosis.records import CAUSES
 from trimtab.errors import TrimtabError
 
 
@@ -96,7 +96,7 @@ def test_unrelated_values_are_unexplained(tmp_path: Path) -> None:
 def test_a_fault_that_no_detector_knows_is_not_named_otherwise(kind: str, tmp_path: Path) -> None:
     file = KINDS[kind](tmp_path)
     known = diagnose(file).causes[0]
-    assert known.name in NAMES
+    assert known.name in CAUSES
     causes = diagnose(file, without=[known.name]).causes
     assert causes, "nothing was said"
     assert known.name not in {cause.name for cause in causes}
