@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -17,14 +16,16 @@ ENGINES = {"miles": "sglang", "prime-rl": "vllm"}
 """The sampler of trainers that have one only."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """One row of `known_faults.toml`.
+    """One row of `known_faults.toml`, matched with some data.
 
-    causes: names of causes that it shows as. engine, trainers: empty for any. versions: affected ones according to the
-    source, by package. seen: versions it was observed with. link, date: the post that describes it.
+    certain: whether the versions of the data are known to be affected. causes: names of causes that it shows as.
+    engine, trainers: empty for any. versions: affected ones according to the source, by package. seen: versions it was
+    observed with. link, date: the post that describes it.
     """
 
+    certain: bool = False
     causes: tuple[str, ...]
     symptom: str
     repair: str
@@ -43,22 +44,11 @@ class KnownFault:
         needed = [f"{name} {versions}" for name, versions in self.versions.items()]
         return ", ".join(filter(None, (*self.trainers, *(needed or [self.engine]), self.models, self.feature)))
 
-
-@dataclass(frozen=True)
-class Match:
-    """A fault that may be that of the data; `certain` if the versions are known to be affected."""
-
-    fault: KnownFault
-    certain: bool
-
     @property
     def text(self) -> str:
         """One sentence each on where it occurs, what it does and what repairs it, and the source."""
-        fault, word = self.fault, "known" if self.certain else "may apply"
-        return f"{word} ({fault.where}): {fault.symptom}. Repair: {fault.repair} ({fault.link})"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"certain": self.certain, **asdict(self.fault)}
+        word = "known" if self.certain else "may apply"
+        return f"{word} ({self.where}): {self.symptom}. Repair: {self.repair} ({self.link})"
 
 
 @cache
@@ -70,7 +60,7 @@ def known_faults() -> tuple[KnownFault, ...]:
     return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
 
 
-def matches(cause: str, data: DataSummary) -> list[Match]:
+def matches(cause: str, data: DataSummary) -> list[KnownFault]:
     """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
 
     A fault is left out where the data is of another trainer or engine, or of versions that are not affected. Where
@@ -88,7 +78,5 @@ def matches(cause: str, data: DataSummary) -> list[Match]:
             for name, versions in fault.versions.items()
         ]
         if cause in fault.causes and not (of_other_trainer or of_other_engine or False in affected):
-            found.append(Match(fault, certain=bool(affected) and None not in affected))
-    return sorted(
-        found, key=lambda one: (not one.certain, data.framework not in one.fault.trainers, one.fault.trainers != ())
-    )
+            found.append(replace(fault, certain=bool(affected) and None not in affected))
+    return sorted(found, key=lambda one: (not one.certain, data.framework not in one.trainers, one.trainers != ()))

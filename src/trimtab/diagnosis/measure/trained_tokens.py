@@ -18,7 +18,7 @@ _FAR = 1 << 40  # position relative to a turn's boundary where there is none
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """The turns (by the column of the data, or runs of trained tokens in a response), per token (tokens,) int64.
+    """The turns (as in `TokenTable.turn_number`), per token (tokens,) int64.
 
     number: of its turn, from 0. after: position relative to the start of its turn, very large in a first turn. before:
     position relative to the next turn, -1 for the last token of a turn, very negative in a last turn.
@@ -150,19 +150,16 @@ class TrainedTokens:
 
     @cached_property
     def turns(self) -> Turns:
-        """The turns of the data, or else runs of trained tokens."""
-        known = None if self.table.turn is None else self.at_tokens(self.table.turn)
-        begin = np.append(True, np.diff(self.places) != 1 if known is None else np.diff(known) != 0)
+        """The turns of the trained tokens."""
+        number = self.at_tokens(self.table.turn_number)
+        begin = np.append(True, np.diff(number) != 0)
         begin[self.starts[:-1]] = True
         begins, turn = np.flatnonzero(begin), np.cumsum(begin) - 1
-        first = turn[self.starts[:-1]]  # each response's first turn
-        number = np.arange(len(begins)) - np.repeat(first, np.diff(np.append(first, len(begins))))
-        followed = np.append(number[1:] > 0, False)
-        number = number if known is None else known[begins]
-        behind = np.where(number > 0, begins, -_FAR)
-        ahead = np.where(followed, np.append(begins[1:], 0), _FAR)
+        behind = np.where(number[begins] > 0, begins, -_FAR)
+        is_followed = ~np.isin(np.append(begins[1:], self.starts[-1]), self.starts)
+        ahead = np.where(is_followed, np.append(begins[1:], 0), _FAR)
         place = np.arange(len(self))
-        return Turns(number[turn], place - behind[turn], place - ahead[turn])
+        return Turns(number, place - behind[turn], place - ahead[turn])
 
     @cached_property
     def cluster(self) -> np.ndarray:

@@ -24,7 +24,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "outside": outside(size),
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
         "causes": [
-            asdict(cause) | {"page": cause.page, "known": [match.as_dict() for match in matches(cause.name, origin)]}
+            asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in matches(cause.name, origin)]}
             for cause in diagnosis.causes
         ],
         "findings": [asdict(finding) for finding in findings(diagnosis)],

@@ -170,10 +170,8 @@ def _bar(text: str, share: float) -> Cell:
 def _kind(diagnosis: Diagnosis) -> Section:
     def card(cause: Cause) -> Card:
         known = [
-            Note(
-                f"{match.text} ({match.fault.date})", *(("known", "warn") if match.certain else ("may apply", "plain"))
-            )
-            for match in words.known_lines(diagnosis, cause)
+            Note(f"{fault.text} ({fault.date})", *(("known", "warn") if fault.certain else ("may apply", "plain")))
+            for fault in words.known_lines(diagnosis, cause)
         ]
         fix = [Note(cause.fix, "Fix")] if cause.fix else []
         tag = "repair this" if cause.name in words.faults(diagnosis) else ""

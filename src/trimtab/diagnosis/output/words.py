@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.diagnosis.known import Match, matches
+from trimtab.diagnosis.known import KnownFault, matches
 from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import (
     CAUSES,
@@ -236,7 +236,7 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
     return [*causes, *diagnosis.measured.origin.findings]
 
 
-def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[Match]:
+def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[KnownFault]:
     """Returns the known faults to show under a cause.
 
     Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
@@ -247,7 +247,7 @@ def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[Match]:
     found = [
         match
         for match in matches(cause.name, origin)
-        if match.certain or cause.name in wrong or (loud and origin.framework in match.fault.trainers)
+        if match.certain or cause.name in wrong or (loud and origin.framework in match.trainers)
     ]
     return found[:MOST_KNOWN]
 
