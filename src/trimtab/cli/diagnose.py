@@ -155,7 +155,7 @@ def _answer(
     from trimtab.diagnosis.output import compared
     from trimtab.diagnosis.output.html_page import write_page
     from trimtab.diagnosis.output.markdown import markdown as markdown_of
-    from trimtab.diagnosis.output.terminal import folded, verdict
+    from trimtab.diagnosis.output.terminal import folded, terminal_text
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
     from trimtab.diagnosis.redaction import Redaction, errors_kept_back
@@ -177,7 +177,7 @@ def _answer(
     elif form == "markdown":
         echo(markdown_of(diagnosis, comparison, command))
     elif comparison is None:
-        echo(verdict(diagnosis, shown, _width()))
+        echo(terminal_text(diagnosis, shown, _width()))
     else:
         echo(folded(compared.rows(diagnosis, comparison, shown), _width()))
 
@@ -186,8 +186,7 @@ def _watch(
     folder: Path, framework: str | None, columns: dict[str, str], bounds: Sequence[str], every: float, *, as_json: bool
 ) -> int:
     """Prints a line for each new step until Ctrl-C or SIGTERM; returns 1 after an alarm, else 0."""
-    from trimtab.diagnosis.output.watch_lines import event_lines, last_line, opening_line
-    from trimtab.diagnosis.watch import StepReport, Watch, parse_bounds
+    from trimtab.diagnosis.watch import StepReport, Watch, event_lines, last_line, opening_line, parse_bounds
 
     watched = Watch(folder, parse_bounds(bounds), framework, columns)
     stop = threading.Event()

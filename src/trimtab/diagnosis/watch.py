@@ -14,9 +14,11 @@ import numpy as np
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.output.as_json import plain
+from trimtab.diagnosis.output.words import format_count, format_number
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.tables import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.pages.numbers import number
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
 
@@ -81,17 +83,17 @@ def parse_bounds(given: Sequence[str]) -> tuple[Bound, ...]:
     """
     values: dict[str, float | None] = dict.fromkeys(DEFAULT_BOUNDS)
     for text in (part.strip() for word in given for part in word.split(",")):
-        name, equals, number = (part.strip() for part in text.partition("="))
+        name, equals, value = (part.strip() for part in text.partition("="))
         if name not in UPPER + LOWER:
             raise TrimtabError(f"--bound: unknown figure {name!r}{did_you_mean(name, UPPER + LOWER)}")
-        if equals and not number:
+        if equals and not value:
             values.pop(name, None)
             continue
         try:
-            values[name] = float(number) if number else None
+            values[name] = float(value) if value else None
         except ValueError:
             raise TrimtabError(
-                f"--bound {text!r}: {number!r} is not a number; write NAME=VALUE, for example k3=0.02"
+                f"--bound {text!r}: {value!r} is not a number; write NAME=VALUE, for example k3=0.02"
             ) from None
     return tuple(_bound(name, value) for name, value in values.items())
 
@@ -177,10 +179,10 @@ class Watch:
         log = open_log(files, framework=self.framework, columns=self.columns)
         sums, responses, has_no_step = SizeSums(), 0, False
         digits = re.search(r"\d+", Path(_step_name(files[0])).name)
-        number = int(digits[0]) if digits else len(self._files)
+        step = int(digits[0]) if digits else len(self._files)
         for table in log.tables():
             has_no_step = table.step is None
-            stepped = replace(table, step=np.full(table.responses, number)) if has_no_step else table
+            stepped = replace(table, step=np.full(table.responses, step)) if has_no_step else table
             sums.add(TrainedTokens.of(stepped, responses))
             responses += table.responses
         if log.counts.dropped["unfinished last line"] and not is_last_try:
@@ -212,3 +214,36 @@ def _step_name(file: Path) -> str:
         return str(file.parent / ranked["step"])
     ranked = re.fullmatch(r"(\d+)_\d+\.pt", file.name)
     return str(file.parent / ranked[1]) if ranked else str(file)
+
+
+def opening_line(watch: Watch, every: float) -> str:
+    """Returns the line before the first step: what is watched, which bounds hold, how to end it."""
+    bounds = ", ".join(f"{bound.name} {bound.side} {bound.value:g}" for bound in watch.bounds) or "none"
+    absent = "" if watch.folder.is_dir() else ", which does not exist yet"
+    return f"watching {watch.folder}{absent}, every {every:g} s; alarm at: {bounds}; end with Ctrl-C"
+
+
+def event_lines(event: StepReport | str) -> list[str]:
+    """Returns the line of a step, then one for each bound it crosses; or the text of another event."""
+    if isinstance(event, str):
+        return [event]
+    figures = event.figures
+    left_out = f"; left out: {event.left_out}" if event.left_out else ""
+    line = (
+        f"{event.unit} {event.step}: k3 {format_number(figures['k3'])}, ratio {figures['ratio_q01']:.3g} to "
+        f"{figures['ratio_q99']:.3g} (1% to 99%), mean {figures['ratio_mean']:.4f}, ESS {number(figures['ess_token'])} "
+        f"of tokens, {number(figures['ess_seq'])} of sequences; {format_count(int(figures['sequences']), 'response')}, "
+        f"{format_count(int(figures['tokens']), 'token')}{left_out}"
+    )
+    alarms = [
+        f"ALARM {event.unit} {event.step}: {bound.name} {format_number(figures[bound.name])} is {bound.side} "
+        f"{bound.value:g}: {bound.action}"
+        for bound in event.crossed
+    ]
+    return [line, *alarms]
+
+
+def last_line(watch: Watch) -> str:
+    """Returns the line after the last step."""
+    calls = f", {format_count(watch.calls, 'call')}" if watch.calls else ""
+    return f"watched {format_count(watch.steps, 'step')}{calls}, {format_count(watch.alarms, 'alarm')}"

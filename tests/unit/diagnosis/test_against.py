@@ -65,9 +65,9 @@ def test_a_planted_factor_is_found_and_one_of_1_is_not(tmp_path: Path) -> None:
     assert (larger.paired, larger.pairs) == ("", 0)
     assert re.fullmatch(
         r"k3 in A relative to B: (3\.9|4|4\.1) times \(3\.\d to 4\.\d\), more than chance\.",
-        compared.verdict(first, larger)[0],
+        compared.verdict_lines(first, larger)[0],
     )
-    assert compared.verdict(first, equal)[0].endswith(", within chance.")
+    assert compared.verdict_lines(first, equal)[0].endswith(", within chance.")
 
 
 def test_the_same_responses_in_another_order_are_compared_with_themselves(tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_a_side_without_mismatch_and_sides_with_few_responses_have_words() -> No
     noisy = stream(0, 0.1)
     nothing, some = with_k3(of(exact, exact), 0.0, "exact"), with_k3(of(*noisy), 0.005)
     assert math.isnan(against(nothing, nothing).k3.value)
-    sentences = [compared.verdict(a, against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
+    sentences = [compared.verdict_lines(a, against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
     assert sentences == [
         "Trainer and sampler agree up to rounding in A and in B (k3 0 in A, 0 in B).",
         "Trainer and sampler agree up to rounding in B (k3 5.0e-3 in A, 0 in B).",
     ]
     few = against(some, with_k3(of(noisy[0][:3], noisy[1][:3]), 0.005))
     assert few.differs is None
-    assert compared.verdict(some, few)[0].endswith("too few responses for an interval.")
+    assert compared.verdict_lines(some, few)[0].endswith("too few responses for an interval.")
     assert "too few responses for an interval" in dict(compared.rows(some, few))["k3"]
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import trimtab
 from trimtab.cli.main import app
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.terminal import terminal_text
 from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.token_texts import token_texts
 from trimtab.errors import TrimtabError
@@ -53,7 +53,7 @@ def run_of(folder: Path, words: dict[str, int] | None = WORDS, model: str = "som
 
 
 def where(result: Diagnosis) -> str:
-    return next(line for line in verdict(result).splitlines() if line.startswith("where"))
+    return next(line for line in terminal_text(result).splitlines() if line.startswith("where"))
 
 
 @pytest.mark.e2e

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from trimtab.diagnosis.output.watch_lines import event_lines, last_line, opening_line
-from trimtab.diagnosis.watch import PATIENCE, StepReport, Watch, parse_bounds
+from trimtab.diagnosis.watch import (
+    PATIENCE,
+    StepReport,
+    Watch,
+    event_lines,
+    last_line,
+    opening_line,
+    parse_bounds,
+)
 from trimtab.errors import TrimtabError
 from trimtab.runs.metric_catalog import metric
 

@@ -14,7 +14,7 @@ from tests.support.fake_run import fake_run
 
 import trimtab
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.terminal import terminal_text
 from trimtab.diagnosis.output.words import outside
 from trimtab.pages.numbers import beside, number
 from trimtab.report.run_report import write_report
@@ -74,7 +74,7 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     marks = _marks(write_report(run))
     assert marks["k3"] == ("healthy" if healthy else "outside")
     assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(diagnosis.measured.size))
-    words = verdict(diagnosis)
+    words = terminal_text(diagnosis)
     size = next(line for line in words.splitlines() if line.startswith("size"))
     assert ("too much" in size or "beyond" in size) != healthy
     assert ('spaced verdict good"' in page(diagnosis)) <= healthy

@@ -26,12 +26,12 @@ from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Co
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
+from trimtab.diagnosis.causes.noise_groups import find_unexplained
 from trimtab.diagnosis.causes.precision import find_noise
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.causes.unexplained import find_unexplained
 from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
 from trimtab.diagnosis.records import CAUSES, Cause, Measured
 

@@ -2,7 +2,8 @@
 
 Rounding, quantized weights and routing move logits up and down by about one size, whatever the step, the age of the
 weights, the prompt or the depth in the context, and on average not at all, whatever the probability of the token. What
-moves tokens of one group further, or tokens of one probability all one way, is something else.
+moves tokens of one group further, or tokens of one probability all one way, is something else: `unexplained`, where no
+cause accounts for it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import LEAST_RMS, Residual
-from trimtab.diagnosis.causes.evidence import growth_of, log_size, rms_of
+from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, Residual
+from trimtab.diagnosis.causes.evidence import correlation, growth_of, log_size, rms_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.measure.grouped import explained
+from trimtab.diagnosis.records import Cause
 
 MAX_K3 = 0.6  # largest k3 that is called noise [4 bits in exact streams: .1]
 MAX_DIRECTION = 0.35  # largest share of the variance of shifts that the probability decides [8 bits: .3; T: .5]
@@ -27,6 +29,9 @@ MIN_PROMPTS = 8  # fewest prompts with so many tokens that are compared
 MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest to the one with the largest
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
+UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share right in the zoo]
+MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
+MIN_GROUP_LIFT = 2.0  # least ratio of a group's share of k3 to its share of the tokens
 
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
@@ -118,3 +123,31 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
         return None
     text = f"logits move {growth:.1f} times as far at step {largest} as at step {smallest} (z = {z:.1f})"
     return Steps(list(sizes), list(sizes.values()), text)
+
+
+def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_rest: bool) -> Cause | None:
+    """Returns the cause, None within the noise floor; `is_rest`: whether other causes were found and undone."""
+    if left.contract == "inside" and left.k3 < max(LEAST_K3, 3 * floor):
+        return None
+    related = correlation(np.exp(tokens.behavior), np.exp(tokens.trainer))
+    evidence = "after the causes above are undone, " if is_rest else ""
+    evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
+    if reason := objection(tokens, left):
+        evidence += f": {reason}"
+    return Cause("unexplained", UNEXPLAINED_CONFIDENCE, evidence + _where(tokens), share_of_k3=1.0, tokens=left.tokens)
+
+
+def _where(tokens: LogprobPairs) -> str:
+    """Points at the group of tokens (a turn, a step, a stretch of responses) with far more k3 than the others."""
+    k3 = tokens.k3
+    groups = {"turn": tokens.turn + 1, "tenth of the response": tokens.table.decile[tokens.index] + 1}
+    if tokens.step is not None:
+        groups["step"] = tokens.step
+    best, text = MIN_GROUP_LIFT, ""
+    for name, group in groups.items():
+        for value in np.unique(group)[:1000]:
+            inside = group == value
+            part, mass = inside.mean(), k3[inside].sum() / max(k3.sum(), 1e-300)
+            if MIN_GROUP_PART < part < 0.9 and mass > best * part:
+                best, text = mass / part, f"; {name} {value} holds {mass:.0%} of k3 with {part:.0%} of the tokens"
+    return text

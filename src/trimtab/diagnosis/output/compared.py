@@ -27,7 +27,7 @@ _AGREE = ("exact", "rounding")
 HEADS = ("", "A", "B", "A against B")
 
 
-def verdict(first: Diagnosis, comparison: Comparison) -> list[str]:
+def verdict_lines(first: Diagnosis, comparison: Comparison) -> list[str]:
     """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
     sizes = {"A": first.measured.size, "B": comparison.baseline.measured.size}
     if agree := [name for name, size in sizes.items() if size.verdict in _AGREE]:
@@ -44,7 +44,7 @@ def verdict(first: Diagnosis, comparison: Comparison) -> list[str]:
 def rows(first: Diagnosis, comparison: Comparison, page: Path | str | None = None) -> list[tuple[str, str]]:
     """Returns label and text of each line, as `terminal.rows` does."""
     sides = first, comparison.baseline
-    lines = labeled("verdict", verdict(first, comparison))
+    lines = labeled("verdict", verdict_lines(first, comparison))
     for name, of, side in zip("AB", comparison.names, sides, strict=True):
         lines.append((name, f"{of and f'{of}: '}{read_text(side.measured.origin)}"))
     changes = figures(first, comparison)[:3]
@@ -95,7 +95,7 @@ def paired_text(comparison: Comparison) -> str:
 def as_dict(first: Diagnosis, comparison: Comparison) -> dict[str, Any]:
     """Returns the value of the key `against`."""
     result = {
-        "verdict": verdict(first, comparison),
+        "verdict": verdict_lines(first, comparison),
         "changes": {
             name: change._asdict() | {"beyond_chance": beyond_chance(change, equal)}
             for name, change, equal in (

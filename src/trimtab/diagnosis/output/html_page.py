@@ -78,7 +78,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
         ],
         sections=[
             *against,
-            Section("", [Verdict(words.tone(diagnosis), answers(diagnosis))]),
+            Section("", [Verdict(words.severity(diagnosis), answers(diagnosis))]),
             *numbered,
             Section("For an issue", [Note(ISSUE), Card(code=markdown(diagnosis, comparison, command))]),
         ],
@@ -88,7 +88,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns what is wrong, how sure that is, what to do first, how large and where it is, and why, with labels."""
     lines = [
-        *((ANSWERS[label], text) for label, text in words.verdict(diagnosis)),
+        *((ANSWERS[label], text) for label, text in words.verdict_lines(diagnosis)),
         ("How large it is", words.size_text(diagnosis.measured)),
         *([("", masked)] if (masked := words.masked_text(diagnosis.measured.origin)) else []),
         ("Where it is", words.where_text(diagnosis)),
@@ -186,7 +186,7 @@ def _advice(diagnosis: Diagnosis) -> Section:
     wrong, recommended = words.faults(diagnosis), diagnosis.recommendation
     repair = f"Repair {' and '.join(wrong)}; " if wrong else ""
     most = max((outcome.bias for outcome in diagnosis.outcomes if math.isfinite(outcome.bias)), default=0.0) or 1.0
-    best = words.chosen(diagnosis)
+    best = words.recommended_outcome(diagnosis)
     rows = [
         (
             outcome.preset,
@@ -239,7 +239,7 @@ def _against(diagnosis: Diagnosis, comparison: Comparison) -> list[Part]:
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],
-            [("", line) for line in compared.verdict(diagnosis, comparison)],
+            [("", line) for line in compared.verdict_lines(diagnosis, comparison)],
         ),
         Table(compared.HEADS, figures, note=note),
         *([Fold("k3 by position, length and step", [Table(compared.HEADS, places)])] if places else []),

@@ -23,7 +23,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
     """Returns the text to paste. command: the command line that made it, if one did."""
     if comparison is None:
         size = diagnosis.measured.size
-        lines = [f"{label}: {text}" if label else text for label, text in words.verdict(diagnosis)]
+        lines = [f"{label}: {text}" if label else text for label, text in words.verdict_lines(diagnosis)]
         figures = [
             (name, words.figure(size, key), words.interval_of(size, key) or "–", band_text(f"mismatch/{key}"))
             for key, (name, _) in [*words.FIGURES.items()][:MAIN]
@@ -32,7 +32,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]
         items += [("where", words.where_text(diagnosis)), *_data(diagnosis)]
     else:
-        lines = compared.verdict(diagnosis, comparison)
+        lines = compared.verdict_lines(diagnosis, comparison)
         table = [compared.HEADS, *compared.figures(diagnosis, comparison)]
         items = [("paired", compared.paired_text(comparison))]
         for name, file, side in zip("AB", comparison.names, (diagnosis, comparison.baseline), strict=True):

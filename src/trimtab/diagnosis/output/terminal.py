@@ -16,7 +16,7 @@ MISSING = 3
 """Largest number of absent columns for which the terminal explains each."""
 
 
-def verdict(diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None) -> str:
+def terminal_text(diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
     return folded(rows(diagnosis, page), width)
 
@@ -48,7 +48,7 @@ def rows(diagnosis: Diagnosis, page: Path | str | None = None) -> list[tuple[str
     """Returns label and text of each line."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
     return [
-        *labeled("verdict", [f"{label}: {text}" if label else text for label, text in words.verdict(diagnosis)]),
+        *labeled("verdict", [f"{label}: {text}" if label else text for label, text in words.verdict_lines(diagnosis)]),
         *labeled("read", [words.read_text(origin), *(finding.text for finding in origin.findings)]),
         *([("missing", _missing(origin.missing))] if origin.missing else []),
         *labeled("size", _size(measured)),
@@ -86,7 +86,7 @@ def _cause(diagnosis: Diagnosis, cause: Cause) -> list[str]:
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:
-    wrong, outcome = words.faults(diagnosis), words.chosen(diagnosis)
+    wrong, outcome = words.faults(diagnosis), words.recommended_outcome(diagnosis)
     texts = [f"repair {cause.name}: {cause.fix}" for cause in diagnosis.causes if cause.name in wrong and cause.fix]
     texts.append(f"{words.method_text(diagnosis)}: {diagnosis.recommendation.why}")
     if outcome is not None:

@@ -243,7 +243,7 @@ def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[KnownFault]:
     repaired first and the data is not healthy.
     """
     origin, wrong = diagnosis.measured.origin, faults(diagnosis)
-    loud = not wrong and tone(diagnosis) != "good"
+    loud = not wrong and severity(diagnosis) != "good"
     found = [
         match
         for match in matches(cause.name, origin)
@@ -252,7 +252,7 @@ def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[KnownFault]:
     return found[:MOST_KNOWN]
 
 
-def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
+def recommended_outcome(diagnosis: Diagnosis) -> PresetOutcome | None:
     """Returns the outcome of the recommended preset, at the recommended bounds if there is one."""
     recommended = diagnosis.recommendation
     same = [outcome for outcome in diagnosis.outcomes if outcome.preset == recommended.preset]
@@ -260,7 +260,7 @@ def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
     return (exact or same or [None])[0]
 
 
-def tone(diagnosis: Diagnosis) -> str:
+def severity(diagnosis: Diagnosis) -> str:
     """Returns good if k3 is healthy, also with masked responses, and the only cause, if any, is `precision`."""
     harmless = all(cause.name == "precision" for cause in diagnosis.causes)
     measured = diagnosis.measured
@@ -276,7 +276,7 @@ def cause_text(cause: Cause | None) -> str:
     return f"{CAUSES[cause.name].plain} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
 
 
-def verdict(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+def verdict_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns the first two causes and what to do first, each after its label ("", Also, First)."""
     causes = [("Also" if index else "", f"{cause_text(cause)}.") for index, cause in enumerate(diagnosis.causes[:2])]
     fixes = [cause.fix for cause in diagnosis.causes if cause.name in MUST_FIX]

@@ -14,7 +14,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.html_page import answers
-from trimtab.diagnosis.output.terminal import rows, verdict
+from trimtab.diagnosis.output.terminal import rows, terminal_text
 from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
@@ -51,7 +51,7 @@ page      diagnose.html"""
 
 
 def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
-    assert verdict(example(), Path("diagnose.html")) == GOLDEN
+    assert terminal_text(example(), Path("diagnose.html")) == GOLDEN
 
 
 def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
@@ -70,7 +70,7 @@ def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
 
 
 def test_folded_lines_hold_the_same_words_under_their_label() -> None:
-    folded = verdict(example(), Path("diagnose.html"), width=80).splitlines()
+    folded = terminal_text(example(), Path("diagnose.html"), width=80).splitlines()
     assert max(map(len, folded)) <= 80
     assert " ".join(" ".join(folded).split()) == " ".join(GOLDEN.split())
     assert all(line.startswith(" " * 10) or line[:10].strip().isalpha() for line in folded)
@@ -79,7 +79,7 @@ def test_folded_lines_hold_the_same_words_under_their_label() -> None:
 def test_faults_come_before_the_correction() -> None:
     broken = example(causes=(Cause("temperature", 0.9, "Slope 0.4.", "Divide the trainer's logits by 0.7."),))
     nothing = Recommendation("", {}, "Fix temperature first.")
-    lines = verdict(replace(broken, recommendation=nothing)).splitlines()
+    lines = terminal_text(replace(broken, recommendation=nothing)).splitlines()
     assert lines[0].endswith("Trainer and sampler use different temperatures (temperature, sure, confidence 0.90).")
     assert lines[1].strip() == "First: Divide the trainer's logits by 0.7."
     do = next(index for index, line in enumerate(lines) if line.startswith("do "))
@@ -121,16 +121,16 @@ def test_the_place_of_a_fault_is_its_tokens_and_what_remains_is_told_apart() -> 
 
 def test_many_missing_columns_are_named_only() -> None:
     absent = {name: f"no {name}" for name in ("entropy", "step", "group", "advantage")}
-    lines = verdict(example(origin={"missing": absent})).splitlines()
+    lines = terminal_text(example(origin={"missing": absent})).splitlines()
     assert "missing   entropy, step, group, advantage; the page lists what each one would allow" in lines
 
 
 def test_the_absence_of_a_cause_is_stated() -> None:
-    assert "causes    none stands out above the noise floor" in verdict(example(causes=()))
+    assert "causes    none stands out above the noise floor" in terminal_text(example(causes=()))
 
 
 def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
-    text = verdict(example(origin={"findings": (Finding("note", "columns", "column \x1b[31mred\u202e"),)}))
+    text = terminal_text(example(origin={"findings": (Finding("note", "columns", "column \x1b[31mred\u202e"),)}))
     assert "column  [31mred" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -198,7 +198,7 @@ def test_entropy_is_not_named_together_with_probability() -> None:
 def test_without_mismatch_no_place_is_named() -> None:
     none = example(size={"mismatch": {**MISMATCH, "k3": 0.0}, "intervals": {}, "verdict": "exact"})
     assert words.where_text(none) == "nowhere: there is no mismatch"
-    assert "k3 (KL divergence) 0 nats per token: trainer and sampler compute the same" in verdict(none)
+    assert "k3 (KL divergence) 0 nats per token: trainer and sampler compute the same" in terminal_text(none)
 
 
 def test_drift_that_cannot_be_split_has_a_reason() -> None:
@@ -216,7 +216,7 @@ def test_shares_in_words(share: float, text: str) -> None:
 
 
 def test_the_outcome_of_the_recommended_bounds_is_shown_not_of_the_published() -> None:
-    result = words.chosen(example())
+    result = words.recommended_outcome(example())
     assert isinstance(result, PresetOutcome)
     assert (result.calibrated, result.changed) == (True, 0.01)
 

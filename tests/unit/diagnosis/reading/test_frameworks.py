@@ -15,8 +15,8 @@ from tests.support.token_tables import values
 
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.html_page import answers
-from trimtab.diagnosis.output.terminal import verdict
-from trimtab.diagnosis.output.words import tone
+from trimtab.diagnosis.output.terminal import terminal_text
+from trimtab.diagnosis.output.words import severity
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
@@ -236,13 +236,13 @@ def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measure
     assert kept < 1e-4
     assert masked.k3_with == pytest.approx(0.71 * masked.k3 + 0.29 * kept, rel=1e-6)
     text = "without 71 responses (71%) that the trainer masks out of its loss: k3 is 0."
-    assert text in verdict(diagnosis)
+    assert text in terminal_text(diagnosis)
     assert text in " ".join(answer for _, answer in answers(diagnosis))
-    assert tone(diagnosis) == "warn"
+    assert severity(diagnosis) == "warn"
     assert as_dict(diagnosis)["origin"]["masked"]["responses"] == 71
     nothing = diagnose(masking_run(tmp_path, 0.0))
     assert nothing.measured.origin.masked is None
-    assert "masks out of its loss" not in verdict(nothing)
+    assert "masks out of its loss" not in terminal_text(nothing)
 
 
 def test_nemo_rl_responses_outside_the_loss_can_be_read_all_the_same() -> None:
