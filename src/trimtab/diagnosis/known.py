@@ -79,4 +79,4 @@ def matches(cause: str, data: DataSummary) -> list[KnownFault]:
         ]
         if cause in fault.causes and not (of_other_trainer or of_other_engine or False in affected):
             found.append(replace(fault, certain=bool(affected) and None not in affected))
-    return sorted(found, key=lambda one: (not one.certain, data.framework not in one.trainers, one.trainers != ()))
+    return sorted(found, key=lambda row: (not row.certain, data.framework not in row.trainers, row.trainers != ()))

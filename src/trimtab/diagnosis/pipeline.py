@@ -108,7 +108,7 @@ def examine(
 
     whole, files = once()
     found = () if "placeholder" in without else whole.placeholders
-    if not found or sum(one.tokens for one in found) >= whole.origin.trained:
+    if not found or sum(placeholder.tokens for placeholder in found) >= whole.origin.trained:
         return replace(whole, placeholders=found), files
     cleaned, files = once(found)
     removed = whole.origin.trained - cleaned.origin.trained

@@ -97,7 +97,7 @@ def _option(
     find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
 ) -> tuple[list[CauseMatch], Residual] | None:
     """Returns the findings of a detector with what they leave; None where it finds nothing or that does not heal."""
-    findings = [one for one in find(tokens, context) if one.name not in excluded]
+    findings = [finding for finding in find(tokens, context) if finding.name not in excluded]
     if not findings:
         return None
     last = findings[-1]

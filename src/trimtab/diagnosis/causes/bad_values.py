@@ -22,7 +22,7 @@ _SIDES = {"behavior": "the sampler's log-prob is", "trainer": "the trainer's log
 
 def find_placeholder(measured: Measured) -> Cause | None:
     """Names the constants that `measure.placeholders` found."""
-    found = sorted(measured.placeholders, key=lambda one: -one.tokens)
+    found = sorted(measured.placeholders, key=lambda placeholder: -placeholder.tokens)
     if not found:
         return None
     trained, size = measured.origin.trained, measured.size.mismatch
@@ -31,7 +31,7 @@ def find_placeholder(measured: Measured) -> Cause | None:
             f"{_SIDES[found[0].column]} {found[0].value:.1f} at every token: the values never arrived, or decoding was "
             "greedy (temperature 0)"
         )
-        tokens = min(sum(one.tokens for one in found), trained)
+        tokens = min(sum(placeholder.tokens for placeholder in found), trained)
         return Cause("placeholder", 0.97, evidence, tokens=tokens)
     tokens, before = measured.removed, measured.k3_before
     evidence = f"{'; '.join(map(_sentence, found[:4]))}. These {tokens} tokens are left out of every figure here"
@@ -40,10 +40,10 @@ def find_placeholder(measured: Measured) -> Cause | None:
     return Cause("placeholder", 0.97, evidence, share_of_k3=share, tokens=tokens, repaired=repaired)
 
 
-def _sentence(one: Placeholder) -> str:
-    where = f"{_PLACES[one.place]} of {one.responses} responses"
-    certain = ", the other side is far from certain" if one.column != "both" and one.value == 0 else ""
-    return f"{_SIDES[one.column]} {one.value:.1f} at {one.tokens} tokens {where}{certain}"
+def _sentence(found: Placeholder) -> str:
+    where = f"{_PLACES[found.place]} of {found.responses} responses"
+    certain = ", the other side is far from certain" if found.column != "both" and found.value == 0 else ""
+    return f"{_SIDES[found.column]} {found.value:.1f} at {found.tokens} tokens {where}{certain}"
 
 
 def find_nonfinite(origin: DataSummary) -> Cause | None:

@@ -147,8 +147,10 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
 
     # Where responses have different offsets, one of them would also take stretches of the others.
     first, second = (by_responses, by_stretches) if has_others else (by_stretches, by_responses)
-    shifts = (_fitting(tokens, distance, one) for one in (first, second, by_all_tokens) if one.is_significant)
-    return next((shift for shift in shifts if shift is not None), None)
+    for candidate in (first, second, by_all_tokens):
+        if candidate.is_significant and (shift := _fitting(tokens, distance, candidate)) is not None:
+            return shift
+    return None
 
 
 def _fitting(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate) -> _Shift | None:

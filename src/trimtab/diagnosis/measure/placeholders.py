@@ -134,7 +134,7 @@ class PlaceholderSums:
     def _everywhere(self, name: str, value: float) -> tuple[int, int]:
         """Returns the tokens with a value at any place, and those where the other side is far away."""
         total = [self.counts[name, value, place] for place in PLACES if (name, value, place) in self.counts]
-        return sum(one.tokens for one in total), sum(one.apart for one in total)
+        return sum(counts.tokens for counts in total), sum(counts.apart for counts in total)
 
     def _is_usual(self, name: str, share: float, tokens: int) -> bool:
         """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
@@ -188,15 +188,15 @@ class PlaceholderSums:
 def placeholder_tokens(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> np.ndarray:
     """Returns which tokens of a table are placeholders (tokens,)."""
     result = np.zeros(table.tokens, dtype=bool)
-    for one in placeholders:
-        if one.column == "both":
+    for found in placeholders:
+        if found.column == "both":
             both = table.mask & (table.behavior == 0) & (table.trainer == 0)
-            result |= _edge(table, both, one.place)
+            result |= _edge(table, both, found.place)
             continue
-        values, other = (getattr(table, name) for name in sorted(COLUMNS, key=lambda name: name != one.column))
-        at = table.mask & (values == one.value)
-        inside = _places(table, at)[PLACES.index(one.place)]
-        result |= inside & (other < -0.1) if one.uncertain_only else inside
+        values, other = (getattr(table, name) for name in sorted(COLUMNS, key=lambda name: name != found.column))
+        at = table.mask & (values == found.value)
+        inside = _places(table, at)[PLACES.index(found.place)]
+        result |= inside & (other < -0.1) if found.uncertain_only else inside
     return result
 
 
