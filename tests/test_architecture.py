@@ -64,7 +64,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_338,
     "corrections": 1_656,
-    "diagnosis": 8_674,
+    "diagnosis": 8_517,
     "engines": 5_228,
     "environments": 1_958,
     "evaluation": 1_126,
