@@ -29,7 +29,7 @@ class RecipeComparison:
 def run_recipe_comparison(
     config: Config, out: Path, observer: ExperimentObserver | None = None, *, resume: bool = False
 ) -> RecipeComparison:
-    """Train every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
+    """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
 
     Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
     failed or diverged.

@@ -24,7 +24,7 @@ FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
 
 def write(folder: Path, result: RunSummary) -> None:
-    """Write result.json atomically; its presence marks a run as finished."""
+    """Writes result.json atomically; its presence marks a run as finished."""
     atomic.write_text(folder / FILE, json.dumps(asdict(result), allow_nan=False) + "\n")
 
 
@@ -66,7 +66,7 @@ def _check_settings(folder: Path, config: Config) -> None:
 
 
 def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
-    """Replace `results.parquet` atomically and return its path. Runs without a result have no row.
+    """Replaces `results.parquet` atomically and returns its path. Runs without a result have no row.
 
     The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
     seed, the reason in `error`).

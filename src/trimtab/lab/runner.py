@@ -46,7 +46,7 @@ class _Silent(ExperimentObserver):
 def run_experiment(
     plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None, keep: bool = False
 ) -> dict[str, RunSummary]:
-    """Train all runs of the plan and return the results by name; updates `out/results.parquet` after every run."""
+    """Trains all runs of the plan and returns the results by name; updates `out/results.parquet` after every run."""
     cells = {run.name: run.config for run in plan.runs}
     with atomic.locked(out, "comparison"):
         save = partial(results.write_results, out, plan)
@@ -61,7 +61,7 @@ def run_cells(
     keep: bool = False,
     save: Callable[[Mapping[str, RunSummary]], object] = lambda _: None,
 ) -> dict[str, RunSummary]:
-    """Train every recipe into its `out`, `workers` at a time, and return the results by name in the given order.
+    """Trains every recipe into its `out`, `workers` at a time, and returns the results by name in the given order.
 
     Finished runs are not trained again. A run that fails does not stop the others. `keep` keeps checkpoints. `save` is
     called with the results so far, at the start and after every run.
@@ -120,7 +120,7 @@ class _Worker:
         threading.Thread(target=self._run_jobs, daemon=True).start()
 
     def end(self, *, after_step: bool) -> None:
-        """Give the process no further job and end it, at once or after its current step."""
+        """Gives the process no further job and ends it, at once or after its current step."""
         with self._lock:
             self._stopped = True
             if after_step:

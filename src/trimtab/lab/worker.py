@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
-    """Train a run into `config.out`, write its result there and return it.
+    """Trains a run into `config.out`, writes its result there and returns it.
 
     `keep` keeps checkpoints and the start model. `command` is the command line of the experiment. `stop` is set by
     SIGTERM. An interrupted run continues from its checkpoint, or starts again if there is none. No error is raised

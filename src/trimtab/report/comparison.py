@@ -76,7 +76,7 @@ def compare(grouped: Groups, *, target: float | None = None) -> Comparison:
 
 
 def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
-    """Write the page `path` and `comparison.png` beside it, and return `path`.
+    """Writes the page `path` and `comparison.png` beside it, and returns `path`.
 
     `runs` maps a label to the run directories of its seeds. Raises `TrimtabError` when there is nothing to compare or
     a run's files are missing, empty or damaged.
@@ -85,7 +85,7 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 
 
 def write_page(comparison: Comparison, path: Path) -> Path:
-    """Write the page `path` and, beside it, a picture for documents that cannot include HTML."""
+    """Writes the page `path` and, beside it, a picture for documents that cannot include HTML."""
     write_output(path.parent / PICTURE, picture(comparison.groups))
     return write_output(path, _page(comparison, path.parent).html().encode())
 

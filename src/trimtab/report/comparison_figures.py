@@ -220,7 +220,7 @@ def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) ->
 def _draw_group(
     axes: Axes, series: Sequence[Series], line_style: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
 ) -> None:
-    """Draw the mean over the steps all seeds have, its band, and thin lines of the values as logged.
+    """Draws the mean over the steps all seeds have, its band, and thin lines of the values as logged.
 
     The thin lines are up to three single seeds; for other numbers of seeds their mean, if the thick line is a trailing
     mean.

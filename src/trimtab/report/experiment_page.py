@@ -43,7 +43,7 @@ def write_experiment_page(
     methods: Sequence[str] | None = None,
     verdict: str = "",
 ) -> Path:
-    """Write the page and return `path`.
+    """Writes the page and returns `path`.
 
     `notes` are sentences shown above the table, `verdict` is shown below them. `methods` gives the order of the rows.
     """

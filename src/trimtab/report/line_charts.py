@@ -53,7 +53,7 @@ def draw_chart(chart: Chart, lines: Lines, run: Run) -> Markup:
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
-    """Draw the curves; `top` is the end of the axis if all curves are 0 throughout."""
+    """Draws the curves; `top` is the end of the axis if all curves are 0 throughout."""
     for index, (label, steps, values) in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(steps) < 4 else None
@@ -71,7 +71,7 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool
 
 
 def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Draw every layer; of more than six layers five and the range of all over the steps they share."""
+    """Draws every layer; of more than six layers five and the range of all over the steps they share."""
     shown = list(curves)
     if len(curves) > len(CYCLE):
         common = reduce(np.intersect1d, [steps for _, steps, _ in curves])
@@ -84,7 +84,7 @@ def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw_bound(axes: Axes, key: str, run: Run) -> None:
-    """Draw a horizontal line at the recipe's value of `key` and extend the axis to it."""
+    """Draws a horizontal line at the recipe's value of `key` and extends the axis to it."""
     section, _, name = key.partition(".")
     value = run.config.get(section, {}).get(name)
     if value is not None:
@@ -94,7 +94,7 @@ def _draw_bound(axes: Axes, key: str, run: Run) -> None:
 
 
 def _shade_healthy(axes: Axes, row: Metric) -> None:
-    """Shade the healthy band behind the curves without changing the limits of the axis."""
+    """Shades the healthy band behind the curves without changing the limits of the axis."""
     if row.low is None and row.high is None:
         return
     low, high = axes.get_ylim()

@@ -46,7 +46,7 @@ STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 
 
 def write_report(path: Path, out: Path | None = None) -> Path:
-    """Write `report.html` of the run directory `path` (into `out` if given) and return its path.
+    """Writes `report.html` of the run directory `path` (into `out` if given) and returns its path.
 
     Raises `TrimtabError` when the run's files are missing, empty or damaged.
     """

@@ -55,7 +55,7 @@ class TokenSectionData:
         return dict(end for end in (self.first, self.last) if end is not None)
 
     def add(self, config: Mapping[str, Any], step: int, file: Path) -> None:
-        """Add an even sample of the file of one step; `config` is the run's recipe."""
+        """Adds an even sample of the file of one step; `config` is the run's recipe."""
         log, sample, responses = open_log([file], framework=TRIMTAB_REPORT), Sample(), 0
         for table in log.tables():
             sample.add(table, responses)

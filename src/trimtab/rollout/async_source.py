@@ -78,7 +78,7 @@ class AsyncSource:
         return groups, stats
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
-        """Copy the weights, so that training can continue; each engine loads them before its next request."""
+        """Copies the weights, so that training can continue; each engine loads them before its next request."""
         update, state = WeightUpdate(version, share(weights), expected), self._state
         with state.buffer.changed:
             state.update = update
@@ -147,7 +147,7 @@ class AsyncSource:
             thread.interrupt.set()
 
     def _drop_stale(self) -> None:
-        """Drop groups that are too old for every later batch, and abort their generation.
+        """Drops groups that are too old for every later batch, and aborts their generation.
 
         With batches in order this happens only after a batch of groups without signal: it advances the version without
         consuming groups that were generated ahead.
@@ -161,7 +161,7 @@ class AsyncSource:
                 thread.interrupt.set()
 
     def _raise_error(self) -> None:
-        """Raise the error of another thread, if there is one, and deliver messages. Called before every wait."""
+        """Raises the error of another thread, if there is one, and delivers messages. Called before every wait."""
         if self._state.error is not None:
             raise self._state.error
         self._deliver_messages()

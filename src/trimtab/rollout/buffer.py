@@ -48,12 +48,12 @@ class Buffer:
         self._stats = RolloutStats()
 
     def reserve(self, count: int, version: int) -> GroupRange:
-        """Reserve the next `count` groups, to be generated while the trainer waits."""
+        """Reserves the next `count` groups, to be generated while the trainer waits."""
         with self.changed:
             return self.schedule.reserve(count, version)
 
     def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
-        """Add scored groups, except those that the schedule has dropped in the meantime."""
+        """Adds scored groups, except those that the schedule has dropped in the meantime."""
         with self.changed:
             for number, group in zip(request.numbers, groups, strict=True):
                 signal = has_reward_variance(group) or not self._relative_to_group
@@ -67,13 +67,13 @@ class Buffer:
             self.changed.notify_all()
 
     def repeat(self, request: GroupRange) -> None:
-        """Have the groups generated again, because their engine was lost."""
+        """Has the groups generated again, because their engine was lost."""
         with self.changed:
             self.schedule.repeat(request)
             self.changed.notify_all()
 
     def count(self, stats: RolloutStats) -> None:
-        """Add to the statistics of the next batch."""
+        """Adds to the statistics of the next batch."""
         with self.changed:
             self._stats.add(stats)
 
@@ -88,7 +88,7 @@ class Buffer:
         return self.schedule.prompts - len(self.schedule.ready())
 
     def expire(self) -> None:
-        """Drop groups that are too old for every later batch, and count their responses as stale."""
+        """Drops groups that are too old for every later batch, and counts their responses as stale."""
         with self.changed:
             for number in self.schedule.expire():
                 group = self._groups.pop(number, None)
@@ -100,7 +100,7 @@ class Buffer:
     def take(
         self, version: int, *, partial: bool = False, on_wait: Callable[[], None] | None = None
     ) -> tuple[list[Group], RolloutStats]:
-        """Wait for a batch; returns its groups and the statistics since the last call.
+        """Waits for a batch; returns its groups and the statistics since the last call.
 
         Args:
             version: number of updates before the step that trains on the batch.
@@ -128,7 +128,7 @@ class Buffer:
             return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
 
     def restore(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Restore `state()`."""
+        """Restores `state()`."""
         rows = trajectories.from_bytes(files[PENDING]) if PENDING in files else []
         with self.changed:
             self._groups = {number: [] for number in state["ready"]}

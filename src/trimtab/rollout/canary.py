@@ -212,7 +212,7 @@ class Canary:
         return _EngineSamples(np.array([completion.response_ids[0] for completion in completions]), logp)
 
     def _check_changed(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None) -> None:
-        """Raise `TrimtabError` if the log-probs have the same bits as before, although the policy changed."""
+        """Raises `TrimtabError` if the log-probs have the same bits as before, although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
         positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
@@ -227,7 +227,7 @@ class Canary:
     def _check_unmoved_part(
         self, samples: _EngineSamples, expected: CanaryPrediction, first: CanaryPrediction, noise: float
     ) -> None:
-        """Raise `TrimtabError` if a part of the weights, or of a cache, has stayed at those of the first check.
+        """Raises `TrimtabError` if a part of the weights, or of a cache, has stayed at those of the first check.
 
         Such a part shifts the engine's log-probs towards those of the first check, at first by less than the bound.
         """

@@ -67,19 +67,19 @@ class AsyncState:
     notes: list[str] = field(default_factory=list)
 
     def fail(self, error: BaseException) -> None:
-        """End the run: the trainer's next call for a batch raises `error`."""
+        """Ends the run: the trainer's next call for a batch raises `error`."""
         with self.buffer.changed:
             self.error = self.error or error
             self.buffer.changed.notify_all()
 
     def note(self, line: str) -> None:
-        """Queue a message for the user."""
+        """Queues a message for the user."""
         with self.buffer.changed:
             self.notes.append(line)
             self.buffer.changed.notify_all()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for `seconds` or until the run ends."""
+        """Waits for `seconds` or until the run ends."""
         with self.buffer.changed:
             self.buffer.changed.wait_for(lambda: self.closed, seconds)
 
@@ -113,7 +113,7 @@ class EngineThread:
             self.state.fail(error)
 
     def _run_once(self) -> None:
-        """Generate one request; if the engine is lost, requeue the request and restart the engine."""
+        """Generates one request; if the engine is lost, requeues the request and restarts the engine."""
         self.request = None
         try:
             generated = self._generate(self._next())
@@ -128,7 +128,7 @@ class EngineThread:
             self.state.buffer.changed.notify_all()
 
     def _next(self) -> GroupRange:
-        """Wait for a request that may be generated under the engine's weights; load newer weights first."""
+        """Waits for a request that may be generated under the engine's weights; loads newer weights first."""
         changed, schedule = self.state.buffer.changed, self.state.buffer.schedule
         while True:
             with changed:
@@ -142,7 +142,7 @@ class EngineThread:
             self._update_weights(update)
 
     def _wait_if_paused(self) -> WeightUpdate | None:
-        """Wait while paused, then return weights that are newer than the engine's, if there are any.
+        """Waits while paused, then returns weights that are newer than the engine's, if there are any.
 
         Call it with the lock held. It clears the abort signal: whatever set it is visible here, or sets it again.
         """
@@ -166,7 +166,7 @@ class EngineThread:
         self.version = update.version
 
     def _generate(self, request: GroupRange) -> GeneratedGroups:
-        """Generate the responses; after an abort continue them, under newer weights if there are any."""
+        """Generates the responses; after an abort continues them, under newer weights if there are any."""
         collector, stats = self.state.collector, RolloutStats()
         with self.state.buffer.changed:  # tokenizers are not thread-safe
             prompts = collector.stream.at(request.first, request.count)
@@ -218,7 +218,7 @@ class EngineThread:
                 self._update_weights(update)
 
     def _restart(self, lost: EngineDeadError) -> None:
-        """Restart the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
+        """Restarts the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
         self.version = None
         while True:
             self._losses += 1
@@ -241,7 +241,7 @@ class EngineThread:
             return
 
     def _give_up(self, error: EngineDeadError) -> None:
-        """End this thread; without any other engine the run fails."""
+        """Ends this thread; without any other engine the run fails."""
         with self.state.buffer.changed:
             self.is_lost = self.idle = True
             self.state.working -= 1

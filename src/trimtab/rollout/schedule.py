@@ -75,7 +75,7 @@ class Schedule:
     _live: dict[int, GroupEntry] = field(default_factory=dict)
 
     def reserve(self, count: int, version: int) -> GroupRange:
-        """Assign the next `count` numbers and mark them as running under `version`, without checking their age."""
+        """Assigns the next `count` numbers and marks them as running under `version`, without checking their age."""
         request = GroupRange(self.drawn, count)
         self.drawn += count
         self._begin(request, version)
@@ -103,13 +103,13 @@ class Schedule:
         return request
 
     def repeat(self, request: GroupRange) -> None:
-        """Mark running groups as pending, because their engine was lost."""
+        """Marks running groups as pending, because their engine was lost."""
         for number in request.numbers:
             if self._has_state(number, "running"):
                 self._live[number] = GroupEntry("pending")
 
     def deliver(self, number: int, oldest: float, *, signal: bool = True) -> bool:
-        """Mark a running group as generated and scored; returns False if it was dropped in the meantime."""
+        """Marks a running group as generated and scored; returns False if it was dropped in the meantime."""
         if not self._has_state(number, "running"):
             return False
         self._live[number] = GroupEntry("ready" if signal else "no_signal", oldest)
@@ -133,7 +133,7 @@ class Schedule:
         return None
 
     def consume(self, numbers: Iterable[int], now: int) -> None:
-        """Remove the groups of the batch taken after `now` updates, and drop groups without signal."""
+        """Removes the groups of the batch taken after `now` updates, and drops groups without signal."""
         for number in numbers:
             if self._live[number].state not in ("ready", "no_signal"):
                 raise ValueError(f"group {number} is {self._live[number].state}: it cannot be consumed")
@@ -150,11 +150,11 @@ class Schedule:
             self.batches_left -= 1
 
     def wait(self, now: int, batches_left: int | None = None) -> None:
-        """Record that the trainer waits after `now` updates: it takes its next batch at exactly this version."""
+        """Records that the trainer waits after `now` updates: it takes its next batch at exactly this version."""
         self.latest, self.waiting, self.batches_left = now, True, batches_left
 
     def expire(self) -> list[int]:
-        """Drop groups that are too old for every later batch; returns their numbers."""
+        """Drops groups that are too old for every later batch; returns their numbers."""
         stale = [number for number, entry in self._entries() if self.latest - entry.oldest > self.max_lag]
         stale = [number for number in stale if self._live[number].state in ("running", "ready")]
         for number in stale:
@@ -196,7 +196,7 @@ class Schedule:
         }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
-        """Restore `state()`; `oldest` is the oldest version of each ready group."""
+        """Restores `state()`; `oldest` is the oldest version of each ready group."""
         self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], Counter(state["dropped"])
         self._live = {number: GroupEntry("pending") for number in state["unfinished"]}
         self._live |= {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}

@@ -24,7 +24,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
+    """Replaces the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
     with readable_errors(path):
         temporary = _temporary_path(path)
         try:
@@ -39,7 +39,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, data: bytes) -> Path:
-    """Write a file that a command produces, with its folder if that is missing, and return `path`."""
+    """Writes a file that a command produces, with its folder if that is missing, and returns `path`."""
     with readable_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, data)
@@ -47,7 +47,7 @@ def write_output(path: Path, data: bytes) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` (UTF-8) atomically."""
+    """Replaces the file `path` by `text` (UTF-8) atomically."""
     write_bytes(path, text.encode())
 
 
@@ -83,7 +83,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder by renaming it first, so that a partly deleted folder never has its name."""
+    """Deletes a folder by renaming it first, so that a partly deleted folder never has its name."""
     with readable_errors(path, "remove"):
         temporary = _temporary_path(path)
         path.rename(temporary)
@@ -91,7 +91,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Complete or remove what a killed process left in `folder`; only for the single process that writes there."""
+    """Completes or removes what a killed process left in `folder`; only for the single process that writes there."""
     if not folder.is_dir():
         return
     with readable_errors(folder, "clean up"):
@@ -128,7 +128,7 @@ def locked(folder: Path, user: str) -> Iterator[None]:
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append to an open file and flush it to the disk; on an error the file has its earlier content."""
+    """Appends to an open file and flushes it to the disk; on an error the file has its earlier content."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         while data:  # a nearly full disk accepts only a part of it
@@ -140,7 +140,7 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the list of names of a folder, to the disk (fsync)."""
+    """Flushes a file, or the list of names of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,7 +153,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 def _apply_umask(folder: Path) -> None:
-    """Set the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
+    """Sets the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
 
     The umask is taken from the mode of the folder, since the umask itself can only be read by setting it, for all
     threads.

@@ -54,7 +54,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
-        """Start a run in `path`, which is created if needed.
+        """Starts a run in `path`, which is created if needed.
 
         Raises `TrimtabError` if it already holds a run or another process uses it.
         """
@@ -80,7 +80,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Open an existing run for writing and remove files that a kill left incomplete.
+        """Opens an existing run for writing and removes files that a kill left incomplete.
 
         An incomplete last line of metrics.jsonl is dropped: its step was never checkpointed and is repeated.
         Raises `TrimtabError` if there is no run or another process is writing it.
@@ -114,7 +114,7 @@ class RunDirectory:
         return self.trajectory_folder / f"step-{step:06d}.parquet"
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step to metrics.jsonl and flush it to the disk; `step` must increase.
+        """Appends one step to metrics.jsonl and flushes it to the disk; `step` must increase.
 
         JSON has no NaN or infinity: such values become null and are counted in `metrics/nonfinite` (absent if none).
         Raises `ValueError` for a step that was already logged and `TrimtabError` when the file cannot be written.
@@ -135,7 +135,7 @@ class RunDirectory:
         return read_metrics(self.path / METRICS)
 
     def truncate_after(self, step: int) -> None:
-        """Remove metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
+        """Removes metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
 
         Later checkpoints are moved aside; they are damaged, or the run would continue from them.
         """
@@ -151,7 +151,7 @@ class RunDirectory:
         move_aside_after(self.checkpoint_root, step)
 
     def close(self) -> None:
-        """Release the directory. Idempotent."""
+        """Releases the directory. Idempotent."""
         self._close_metrics()
         if self._lock is not None:
             os.close(self._lock)

@@ -54,7 +54,7 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
 
 
 def move_aside_after(root: Path, step: int) -> list[Path]:
-    """Rename checkpoints newer than `step`, from which a run continues, and return their new paths.
+    """Renames checkpoints newer than `step`, from which a run continues, and returns their new paths.
 
     Those checkpoints are damaged. They remain as `step-000020.aside` for inspection; under their old name `delete_old`
     would count them as the newest.

@@ -129,7 +129,7 @@ _REQUIRED = ("method", "regime", "seed", "status", "error", "accuracy_before", "
 
 
 def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Replace `results.parquet` in `folder` atomically and return its path."""
+    """Replaces `results.parquet` in `folder` atomically and returns its path."""
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], SCHEMA), buffer)
     atomic.write_bytes(folder / TABLE, buffer.getvalue())

@@ -66,7 +66,7 @@ class Row:
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
-    """Write the trajectory file of one step atomically. Columns without values are left out."""
+    """Writes the trajectory file of one step atomically. Columns without values are left out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, _encode(rows, step, kept=False))
 

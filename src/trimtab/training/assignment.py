@@ -36,7 +36,7 @@ def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | No
 
 
 def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Iterator[tuple[int, MicroBatch]]:
-    """Yield this rank's micro-batches with their positions in `batch`; an empty one in rounds without one."""
+    """Yields this rank's micro-batches with their positions in `batch`; an empty one in rounds without one."""
     if ranks.size == 1:
         yield from enumerate(batch)
         return

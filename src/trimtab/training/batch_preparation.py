@@ -77,7 +77,7 @@ class Batch:
 
 
 def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
-    """Pack the groups, score the fixed policies, drop bad rows and compute advantages over what is left."""
+    """Packs the groups, scores the fixed policies, drops bad rows and computes advantages over what is left."""
     rows = [trajectory for group in groups for trajectory in group]
     dropped = 0
     while True:  # dropping a row changes the packing: the others are packed and scored again

@@ -66,7 +66,7 @@ MiniBatch = list[MicroBatch]
 
 
 def split_minibatches(groups: Sequence[Sequence[int]], minibatches: int) -> list[list[Sequence[int]]]:
-    """Split groups in order into `minibatches` nearly equal parts; empty parts are left out."""
+    """Splits groups in order into `minibatches` nearly equal parts; empty parts are left out."""
     bounds = np.linspace(0, len(groups), minibatches + 1).round().astype(int)
     return [list(groups[low:high]) for low, high in pairwise(bounds) if high > low]
 
@@ -98,7 +98,7 @@ class _Size(NamedTuple):
 def micro_batches(
     trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
+    """Yields the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
 
     A group that is larger than the budget is split.
     """
@@ -169,7 +169,7 @@ def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -
 
 
 def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: int) -> Iterator[tuple[list[int], _Size]]:
-    """Split one group into parts that fit the budget; a sample that does not fit alone is one part."""
+    """Splits one group into parts that fit the budget; a sample that does not fit alone is one part."""
     empty = _Size(prompts=1, prompt=len(trajectories[group[0]].prompt.ids))
     piece: list[int] = []
     size = empty

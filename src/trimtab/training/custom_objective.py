@@ -39,7 +39,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
 
 
 def refuse_other(saved: Config, config: Config, run: object) -> None:
-    """Raise `TrimtabError` if a run would be resumed with another custom objective than it was started with."""
+    """Raises `TrimtabError` if a run would be resumed with another custom objective than it was started with."""
     old, new = saved.objective, config.objective
     if (old.code, old.equation) == (new.code, new.equation):
         return

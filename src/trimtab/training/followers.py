@@ -31,7 +31,7 @@ from trimtab.types import Engine
 
 
 def shard_model(model: nn.Module, config: Config) -> nn.Module:
-    """Shard `model` in place over the ranks, as `[sharding]` says, and return it; one process leaves it unchanged.
+    """Shards `model` in place over the ranks, as `[sharding]` says, and returns it; one process leaves it unchanged.
 
     Call it before the optimizer is built. Weights are the leader's; on other ranks the model may have none.
     """

@@ -21,7 +21,7 @@ class IdleSteps:
         self._truncated = 0
 
     def observe(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor, max_tokens: int) -> str | None:
-        """Count the step of a batch, whose advantages are (rows, 1).
+        """Counts the step of a batch, whose advantages are (rows, 1).
 
         Returns a message at the first step of a condition and at every tenth after it, else None.
         """

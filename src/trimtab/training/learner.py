@@ -75,7 +75,7 @@ class Learner:
 
     @torch.no_grad()
     def score_fixed_policies(self, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return `batches` with log-probs of the proximal and the reference policy, as objective and advantages read.
+        """Returns `batches` with log-probs of the proximal and the reference policy, as objective and advantages read.
 
         A baseline for each token reads the proximal policy's squares too.
         """
@@ -123,7 +123,7 @@ class Learner:
     def update(
         self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None], *, step: int = 1
     ) -> StepStatistics:
-        """Train on one batch: `trainer.epochs` epochs, one optimizer update for each mini-batch.
+        """Trains on one batch: `trainer.epochs` epochs, one optimizer update for each mini-batch.
 
         Args:
             batches: the mini-batches, with advantages and the log-probs of the fixed policies.
@@ -188,7 +188,7 @@ class Learner:
         self._guarded_step(float(loss_sum), stats)
 
     def _guarded_step(self, loss: float, stats: StepStatistics) -> None:
-        """Step the optimizer, or skip the update if the loss or a gradient is not finite.
+        """Steps the optimizer, or skips the update if the loss or a gradient is not finite.
 
         Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
         """

@@ -78,7 +78,7 @@ class Trainer:
         return [HeldOut.build(evaluated, self.collector) for evaluated in self.eval_tasks]
 
     def train(self) -> dict[str, Any]:
-        """Train to the last step and return its metrics.
+        """Trains to the last step and returns its metrics.
 
         Raises `DivergedError` after updates that were not finite (the message names the last good checkpoint),
         `TrimtabError` after `trainer.max_idle_steps` steps without a training signal, `Stopped` on request.
@@ -98,7 +98,7 @@ class Trainer:
         return metrics
 
     def _train_step(self) -> dict[str, Any]:
-        """Run one iteration and return its metrics."""
+        """Runs one iteration and returns its metrics."""
         # 1. take
         start, version, steps = time.perf_counter(), self.learner.updates, self.config.trainer.steps
         self.observer.phase("collect", self.step, steps)
@@ -142,14 +142,14 @@ class Trainer:
             self.seconds["update"] = time.perf_counter() - start
 
     def _publish(self, *, force: bool = False) -> None:
-        """Publish the weights if `trainer.sync_every` updates have passed since the last publication."""
+        """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
         if force or self.learner.updates - self.source.published >= (self.config.trainer.sync_every or 1):
             self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
 
     def publish_now(self) -> None:
-        """Give the engines the current weights."""
+        """Gives the engines the current weights."""
         model, version, options = self.learner.model, self.learner.updates, {}
         for feature in self.learner.features:
             options |= feature.publish_options(model, version)
@@ -204,7 +204,7 @@ class Trainer:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
 
     def _write(self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: dict[str, float]) -> None:
-        """Write this step's files, then call sinks and observer: what a display shows is already on disk."""
+        """Writes this step's files, then calls sinks and observer: what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
             rows = batch.rows(stats, self.learner.mismatch_policy)
@@ -217,7 +217,7 @@ class Trainer:
         self.observer.step(metrics)
 
     def _stop_if_requested(self) -> None:
-        """Save a checkpoint and raise `Stopped` if any rank was asked to end the run. Called between two steps."""
+        """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""
         signal_number = int(current_ranks().all_reduce_max(self.stop.signal_number or 0))
         if not signal_number:
             return
@@ -227,14 +227,14 @@ class Trainer:
         raise Stopped(signal_number)
 
     def _stop_if_idle(self, batch: Batch) -> None:
-        """Save a checkpoint and raise `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
+        """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
         limit = self.config.trainer.max_idle_steps
         if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
             snapshot.save_if_unsaved(self)
             raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
 
     def _observe_idle(self, batch: Batch) -> list[str]:
-        """Update the count of idle steps; returns the message for this step, if there is one."""
+        """Updates the count of idle steps; returns the message for this step, if there is one."""
         if self.learner.objective.learns_without_advantage:
             return []
         message = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)

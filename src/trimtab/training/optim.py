@@ -87,7 +87,7 @@ def first_halving(config: SurgeConfig, surge: int) -> int:
 
 
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: RankGroup) -> float:
-    """Clip the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
+    """Clips the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
     if ranks.size == 1:
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
     grads = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -100,12 +100,12 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
 
 
 def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) -> None:
-    """Raise `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
+    """Raises `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
     finite = torch.stack([local_shard(parameter).detach().sum() for parameter in parameters]).isfinite().all()
     if ranks.all_reduce_sum(float(~finite)):
         raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the policy; those of other modules are constant."""
+    """Sets the learning rate of the policy; those of other modules are constant."""
     optimizer.param_groups[0]["lr"] = lr

@@ -47,7 +47,7 @@ class RankGroup:
         return self.rank == 0
 
     def broadcast(self, data: bytes) -> bytes:
-        """Return the leader's `data` on every rank; other ranks' argument is ignored."""
+        """Returns the leader's `data` on every rank; other ranks' argument is ignored."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
@@ -58,11 +58,11 @@ class RankGroup:
         return data if self.is_leader else buffer.numpy().tobytes()
 
     def broadcast_bool(self, value: bool) -> bool:
-        """Return the leader's `value` on every rank."""
+        """Returns the leader's `value` on every rank."""
         return self.broadcast(b"1" if value else b"0") == b"1"
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the `data` of all ranks, in the order of ranks, on every rank."""
+        """Returns the `data` of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -77,20 +77,20 @@ class RankGroup:
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def all_reduce_sum(self, value: float) -> float:
-        """Return the sum over ranks, added in their order: the same bits on every rank."""
+        """Returns the sum over ranks, added in their order: the same bits on every rank."""
         return sum(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
     def all_reduce_max(self, value: float) -> float:
-        """Return the largest value over ranks, on every rank."""
+        """Returns the largest value over ranks, on every rank."""
         return max(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
     def all_reduce_(self, tensor: Tensor) -> None:
-        """Replace a tensor on this rank's device by its sum over ranks, in place."""
+        """Replaces a tensor on this rank's device by its sum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return its result; a `TrimtabError` or `OSError` on one rank is raised on all.
+        """Runs `work` on every rank and returns its result; a `TrimtabError` or `OSError` on one rank is raised on all.
 
         The rank where it happened raises the error itself, the others a `TrimtabError` with its message.
         """
@@ -138,7 +138,7 @@ def _world_size() -> int:
 
 @contextmanager
 def join() -> Iterator[RankGroup]:
-    """Join the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
+    """Joins the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
 
     Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, a lost rank is a
     `TrimtabError` on the ranks that notice it. Raises `TrimtabError` for environment variables that are not torchrun's,

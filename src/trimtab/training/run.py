@@ -169,7 +169,7 @@ def train(
 
 @contextmanager
 def out_of_memory_as_user_error() -> Iterator[None]:
-    """Turn out-of-memory errors, of the machine or of a device, into a `TrimtabError`."""
+    """Turns out-of-memory errors, of the machine or of a device, into a `TrimtabError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -184,7 +184,7 @@ def out_of_memory_as_user_error() -> Iterator[None]:
 
 
 def _survey_prompts(trainer: Trainer) -> None:
-    """Report prompt lengths before training, and what happens to prompts that are too long."""
+    """Reports prompt lengths before training, and what happens to prompts that are too long."""
 
     def survey_prompts() -> None:
         survey = Survey.of(trainer.collector.stream)
@@ -203,7 +203,7 @@ def check(
     objective: Objective | None = None,
     environment: type | None = None,
 ) -> RunParts:
-    """Build the objective (if it is not given), the task, its environment and the rewards.
+    """Builds the objective (if it is not given), the task, its environment and the rewards.
 
     Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
     """
@@ -231,7 +231,7 @@ def check(
 
 
 def load_model(config: Config) -> LoadedModel:
-    """Load the trainable model in its master dtype; a laboratory model is warm-started on first use.
+    """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
 
     Ranks other than the leader load no weights; `shard_model` sends them.
     """
@@ -252,7 +252,7 @@ def build_trainer(
     observer: Observer,
     backends: Backends = LOCAL_BACKENDS,
 ) -> Trainer:
-    """Build engines, rollout source, learner and trainer around a loaded model."""
+    """Builds engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
     if config.routing.replay != "none":
         routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
@@ -352,7 +352,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Put `model` into training mode and add gradient checkpointing and LoRA adapters if the recipe says so.
+    """Puts `model` into training mode and adds gradient checkpointing and LoRA adapters if the recipe says so.
 
     Gradient checkpointing acts in training mode only. Dropout was switched off on loading.
     """

@@ -37,7 +37,7 @@ class SftResult:
 
 
 def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
-    """Train on gold answers for `sft.steps` steps and write the model to `out`, which must not exist yet."""
+    """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet."""
     observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
         raise TrimtabError(f"{out} is not empty: choose another --out")

@@ -52,7 +52,7 @@ class StepStatistics:
     def add_logps(
         self, micro: MicroBatch, logps: Tensor, perturbed: Tensor | None, version: int, *, measure: bool
     ) -> None:
-        """Measure the mismatch of the log-probs of policy `version`, if `measure`, and keep each row's first ones.
+        """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
 
         Later ones follow further updates.
         """
@@ -67,7 +67,7 @@ class StepStatistics:
                 self.versions[row] = version
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
-        """Keep the drift of each row of a micro-batch, in place of what an earlier epoch measured."""
+        """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""
         proximal = current if micro.proximal is None else micro.proximal
         trained = Sequences(micro.on_policy)
         parts = [log_ratio(proximal, micro.behavior, trained.mask), log_ratio(current, proximal, trained.mask)]
@@ -123,7 +123,7 @@ def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
-    """Merge the statistics of all ranks, in place, on every rank."""
+    """Merges the statistics of all ranks, in place, on every rank."""
     if stats.objective is not None:
         stats.objective = all_reduce_metrics(stats.objective, ranks)
     if stats.mismatch is not None:

@@ -27,12 +27,12 @@ class Stop:
         self._finishing = False
 
     def request(self, number: int = signal.SIGINT) -> None:
-        """Request the end of the run after the step in progress. May be called from any thread."""
+        """Requests the end of the run after the step in progress. May be called from any thread."""
         self.signal_number = self.signal_number or number
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle signals inside, in the main thread; handlers that the program has set itself are kept."""
+        """Handles signals inside, in the main thread; handlers that the program has set itself are kept."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         handled = [number for number in SIGNALS if in_main_thread and signal.getsignal(number) in defaults]

@@ -68,7 +68,7 @@ class Shards(Mapping[str, Tensor]):
         return metadata.size, metadata.properties.dtype
 
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
+        """Copies values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         parts = {name: target for name, target in targets.items() if local_shard(target).numel()}
@@ -99,7 +99,7 @@ def shape_and_dtype(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, tor
 
 @torch.no_grad()
 def copy_into(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors of a section into targets of the same names, shapes and dtypes; either side may be sharded."""
+    """Copies tensors of a section into targets of the same names, shapes and dtypes; either side may be sharded."""
     if isinstance(tensors, Shards):
         tensors.copy_into(targets)
         return

@@ -39,7 +39,7 @@ class Resumable(Protocol):
 
 
 def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
-    """Save the last finished step, mark it if it is the best so far, and delete old checkpoints.
+    """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
 
     `evaluated`: the evaluation of this step.
     """
@@ -49,7 +49,7 @@ def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
 
 
 def save_if_unsaved(trainer: Resumable) -> None:
-    """Save the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
+    """Saves the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
     exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
     if not current_ranks().broadcast_bool(exists):
         save(trainer, {})
@@ -66,7 +66,7 @@ def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
 
 
 def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
-    """Mark this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
+    """Marks this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
     value = _value_of_best(trainer, evaluated)
     if value is not None:
         store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
@@ -114,7 +114,7 @@ def capture(
 
 
 def resume(trainer: Resumable) -> None:
-    """Continue from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
+    """Continues from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
     run = trainer.run
     _check_same_recipe(run, trainer.config)
     checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
@@ -149,7 +149,7 @@ def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
-    """Raise `TrimtabError` if keys that affect results have changed; record the new values of the others."""
+    """Raises `TrimtabError` if keys that affect results have changed; records the new values of the others."""
     saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
     if saved.placement != config.placement and not _can_change_placement(saved, config):
         raise TrimtabError(

@@ -24,7 +24,7 @@ _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
 
 
 def flatten_state(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split nested dicts, lists, tuples, numbers, strings, tensors and numpy arrays into named tensors and JSON.
+    """Splits nested dicts, lists, tuples, numbers, strings, tensors and numpy arrays into named tensors and JSON.
 
     Keeps what JSON alone loses: tuples, integer keys, dtypes. Raises `TypeError` with the path of any other value.
     """
@@ -59,7 +59,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model` in place, keeping ties.
+    """Copies `tensors` into `model` in place, keeping ties.
 
     Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
     """
@@ -110,7 +110,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the global random generators. Warns if the number of CUDA devices differs: their draws change."""
+    """Restores the global random generators. Warns if the number of CUDA devices differs: their draws change."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])

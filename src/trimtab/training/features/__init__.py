@@ -37,7 +37,7 @@ def build_features(
     ranks: RankGroup,
     notify: Callable[[str], None],
 ) -> Iterator[Feature]:
-    """Yield the features of a recipe. Hooks are called in this order.
+    """Yields the features of a recipe. Hooks are called in this order.
 
     Args:
         model: the trained model, sharded and with its adapters.

@@ -74,7 +74,7 @@ class Calibration(Feature):
 
 
 def _score_proximal(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-    """Yield micro-batches with their proximal log-probs.
+    """Yields micro-batches with their proximal log-probs.
 
     With one update per batch these are the current policy's, which is not updated yet.
     """

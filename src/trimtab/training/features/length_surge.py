@@ -33,7 +33,7 @@ class LengthSurge(Feature):
     recent: list[float] = field(default_factory=list)
 
     def observe(self, step: int, length: float | None) -> str | None:
-        """Record the mean length of a finished step; returns a message if this is the step of the surge."""
+        """Records the mean length of a finished step; returns a message if this is the step of the surge."""
         if self.step is not None:
             return None
         if self.config.at is not None:

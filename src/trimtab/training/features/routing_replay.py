@@ -61,7 +61,7 @@ class RoutingReplay(Feature):
         return nullcontext({"routes": routes, "record": record})
 
     def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
-        """Attach the experts of the proximal pass, or their agreement with the engine's; count agreement in updates.
+        """Attaches the experts of the proximal pass, or their agreement with the engine's; counts agreement in updates.
 
         The engine's experts are compared once, in the proximal pass or in the first update; those of the proximal pass
         in every epoch.
