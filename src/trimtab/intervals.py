@@ -112,7 +112,7 @@ def best(intervals: Sequence[SeedMean | None], *, highest: bool) -> int | None:
 
 
 def problem_interval(values: ArrayLike, max_effective: float) -> Interval:
-    """Mean over problems of values in [0, 1] with its 95% interval, for problems drawn at random.
+    """Returns the mean over problems of values in [0, 1] with its 95% interval, for problems drawn at random.
 
     Args:
         values: one for each problem: right or wrong, or the share of its samples that are right, or its pass@k.
@@ -124,7 +124,7 @@ def problem_interval(values: ArrayLike, max_effective: float) -> Interval:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Wilson's 95% score interval of a share seen in `count` independent observations."""
+    """Returns Wilson's 95% score interval of a share seen in `count` independent observations."""
     scale = 1 + Z * Z / count
     center = (share + Z * Z / (2 * count)) / scale
     half = Z / scale * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -132,7 +132,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def macro_average(parts: Sequence[Interval]) -> Interval:
-    """Mean of independent estimates, each with the same weight (macro mean)."""
+    """Returns the mean of independent estimates, each with the same weight (macro mean)."""
     count = len(parts)
     value = sum(part.value for part in parts) / count
     below = math.sqrt(sum((part.value - part.low) ** 2 for part in parts)) / count

@@ -25,7 +25,7 @@ _DEFAULT_NAMES = {
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes in the package."""
+    """Returns the names of the recipes in the package."""
     folder = importlib.resources.files("trimtab") / "recipes"
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 

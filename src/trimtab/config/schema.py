@@ -386,5 +386,5 @@ class Config(Section):
         return bool(self.trainer.max_lag or remote)
 
     def dump(self) -> str:
-        """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""
+        """Returns the resolved recipe as TOML (absent options are left out, as TOML has no null)."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))

@@ -68,7 +68,7 @@ class Evidence:
         return _require(self._policy, "policy", "current")
 
     def over(self, numerator: str) -> Ratios:
-        """The ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
+        """Returns the ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
         return self.mismatch if numerator == "proximal" else self.policy
 
     @property

@@ -119,7 +119,7 @@ class Sequences:
         return total[:-1, None]
 
     def sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Sum over each sequence. No gradient flows through a process group."""
+        """Returns the sum over each sequence. No gradient flows through a process group."""
         total = values.sum(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "sum")
         if self.group is not None:
             total = total.detach().clone()
@@ -127,7 +127,7 @@ class Sequences:
         return total
 
     def max(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Largest value of each sequence, including the zeros of untrained positions."""
+        """Returns the largest value of each sequence, including the zeros of untrained positions."""
         largest = values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
         if self.group is not None:
             largest = largest.detach().clone()
@@ -135,7 +135,7 @@ class Sequences:
         return largest
 
     def mean(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Mean over the trained tokens of each sequence; 0 for a sequence without one."""
+        """Returns the mean over the trained tokens of each sequence; 0 for a sequence without one."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Sequences:
         return torch.cat([per_sequence, padding])[self.slots, 0].view(self.mask.shape)
 
     def prefix_sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-        """Sum over each sequence up to and including each token.
+        """Returns the sum over each sequence up to and including each token.
 
         Raises `ValueError` with a process group, whose ranks hold different parts of a sequence.
         """
@@ -175,7 +175,7 @@ class Sequences:
         return self.prefix_sum(self.mask.to(torch.float32))
 
     def count(self, where: Bool[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Number of tokens of each sequence at which `where` is True; it must be False outside the mask."""
+        """Returns the number of tokens of each sequence at which `where` is True; it must be False outside the mask."""
         return self.sum(where.view(torch.uint8).to(torch.float32))
 
     @cached_property

@@ -267,7 +267,7 @@ def _perplexity(log_mean: Float[Tensor, "sequences 1"], sequences: Sequences) ->
 
 
 def total(values: Tensor) -> Tensor:
-    """Sum as a float64 scalar."""
+    """Returns the sum as a float64 scalar."""
     # Counting is twice as fast as adding bools up.
     return (values.count_nonzero() if values.dtype == torch.bool else values.sum()).double()
 
@@ -277,5 +277,5 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Largest value as a float64 scalar; -inf for a batch without rows."""
+    """Returns the largest value as a float64 scalar; -inf for a batch without rows."""
     return values.amax().double() if values.numel() else values.new_full((), -torch.inf, dtype=torch.float64)

@@ -158,7 +158,7 @@ class Objective:
         return self.masks if self._counts_kept else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
-        """The fields of `PolicyLogps` that the weight and these masks read."""
+        """Returns the fields of `PolicyLogps` that the weight and these masks read."""
         reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
         if self.weight is not None and self.weight.level in TURN_LEVELS:
             reads |= {"turn"}

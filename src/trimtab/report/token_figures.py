@@ -68,7 +68,7 @@ def shift_svg(histogram: Shift) -> Markup:
 
 
 def entropy_svg(entropies: Mapping[int, np.ndarray]) -> Markup:
-    """Mean entropy (10,) of each tenth of the response, for one or two steps."""
+    """Returns the mean entropy (10,) of each tenth of the response, for one or two steps."""
 
     def paint(axes: Axes) -> None:
         for (step, values), (color, _, style) in zip(entropies.items(), _ENDS[-len(entropies) :], strict=True):

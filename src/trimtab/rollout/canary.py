@@ -186,7 +186,7 @@ class Canary:
         return difference
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last check."""
+        """Returns the metrics of the last check."""
         values = {"canary/abs_diff": self._difference, "canary/pull": self._projection}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -263,7 +263,7 @@ class Canary:
         return f"a part of the weights was not taken over ({head})"
 
     def _texts_with_version(self, version: int) -> IntArray:
-        """The texts; every second one begins with `version`, written in tokens of the text."""
+        """Returns the texts; every second one begins with `version`, written in tokens of the text."""
         texts = self._texts.copy()
         alphabet = np.unique(texts)
         digits = [version // len(alphabet) ** index % len(alphabet) for index in range(VERSION_TOKENS)]
@@ -279,7 +279,7 @@ def _equal(old: _EngineSamples, new: _EngineSamples, among: BoolArray) -> bool:
 
 
 def _texts(tokenizer: Any, count: int, length: int) -> IntArray:
-    """Token ids (count, length): excerpts of the corpus with different starts."""
+    """Returns token ids (count, length): excerpts of the corpus with different starts."""
     ids = np.array(tokenizer.encode(CORPUS, add_special_tokens=False), dtype=np.int64)
     starts = np.arange(count) * len(ids) // count
     return ids[(starts[:, None] + np.arange(length)) % len(ids)]

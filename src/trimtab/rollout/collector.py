@@ -114,11 +114,11 @@ class Collector:
         return groups
 
     def seed(self, request: GroupRange) -> int:
-        """The random seed of a request."""
+        """Returns the random seed of a request."""
         return derive(self.config.seed, "rollout", request.first)
 
     def reset_seeds(self, request: GroupRange) -> list[int]:
-        """The seeds of the environments of each group, whatever request the group belongs to."""
+        """Returns the seeds of the environments of each group, whatever request the group belongs to."""
         return [reset_seed(self.config.seed, number) for number in request.numbers]
 
     def _generate(self, request: GroupRange, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
@@ -174,7 +174,7 @@ class Collector:
     def _group(
         self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: RolloutStats
     ) -> Group:
-        """The usable trajectories of one prompt; others are counted and reported with their reason."""
+        """Returns the usable trajectories of one prompt; others are counted and reported with their reason."""
         group: Group = []
         outcomes = [completion.outcome for completion, _ in scored]
         stats.episodes += EpisodeCounts.of([outcome for outcome in outcomes if outcome is not None])
@@ -209,7 +209,7 @@ class Collector:
 
 
 def oldest(group: Group) -> float:
-    """The oldest policy version of the group's sampled tokens; infinite without one, as in demonstrations."""
+    """Returns the oldest policy version of the group's sampled tokens; infinite without one, as in demonstrations."""
     versions = (t.completion.policy_version[t.completion.sampled] for t in group if not t.off_policy)
     return min((int(tokens.min()) for tokens in versions if len(tokens)), default=math.inf)
 

@@ -118,7 +118,7 @@ def _endings(tokenizer: Any, sampling: SamplingParams) -> tuple[str, ...]:
 
 
 def _end(text: str, endings: Sequence[str]) -> int:
-    """Position after the first ending of a text; its length if it has none."""
+    """Returns the position after the first ending of a text; its length if it has none."""
     return min((text.find(ending) + len(ending) for ending in endings if ending in text), default=len(text))
 
 

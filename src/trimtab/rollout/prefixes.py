@@ -158,7 +158,7 @@ class PrefixPool:
         }
 
     def to_bytes(self) -> bytes:
-        """The waiting prefixes for a checkpoint, as trajectories without rewards."""
+        """Returns the waiting prefixes for a checkpoint, as trajectories without rewards."""
         return trajectories.to_bytes(
             [
                 Trajectory(
@@ -196,7 +196,7 @@ class PrefixPool:
         self.cycle, self._observed, self._observed_tokens = meta["cycle"], meta["observed"], meta["observed_tokens"]
 
     def _budget(self) -> int:
-        """Length in tokens of every prefix of a cycle, if whole responses are not sampled."""
+        """Returns the length in tokens of every prefix of a cycle, if whole responses are not sampled."""
         if self._observed == 0:
             raise ValueError(
                 "no response was observed since the last refill: the budget is a share of their mean length"

@@ -46,7 +46,7 @@ class PromptStream:
         return prompts
 
     def at(self, position: int, count: int) -> list[Prompt]:
-        """The `count` prompts from `position` on; does not change the position of the stream."""
+        """Returns the `count` prompts from `position` on; does not change the position of the stream."""
         return [self._prompt(position + offset) for offset in range(count)]
 
     def _prompt(self, position: int) -> Prompt:
@@ -62,7 +62,7 @@ class PromptStream:
         return self._replacement(position)
 
     def _replacement(self, position: int) -> Prompt:
-        """A prompt that is short enough; a pure function of (seed, position), like the order."""
+        """Returns a prompt that is short enough; a pure function of (seed, position), like the order."""
         rng = np.random.default_rng(derive(self.seed, "replacement", position))
         for index in rng.permutation(len(self.task.train)).tolist():
             prompt = self._encode(index)
@@ -80,7 +80,7 @@ class PromptStream:
         return new
 
     def state(self) -> dict[str, Any]:
-        """The counts for a checkpoint, as JSON."""
+        """Returns the counts for a checkpoint, as JSON."""
         return {"replaced": sorted(self.replaced), "logged": self.logged}
 
     def restore(self, state: Mapping[str, Any]) -> None:

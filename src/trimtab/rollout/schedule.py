@@ -116,7 +116,7 @@ class Schedule:
         return True
 
     def batch(self, *, partial: bool = False) -> list[int] | None:
-        """The groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
+        """Returns the groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
         ready: list[int] = []
         no_signal: list[int] = []
         for number, entry in self._entries():
@@ -166,7 +166,7 @@ class Schedule:
         self.dropped[reason] += 1
 
     def age(self, number: int, now: int) -> float:
-        """Age in updates of the oldest token of a live group."""
+        """Returns the age in updates of the oldest token of a live group."""
         return now - self._live[number].oldest
 
     def ready(self) -> list[int]:

@@ -49,7 +49,7 @@ class Batch:
     seconds: float
 
     def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
-        """Rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
+        """Returns rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
 
         They are NaN at observations, as the sampler's.
         """
@@ -154,7 +154,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
 
 
 def _advantages(rows: Sequence[Trajectory], learner: Learner) -> torch.Tensor:
-    """Advantages (rows, 1) in float32, from the rewards of each group."""
+    """Returns advantages (rows, 1) in float32, from the rewards of each group."""
     config = learner.config.advantage
     kind = learner.objective.advantage if config.kind in (None, TOKEN_BASELINE) else config.kind
     rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)

@@ -125,7 +125,7 @@ def to_tensors(
     updates_per_step: int = 1,
     share_prompts: bool = True,
 ) -> MicroBatch:
-    """The chosen trajectories as padded tensors on `device`.
+    """Returns the chosen trajectories as padded tensors on `device`.
 
     Args:
         version: completed updates at the begin of the step; with `updates_per_step` it gives the ages.
@@ -159,7 +159,7 @@ def to_tensors(
 
 
 def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -> set[int]:
-    """Rows with a proximal log-prob that is not finite at a trained token."""
+    """Returns rows with a proximal log-prob that is not finite at a trained token."""
     bad: set[int] = set()
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         if micro.proximal is not None:

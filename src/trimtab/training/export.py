@@ -114,7 +114,7 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
 
 
 def _empty_model(files: Path, config: Config) -> PreTrainedModel:
-    """A model with the right modules and buffers; every weight is replaced afterwards."""
+    """Returns a model with the right modules and buffers; every weight is replaced afterwards."""
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(files, trust_remote_code=False),

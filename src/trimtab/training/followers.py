@@ -51,7 +51,7 @@ def shard_model(model: nn.Module, config: Config) -> nn.Module:
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """The leader's run directory, built by `make`, and a read-only view of it on other ranks.
+    """Returns the leader's run directory, built by `make`, and a read-only view of it on other ranks.
 
     An error in `make` is raised on all ranks.
     """
@@ -61,7 +61,7 @@ def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirector
 
 
 def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
-    """The leader's rollout source, built by `make`, and on other ranks a source that receives its batches."""
+    """Returns the leader's rollout source, built by `make`, and on other ranks a source that receives its batches."""
     ranks = current_ranks()
     if not ranks.is_leader:
         return FollowerSource(collector, ranks)
@@ -149,7 +149,7 @@ class FollowerSource:
         return json.loads(self._ranks.broadcast(b""))
 
     def state(self, updates: int) -> SourceState:
-        """The sections that the leader's state has, without content."""
+        """Returns the sections that the leader's state has, without content."""
         return {"engine": {}} if self.published != updates else {}, {}, {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:

@@ -93,7 +93,7 @@ class HeldOut:
 
 
 def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingParams:
-    """The run's own sampling, greedy or as in training, with the stops and the length of the task."""
+    """Returns the run's own sampling, greedy or as in training, with the stops and the length of the task."""
     own = replace(collector.sampling, top_logprobs=0)
     if task is not collector.stream.task:
         max_tokens = collector.config.sampling.max_tokens or task.max_tokens

@@ -37,7 +37,7 @@ class IdleSteps:
         return f"no training signal: {reason}" if idle else f"{reason}: raise them?"
 
     def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
-        """The error of a run that ends after too many such steps, the last of which, `step`, is saved."""
+        """Returns the error of a run that ends after too many such steps, the last of which, `step`, is saved."""
         return TrimtabError(
             f"{self.steps} steps in a row had no training signal, the last one because "
             f"{_reason(trajectories, max_tokens)}; step {step} is saved: look at the reward and the responses, or "

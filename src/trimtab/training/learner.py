@@ -117,7 +117,7 @@ class Learner:
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
-        """Log-probs (rows, time) of the current policy, without perturbation."""
+        """Returns the log-probs (rows, time) of the current policy, without perturbation."""
         return self._score(self.model, ForwardPass(micro, "probe"))[0].logp
 
     def update(
@@ -224,7 +224,7 @@ class Learner:
             )
 
     def _prepare(self, assigned: Sequence[tuple[int, MicroBatch]]) -> Any:
-        """The objective's state of the whole update, such as denominators, over all micro-batches and ranks."""
+        """Returns the objective's state of the whole update, such as denominators, over all micro-batches and ranks."""
         state = None
         for index, micro in assigned:
             scores = None
@@ -255,7 +255,7 @@ class Learner:
         )
 
     def _score(self, model: nn.Module, call: ForwardPass, *, squares: bool = False) -> tuple[TokenScores, MicroBatch]:
-        """Scores of one forward with all features, and the micro-batch with what they add to it."""
+        """Returns the scores of one forward with all features, and the micro-batch with what they add to it."""
         micro, config = call.micro, self.config
         options: dict[str, Any] = {}
         with ExitStack() as stack:

@@ -156,7 +156,7 @@ class Trainer:
         self.source.publish(named_weights(model), version, **options)
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
-        """The metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
+        """Returns the metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
         self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         self.seconds["proximal"] = batch.seconds
         metrics: dict[str, Any] = {
@@ -182,7 +182,7 @@ class Trainer:
         return metrics | of_features
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
+        """Returns accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
 
         The sampler's own weights are restored afterwards.
         """

@@ -82,7 +82,7 @@ def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
 
 
 def first_halving(config: SurgeConfig, surge: int) -> int:
-    """The first step with a lower learning rate."""
+    """Returns the first step with a lower learning rate."""
     return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
 
 

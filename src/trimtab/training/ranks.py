@@ -115,7 +115,7 @@ _current = SINGLE_RANK
 
 
 def current_ranks() -> RankGroup:
-    """The ranks of the run, as seen from this process; `SINGLE_RANK` outside of `join`."""
+    """Returns the ranks of the run, as seen from this process; `SINGLE_RANK` outside of `join`."""
     return _current
 
 
@@ -197,5 +197,5 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def _error_message(error: Exception) -> bytes:
-    """The message of `error`, never empty: an empty message means success."""
+    """Returns the message of `error`, never empty: an empty message means success."""
     return (str(error) or type(error).__name__).encode()

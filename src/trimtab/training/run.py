@@ -365,7 +365,7 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:
-    """The sampling parameters of a run: the recipe's distribution, the task's stop strings and length.
+    """Returns the sampling parameters of a run: the recipe's distribution, the task's stop strings and length.
 
     centered: whether the objective reads the sampler's most probable ids.
     """

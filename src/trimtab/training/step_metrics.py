@@ -15,7 +15,7 @@ from trimtab.types import Trajectory
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy.
+    """Returns rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy.
 
     A length counts sampled tokens; with observations between turns `length/episode` counts all.
     """
@@ -43,14 +43,14 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
+    """Returns the mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
     completions = [t.completion for t in trajectories]
     entropies = [c.entropy[c.sampled] for c in completions if c.entropy is not None]
     return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
 
 
 def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
-    """Counts of sampled tokens and groups, and of trajectories that could not be used."""
+    """Returns the counts of sampled tokens and groups, and of trajectories that could not be used."""
     episodes = stats.episodes
     return {
         "tokens/decoded": stats.decoded,
@@ -66,7 +66,7 @@ def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
 
 
 def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
-    """Metrics of mismatch, objective and optimizer.
+    """Returns the metrics of mismatch, objective and optimizer.
 
     `optim/grad_norm` is the mean over the step's updates, before clipping; `optim/grad_clipped` is the share of updates
     above the bound.
@@ -86,7 +86,7 @@ def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: fl
 
 
 def _drift(stats: StepStatistics) -> dict[str, float]:
-    """Quantiles over responses of the two parts of their mean log π/μ."""
+    """Returns the quantiles over responses of the two parts of their mean log π/μ."""
     known = [drift for drift in stats.drifts.values() if not np.isnan(drift).any()]
     return {
         f"drift/{part}_q{round(100 * level):02d}": float(np.quantile(values, level))

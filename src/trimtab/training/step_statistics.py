@@ -83,7 +83,7 @@ def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> M
 
 
 def without_counts(metrics: Metrics) -> Metrics:
-    """The metrics of an empty micro-batch as zeros, so that adding them changes nothing."""
+    """Returns the metrics of an empty micro-batch as zeros, so that adding them changes nothing."""
     parts: dict[str, Mergeable] = {}
     for name, part in metrics.parts.items():
         sums = {f.name: torch.zeros_like(getattr(part, f.name)) for f in fields(part) if "merge" not in f.metadata}
@@ -92,7 +92,7 @@ def without_counts(metrics: Metrics) -> Metrics:
 
 
 def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:
-    """The merged metrics of all ranks; every rank must have the same names."""
+    """Returns the merged metrics of all ranks; every rank must have the same names."""
     local = {
         f"{name}|{f.name}": value
         for name, part in metrics.parts.items()
@@ -110,7 +110,7 @@ def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:
 
 
 def all_gather_tensors(local: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
-    """The tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
+    """Returns the tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
     tensors: dict[str, Tensor] = {}
     for data in ranks.gather(_to_bytes(local)):
         tensors |= load(data)

@@ -89,7 +89,7 @@ class PromptGrid:
         return rows.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
 
     def to_rows(self, grid: Float[Tensor, "prompts heads more x"], group: int) -> Float[Tensor, "rows heads group x"]:
-        """The inverse of `to_grid`; what follows the rows along `more` is dropped."""
+        """Returns the inverse of `to_grid`; what follows the rows along `more` is dropped."""
         most = self._shape[1]
         rows = grid[:, :, : most * group].unflatten(2, (most, group)).transpose(1, 2).flatten(0, 1)
         return rows if self._slot is None else rows[self._slot]

@@ -63,7 +63,7 @@ class Shards(Mapping[str, Tensor]):
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def shape_and_dtype(self, name: str) -> tuple[Size, torch.dtype]:
-        """Shape and dtype of a whole tensor, without reading it."""
+        """Returns shape and dtype of a whole tensor, without reading it."""
         metadata: Any = self._metadata.state_dict_metadata[name]
         return metadata.size, metadata.properties.dtype
 
@@ -91,7 +91,7 @@ class Shards(Mapping[str, Tensor]):
 
 
 def shape_and_dtype(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dtype]:
-    """Shape and dtype of a tensor in a section, sharded or not."""
+    """Returns shape and dtype of a tensor in a section, sharded or not."""
     if isinstance(tensors, Shards):
         return tensors.shape_and_dtype(name)
     return tensors[name].shape, tensors[name].dtype
@@ -108,7 +108,7 @@ def copy_into(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
 
 
 def _local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of `like`: all of it, unless `like` is sharded."""
+    """Returns the part of `whole` that this rank holds of `like`: all of it, unless `like` is sharded."""
     if not is_sharded(like):
         return whole
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -154,7 +154,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Copies of saved optimizer state, each sharded like the parameter it belongs to.
+    """Returns copies of saved optimizer state, each sharded like the parameter it belongs to.
 
     Copies, because loaded tensors are memory-mapped from files that `store.delete_old` may delete later in the run.
     """

@@ -111,7 +111,7 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
 
 def _verify_files(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
-    """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
+    """Returns the names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
     needed = [
         name

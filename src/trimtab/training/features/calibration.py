@@ -83,7 +83,7 @@ def _score_proximal(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Ite
 
 
 def _kept_share(objective: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -> float:
-    """Share of trained tokens that the objective's weight and masks keep before the first update."""
+    """Returns the share of trained tokens that the objective's weight and masks keep before the first update."""
     metrics = reduce(
         add,
         (

@@ -74,7 +74,7 @@ class PolicyLearner(Protocol):
     lr_factor: float
 
     def logp(self, micro: MicroBatch) -> Tensor:
-        """Log-probs (rows, time) of the current policy, without perturbation."""
+        """Returns the log-probs (rows, time) of the current policy, without perturbation."""
         ...
 
 
@@ -119,7 +119,7 @@ class Feature:
         return micro
 
     def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
-        """A context for one forward. Its value are keywords for `models.logprobs.score`."""
+        """Returns a context for one forward. Its value holds keywords for `models.logprobs.score`."""
         return nullcontext({})
 
     def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
@@ -130,7 +130,7 @@ class Feature:
         """Called before the first update of step `step` (from 1), with advantages and log-probs of fixed policies."""
 
     def learning_rate_factor(self) -> float:
-        """Factor of the learning rate of the update whose gradient is complete."""
+        """Returns the factor of the learning rate of the update whose gradient is complete."""
         return 1.0
 
     def check_update(self) -> None:
@@ -152,7 +152,7 @@ class Feature:
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """JSON values for `meta.json` of a checkpoint, by their keys there."""
+        """Returns JSON values for `meta.json` of a checkpoint, by their keys there."""
         return {}
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ class PerturbationFeature(Feature):
         }
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        """Sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
+        """Returns sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
         stats, sigmas = record.statistics, self.perturbation.sigmas()
         metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
         metrics["perturbation/sigma_mean"] = mean = float(np.mean(list(sigmas.values())))

@@ -123,7 +123,7 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
 
 
 def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
-    """Routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
+    """Returns routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
 
     Args:
         prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
