@@ -95,7 +95,7 @@ def compute_correction(
             keep = keep if passed is None else keep & passed
             statistics |= of_weight
         if statistics:
-            statistics |= block.rejected(keep)
+            statistics |= block.rejected_shares(keep)
         if measure:
             mismatches.append(block.measure())
         keeps.append(keep)
@@ -167,7 +167,7 @@ class _Block:
             statistics |= self._rejection(f"reject/{weight.rule}", passed)
         return per_position, passed, statistics
 
-    def rejected(self, keep: Tensor) -> dict[str, Mergeable]:
+    def rejected_shares(self, keep: Tensor) -> dict[str, Mergeable]:
         """Returns the share of tokens, and of sequences, that all rules together rejected."""
         lengths, trained = self.sequences.lengths, self.sequences.trained
         kept = self.sequences.count(keep)
