@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 # Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
 # package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
 LINES = {
-    "adapters": 2_162,
+    "adapters": 2_158,
     "bitwise": 729,
     "cli": 2_556,
     "cluster": 1_008,
@@ -71,7 +71,7 @@ LINES = {
     "lab": 983,
     "models": 3_713,
     "monitor": 604,
-    "objectives": 3_022,
+    "objectives": 3_018,
     "pages": 472,
     "planning": 858,
     "report": 3_511,
@@ -80,7 +80,7 @@ LINES = {
     "runs": 1_693,
     "sandbox": 2_128,
     "tasks": 1_576,
-    "training": 4_702,
+    "training": 4_695,
     "trimtab": 1_493,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [

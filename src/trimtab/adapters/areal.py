@@ -78,8 +78,16 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             """Returns (batch, time): each sequence of a packed row is a row."""
             return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)
 
-        mask = rows(input_data["loss_mask"]).bool()
-        versions = input_data.get("versions")
+        mask, age = rows(input_data["loss_mask"]).bool(), None
+        if "age" in built.needs:
+            versions = input_data.get("versions")
+            if versions is None or current_version is None:
+                raise TrimtabError(f"{built.name} reads the age of tokens, and AReaL passes no versions here")
+            # AReaL moves log-probs and mask one position back, but not versions.
+            sampled = rows(versions.long().roll(-1, dims=-1))
+            if bool((sampled[mask] < 0).any()):
+                raise TrimtabError(f"{built.name} reads the age of tokens, and trained tokens have no version")
+            age = (current_version - sampled + 1).clamp(min=1)
         return evaluate(
             built,
             mask,
@@ -87,7 +95,7 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             current=rows(logprobs),
             behavior=rows(input_data["logprobs"]),
             proximal=None if proximal is None else rows(proximal),
-            age=_ages(built, versions, current_version, rows, mask) if "age" in built.needs else None,
+            age=age,
         )[0]
 
     return loss
@@ -113,18 +121,6 @@ def _advantage(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
         return per_response(objective, advantage, mask)
     except TrimtabError as error:
         raise TrimtabError(f"{error}: set actor.kl_ctl=0 (AReaL's default, 0.1, adds KL to each token)") from None
-
-
-def _ages(
-    objective: Objective, versions: Tensor | None, now: int | None, rows: Callable[[Tensor], Tensor], mask: Tensor
-) -> Tensor:
-    """Returns the age of each token, at least 1. AReaL moves log-probs and mask one position back, but not versions."""
-    if versions is None or now is None:
-        raise TrimtabError(f"{objective.name} reads the age of tokens, and AReaL passes no versions here")
-    sampled = rows(versions.long().roll(-1, dims=-1))
-    if bool((sampled[mask] < 0).any()):
-        raise TrimtabError(f"{objective.name} reads the age of tokens, and trained tokens have no version")
-    return (now - sampled + 1).clamp(min=1)
 
 
 def _borders(objective: Objective, logprobs: Tensor, cumulative: Tensor | None) -> list[int] | None:

@@ -50,20 +50,16 @@ class SecondMoment(Surrogate):
         return torch.where(counted, log.abs(), NOT_COUNTED).reshape(-1)
 
     def __call__(self, terms: Terms, state: State) -> Value:
-        return self._capped(terms, state) if self.form == "cap" else self._masked(terms, state)
-
-    def _capped(self, terms: Terms, state: State) -> Value:
+        if self.form == "mask":
+            limit = state.second_moment_limit(self.tau).to(terms.logp.dtype)
+            outside = terms.log_ratio.detach().abs() > limit
+            value = torch.where(outside, 0.0, terms.ratio * terms.advantage)
+            return value, terms.share("clip/second_moment", outside)
         cap, advantage = state.second_moment_cap(self.tau).to(terms.logp.dtype), terms.advantage
         # The log is clamped, not the ratio: a token exactly at the cap stays unclipped whatever the rounding of exp.
         clipped = bounded(terms.log_ratio.clamp(-cap, cap)).exp()
         value = torch.minimum(terms.ratio * advantage, clipped * advantage)
         return value, terms.clipped(terms.log_ratio.detach(), -cap, cap)
-
-    def _masked(self, terms: Terms, state: State) -> Value:
-        limit = state.second_moment_limit(self.tau).to(terms.logp.dtype)
-        outside = terms.log_ratio.detach().abs() > limit
-        value = torch.where(outside, 0.0, terms.ratio * terms.advantage)
-        return value, terms.share("clip/second_moment", outside)
 
     def equation(self, ratio: str) -> str:
         if self.form == "cap":

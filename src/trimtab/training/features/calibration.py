@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -37,7 +37,9 @@ class Calibration(Feature):
         self._kept = {}
         if self.bounds is not None:
             return
-        scored = list(_score_proximal(learner, batches))
+        # With one update per batch the proximal policy is the current one, which is not updated yet.
+        micros = [micro for batch in batches for micro in batch]
+        scored = [(micro, learner.logp(micro) if micro.proximal is None else micro.proximal) for micro in micros]
         if not scored:
             raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
         published = learner.objective
@@ -71,15 +73,6 @@ class Calibration(Feature):
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         if "bounds" in saved:
             self._set_bounds(learner, saved["bounds"])
-
-
-def _score_proximal(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-    """Yields micro-batches with their proximal log-probs.
-
-    With one update per batch these are the current policy's, which is not updated yet.
-    """
-    for micro in (micro for batch in batches for micro in batch):
-        yield micro, micro.proximal if micro.proximal is not None else learner.logp(micro)
 
 
 def _kept_share(objective: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -> float:
