@@ -1,8 +1,8 @@
 """Collects the pages of the documentation site in build/pages, where `mkdocs build` finds them (`make docs`).
 
 README, CONTRIBUTING, CHANGELOG, docs/ and examples/ keep their places, so that their links are valid both on the site
-and in the repository. Written here are the pages that follow from the code alone: metrics, known faults, keys of
-recipes, what each adapter carries, and the Python interface.
+and in the repository. Written here are the pages that follow from the code alone: metrics, known faults, scalars, keys
+of recipes, what each adapter carries, and the Python interface.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE")
-BUILT = {"src/trimtab/runs/metrics.toml": "metrics", "src/trimtab/diagnosis/known_faults.toml": "known_faults"}
+BUILT = {
+    "src/trimtab/runs/metrics.toml": "metrics",
+    "src/trimtab/diagnosis/known_faults.toml": "known_faults",
+    "src/trimtab/monitor/scalars.csv": "scalars",
+}
 """Tables that pages in the repository link, and the script in docs/ that writes the page of each."""
 
 API = {

@@ -17,7 +17,9 @@ CORE = (
     *("trimtab.errors", "trimtab.findings", "trimtab.plugins"),
 )
 # An adapter may subclass a class of its trainer, which is then imported first.
-PEERS = frozenset({"areal", "miles", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime", "tinker", "trl", "verl"})
+PEERS = frozenset(
+    {"areal", "miles", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime", "tinker", "transformers", "trl", "verl"}
+)
 IMPORT_ALL = f"""
 import importlib, pkgutil
 for name in {CORE!r}:
@@ -28,7 +30,7 @@ for name in {CORE!r}:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if not (name == "trimtab.adapters" and error.name in {PEERS!r}):
+            if not (name in ("trimtab.adapters", "trimtab.monitor") and error.name in {PEERS!r}):
                 raise
 """
 NEED_MORE = {

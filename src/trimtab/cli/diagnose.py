@@ -98,6 +98,15 @@ Every = Annotated[
     float,
     typer.Option("--every", metavar="SECONDS", min=0.01, help="With --watch: seconds between two reads of the folder."),
 ]
+Scalars = Annotated[
+    Path | None,
+    typer.Option(
+        "--scalars",
+        metavar="PATH",
+        help="Instead of log-probs, the scalars that a run logged: JSON lines, CSV (as W&B exports it) or a folder of "
+        "TensorBoard events, in the names of any framework.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -122,8 +131,13 @@ def diagnose(
     watch: WatchFolder = None,
     bound: Bounds = None,
     every: Every = 2.0,
+    scalars: Scalars = None,
 ) -> None:
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
+    if scalars is not None:
+        if any((files, framework, columns, tokenizer, out, against, markdown, redact, watch, bound)):
+            raise TrimtabError("--scalars PATH only goes with --json: leave out FILE and the other options")
+        return _scalars(scalars, as_json=as_json)
     names = parse_columns(columns or [])
     if watch is not None:
         if files or out is not None or tokenizer is not None or against or markdown or redact:
@@ -135,7 +149,9 @@ def diagnose(
             raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
         raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
     if not files:
-        raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")
+        raise TrimtabError(
+            "no FILE given: name trajectory files, the directory of a run, --watch DIR or --scalars PATH"
+        )
     if bound:
         raise TrimtabError("--bound is only valid with --watch: add --watch DIR, or leave --bound out")
     if redact and tokenizer is not None:
@@ -144,7 +160,18 @@ def diagnose(
         raise TrimtabError("--markdown and --json are two forms of one output: leave one out")
     options = {"framework": framework, "columns": names, "tokenizer": tokenizer}
     form = "json" if as_json else "markdown" if markdown else "terminal"
-    _answer(files, against or [], options, page_path(out), form, redact=redact)
+    return _answer(files, against or [], options, page_path(out), form, redact=redact)
+
+
+def _scalars(path: Path, *, as_json: bool) -> None:
+    from trimtab.monitor.scalars import judge, read_scalars
+    from trimtab.monitor.scalars_text import as_dict, lines
+
+    report = judge(read_scalars(path))
+    if as_json:
+        print_json(as_dict(report))
+    else:
+        echo("\n".join(lines(report)))
 
 
 def _answer(

@@ -74,7 +74,7 @@ def doctor(
         Finding("ok", "python", platform.python_version()),
     ]
     checks += [_library(name, extra) for name, extra in LIBRARIES.items()]
-    checks += [_torch_works(), *_bfloat16(), vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
+    checks += [_torch_works(), vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
     limit = os.environ.get("OMP_NUM_THREADS")
     checks.append(Finding("ok", "cpu cores", f"{usable_cores()}{f' (OMP_NUM_THREADS={limit})' if limit else ''}"))
     checks.append(_memory())
@@ -112,18 +112,6 @@ def _torch_works() -> Finding:
     if torch.cuda.is_available():
         return Finding("ok", "torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
     return Finding("ok", "torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
-
-
-def _bfloat16() -> list[Finding]:
-    """Notes a CPU without bfloat16 instructions: products take several times as long as in float32."""
-    try:
-        import torch
-    except (ImportError, OSError):
-        return []
-    if torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return []
-    advice = "train with --set model.autocast=none --set engine.dtype=float32"
-    return [Finding("note", "bfloat16", "this processor has no instructions for it, and float32 is faster", advice)]
 
 
 def vllm() -> Finding:

@@ -47,11 +47,19 @@ MISSING = 0.001
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. metrics: by name, such as `mismatch/k3`; ratio: the sums behind the mean ratio."""
+    """A finished step.
+
+    metrics: by name, such as `mismatch/k3`; a rule whose metrics are missing raises no alarm. ratio: the sums behind
+    the mean ratio; None where only metrics are known.
+    """
 
     number: int
     metrics: Mapping[str, float]
-    ratio: MeanRatio
+    ratio: MeanRatio | None
+
+    def __getitem__(self, name: str) -> float:
+        """Returns a metric; NaN where the step does not have it."""
+        return self.metrics.get(name, math.nan)
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,11 @@ def alarms(steps: Sequence[Step]) -> list[Alarm]:
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:
     """Two steps in a row far above all before them: the sampler stays behind, whatever its versions say."""
-    k3 = [max(step.metrics["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
+    k3 = [max(step["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
     if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
         return None
     detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
-    ages = [step.metrics.get("age", math.nan) for step in steps[-WINDOW:]]
+    ages = [step["age"] for step in steps[-WINDOW:]]
     if any(map(math.isnan, ages)):
         return Finding(
             "fail", "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
@@ -117,9 +125,10 @@ def k3_is_large(steps: Sequence[Step]) -> Finding | None:
 def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
     """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
     recent = steps[-RATIO_STEPS:]
-    if min(step.metrics["mismatch/ess_token"] for step in recent) < LOW_ESS:
+    ratios = [step.ratio for step in recent if step.ratio is not None]
+    if not ratios or min(step["mismatch/ess_token"] for step in recent) < LOW_ESS:
         return None
-    values = {name: float(value) for name, value in reduce(add, (step.ratio for step in recent)).summary().items()}
+    values = {name: float(value) for name, value in reduce(add, ratios).summary().items()}
     mean, error = values[""], values["/error"]
     if not abs(mean - 1) > max(RATIO_ERRORS * error, RATIO_DISTANCE):
         return None
@@ -168,8 +177,8 @@ def responses_grow(steps: Sequence[Step]) -> Finding | None:
 
 def log_probs_are_missing(steps: Sequence[Step]) -> Finding | None:
     """Trained tokens without a finite log-prob on one side."""
-    metrics = steps[-1].metrics
-    share = metrics["nonfinite"] / max(metrics["nonfinite"] + metrics["mismatch/tokens"], 1)
+    missing, finite = steps[-1]["nonfinite"], steps[-1]["mismatch/tokens"]
+    share = missing / max(missing + finite, 1)
     if not share > MISSING:
         return None
     advice = "leave these tokens out of the loss, and find out on which side they are missing"
@@ -178,7 +187,7 @@ def log_probs_are_missing(steps: Sequence[Step]) -> Finding | None:
 
 def median(steps: Sequence[Step], name: str) -> float:
     """Returns the median of a metric; NaN where a step does not have it."""
-    values = sorted(step.metrics.get(name, math.nan) for step in steps)
+    values = sorted(step[name] for step in steps)
     return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 

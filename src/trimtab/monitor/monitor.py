@@ -63,7 +63,7 @@ class Monitor:
         if self._out is not None:
             self._out.mkdir(parents=True, exist_ok=True)
         self._every = every
-        self._on_alarm = on_alarm or _warn
+        self._on_alarm = on_alarm or warn
         self._sample = Sample(sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics] | None = None
         self._first: list[Step] = []
@@ -207,10 +207,11 @@ def _json_numbers(metrics: Mapping[str, float]) -> dict[str, Any]:
     return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 
 
-def _warn(alarm: Alarm) -> None:
+def warn(alarm: Alarm) -> None:
+    """Warns of an alarm in one line."""
     _say(f"step {alarm.step}: {alarm.name}: {alarm.text}")
 
 
 def _say(text: str) -> None:
-    # The line of the training loop: behind `_warn`, `_finish`, `observe` and the decorator of `observe`.
+    # The line of the training loop: behind `warn`, `_finish`, `observe` and the decorator of `observe`.
     warnings.warn(text, TrimtabWarning, stacklevel=6)

@@ -1,4 +1,4 @@
-"""Optional copies of metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Optional copies of metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio."""
 
 from __future__ import annotations
 
@@ -77,6 +77,54 @@ class WandbSink:
         self._run.finish()
 
 
+class MlflowSink:
+    """An MLflow run named after the run directory, which holds its id: a resumed run continues its curves."""
+
+    def __init__(self, experiment: str, run_dir: Path) -> None:
+        require_extra("mlflow", "log.mlflow", "or remove log.mlflow")
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        id_file = run_dir / "mlflow-id"
+        self._mlflow = mlflow
+        try:
+            mlflow.set_experiment(experiment)
+            if id_file.exists():
+                mlflow.start_run(run_id=id_file.read_text())
+            else:
+                atomic.write_text(id_file, mlflow.start_run(run_name=run_dir.name).info.run_id)
+                mlflow.log_artifact(str(run_dir / "config.toml"))
+        except mlflow.exceptions.MlflowException as error:
+            reason = str(error).splitlines()[0]
+            raise TrimtabError(f"log.mlflow: {reason}; MLFLOW_TRACKING_URI says where runs are kept") from None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._mlflow.log_metrics(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioSink:
+    """A Trackio run named after the run directory; a resumed run continues its curves."""
+
+    def __init__(self, project: str, run_dir: Path) -> None:
+        require_extra("trackio", "log.trackio", "or remove log.trackio")
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+        self._run = trackio.init(project=project, name=run_dir.name, config=config, resume="allow", embed=False)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float) and key != "step"}
+
+
 def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]:
     """Opens the sinks of `[log]`. Raises `TrimtabError` with the pip command if a package is missing."""
     with contextlib.ExitStack() as opened:
@@ -86,5 +134,11 @@ def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]
             opened.callback(sinks[-1].close)
         if log.wandb:
             sinks.append(WandbSink(log.wandb, run_dir))
+            opened.callback(sinks[-1].close)
+        if log.mlflow:
+            sinks.append(MlflowSink(log.mlflow, run_dir))
+            opened.callback(sinks[-1].close)
+        if log.trackio:
+            sinks.append(TrackioSink(log.trackio, run_dir))
         opened.pop_all()
     return sinks

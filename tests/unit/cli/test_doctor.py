@@ -6,9 +6,8 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-import torch
 
-from trimtab.cli import doctor, main
+from trimtab.cli import main
 from trimtab.cli.doctor import vllm
 
 
@@ -74,10 +73,3 @@ def test_a_broken_vllm_fails_the_doctor(site: Path, capsys: pytest.CaptureFixtur
     line = next(line for line in capsys.readouterr().out.splitlines() if " vllm " in line)
     assert line.startswith("fail")
     assert "ValueError: broken" in line
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_a_processor_without_bfloat16_is_noted(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [found.status for found in doctor._bfloat16()] == ([] if supported else ["note"])
