@@ -63,7 +63,7 @@ LINES = {
     "cli": 2_570,
     "cluster": 1_008,
     "config": 1_340,
-    "corrections": 1_656,
+    "corrections": 1_654,
     "diagnosis": 8_517,
     "engines": 5_228,
     "environments": 1_958,

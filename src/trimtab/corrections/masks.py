@@ -204,7 +204,8 @@ class Divergence(Mask):
 
     kind: k1, k2, k3 or tv, which read the ratio; binary_tv or binary_kl, which read the probabilities.
     reduce: token, or the mean, max or sum over the sequence. over: as in `Band`.
-    outward: keep every token whose update brings the current policy nearer to the sampler, or leaves it (A = 0).
+    outward: keep every token whose update brings the policy `over` nearer to the sampler, or leaves it (A = 0). With
+        reduce = "token" the rule of DPPO (arXiv 2602.04879), with tv and "mean" that of VACO (arXiv 2603.01365).
     """
 
     kind: str
@@ -217,10 +218,6 @@ class Divergence(Mask):
         check_option(self.kind, divergences.DIVERGENCES, "Divergence")
         check_option(self.reduce, REDUCTIONS, "Divergence")
         check_option(self.over, OVER, "Divergence")
-        if self.outward and (self.reduce, self.over) != ("token", "current"):
-            raise ValueError(
-                'Divergence: outward asks where a token moves, use reduce = "token" and over = "current" with it'
-            )
         if not 0 <= self.max < math.inf:
             raise ValueError(
                 f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
@@ -239,9 +236,10 @@ class Divergence(Mask):
         values = divergences.per_token(self.kind, ratios, evidence.behavior)
         if self.reduce == "token":
             near = values <= self.max
-            return near | ~moves_away(ratios.log, evidence.advantage) if self.outward else near
-        reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
-        return sequences.spread(reduced <= self.max)
+        else:
+            reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
+            near = sequences.spread(reduced <= self.max)
+        return near | ~moves_away(ratios.log, evidence.advantage) if self.outward else near
 
     def equation(self) -> str:
         over = "" if self.reduce == "token" else f"{self.reduce}_t "
@@ -250,14 +248,14 @@ class Divergence(Mask):
             self.kind, f"{self.kind}({policy}/μ)"
         )
         condition = f"{over}{value} ≤ {self.max:g}"
-        return f"{condition} or A·(π − μ) ≤ 0" if self.outward else condition
+        return f"{condition} or A·({policy} − μ) ≤ 0" if self.outward else condition
 
     def peers(self) -> Peers:
         if self.over == "current":
             return self._peers_of_current()
         of = f"{self.kind} of a token" if self.reduce == "token" else f"{self.reduce} {self.kind} of a response"
         absent = {name: Setting(remarks=(f"# {name} has no mask on the {of} ({self.max:g})",)) for name in FRAMEWORKS}
-        if self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
+        if self.outward or self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
             return absent
         option = f"token_{self.kind}" if self.reduce == "token" else f"seq_{self.reduce}_{self.kind}"
         return absent | {"verl": Setting({"rollout_rs": option, "rollout_rs_threshold": f"{self.max:g}"})}
@@ -265,7 +263,7 @@ class Divergence(Mask):
     def _peers_of_current(self) -> Peers:
         dppo = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
         absent = dict(_absent("mask on π/μ"))
-        if self.outward and self.kind in dppo:
+        if self.outward and self.reduce == "token" and self.kind in dppo:
             bound = f"{self.max:g}"
             bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound}
             remark = "# verl takes old_log_prob for μ: set bypass_mode"

@@ -216,6 +216,21 @@ def test_geometric_statistics_ignore_padding():
     assert not compute_correction(proximal, behavior, mask, masks=[Band("geometric", 0.9, 1.04)]).keep.any()
 
 
+def test_beyond_the_mean_total_variation_only_tokens_that_lead_back_are_kept():
+    """VACO (arXiv 2603.01365): the mean of |ρ - 1| decides for the sequence, A · (π_old - μ) for a token of it."""
+    rule = Divergence("tv", "mean", 2.0, outward=True)
+
+    def decided(advantage: float, *ratios: float) -> list[bool]:
+        return kept(rule, *ratios, advantage=torch.tensor([[advantage]], dtype=torch.float64))
+
+    assert decided(1.0, 0.25, 1.0, 4.0) == [True] * 3  # mean 1.25
+    assert decided(1.0, 4.0, 4.0, 4.0) == [False] * 3  # mean 3
+    assert decided(1.0, 0.1, 8.0, 1.0, 8.0) == [True, False, True, False]  # mean 3.7
+    assert decided(-1.0, 0.1, 8.0, 1.0, 8.0) == [False, True, True, True]
+    assert decided(0.0, 4.0, 4.0) == [True] * 2
+    assert rule.equation() == "mean_t tv(π_old/μ) ≤ 2 or A·(π_old − μ) ≤ 0"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -233,8 +248,6 @@ def test_geometric_statistics_ignore_padding():
         lambda: Veto(2.0),
         lambda: Veto(1e-4, of="odds"),
         lambda: Band("token", 0.5, 2.0, "reference"),
-        lambda: Divergence("binary_tv", "mean", 0.1, "current", outward=True),
-        lambda: Divergence("binary_tv", "token", 0.1, outward=True),
         lambda: PrefixBudget(max=0.0),
         lambda: PrefixBudget(quantile=1.5),
     ],
