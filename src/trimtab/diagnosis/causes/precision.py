@@ -87,13 +87,10 @@ class Noise:
         return size + (" besides the larger difference above" if self.is_lower_bound else f", k3 = {self.k3:.1e}")
 
 
-def noise_of(tokens: LogprobPairs, context: Context) -> Noise:
+def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
     """Measures the noise, or a lower bound of it where a fault that cannot be undone moves tokens in one direction."""
-    return _lower_bound(tokens, context.direction) if context.direction else measure_noise(tokens)
-
-
-def measure_noise(tokens: LogprobPairs) -> Noise:
-    """Measures the noise of tokens without systematic differences."""
+    if direction:
+        return _lower_bound(tokens, direction)
     middle = tokens.middle
     if middle.sum() < 10:
         middle = tokens.behavior < -1e-3
@@ -158,7 +155,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     routed to other experts; where many are, it is not one noise. The run's settings decide if they determine whether
     the sampler is quantized.
     """
-    noise, residual = noise_of(tokens, context), Residual.of(tokens)
+    noise, residual = measure_noise(tokens, context.direction), Residual.of(tokens)
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
     text = noise.text
     if not noise.is_lower_bound:

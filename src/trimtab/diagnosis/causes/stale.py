@@ -19,7 +19,7 @@ from trimtab.diagnosis.causes.detector import LEAST_RMS, CauseMatch, Context, Re
 from trimtab.diagnosis.causes.evidence import centered, confidence, growth_of, log_size, rms_of, slope_of
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import MIN_GROUP_TOKENS, drift_between_steps
-from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, noise_of
+from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, measure_noise
 
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
@@ -34,7 +34,7 @@ MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
-    noise = noise_of(tokens, context)
+    noise = measure_noise(tokens, context.direction)
     is_silent = context.direction or noise.rms < LEAST_RMS
     corr, z = (0.0, 0.0) if is_silent else _advantage_correlation(tokens)
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
