@@ -160,7 +160,6 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
     many = one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
     by_zeros = many and up <= MAX_UP * down
-    leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
     less = mass < 1.0 - MIN_DEFICIT and z < -DEFICIT_Z

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.output import diagnose_figures as figures
+from trimtab.diagnosis.measure.bins import FEWEST as FEWEST_TOKENS
 from trimtab.diagnosis.output.hotspots import FEWEST, shares
 from trimtab.diagnosis.output.words import figure, format_number, format_percent, format_signed, range_text
-from trimtab.diagnosis.records import Measured, View
-from trimtab.pages import charts
-from trimtab.pages.numbers import short_exponent
+from trimtab.diagnosis.records import Measured, MismatchSize, View
+from trimtab.pages.charts import WIDTH, draw, quantile_bands, scatter_svg
+from trimtab.pages.numbers import short, short_exponent
 from trimtab.pages.page import Chart, Note
+from trimtab.pages.svg import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    INK,
+    ORANGE,
+    SKY,
+    STYLES,
+    VERMILLION,
+    digits,
+    log_scale,
+    log_ticks,
+    percent,
+    short_power,
+)
+from trimtab.runs.metric_catalog import k3_ranges
 
+_TICKS = 8  # labels below a chart of bins, before they run into each other
+_SHORT = {"newer than the trainer": "newer"}
+_LEAST = 1e-8  # a k3 up to here is float32 on both sides
+_FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 VIEWS = {
     "probability": (
@@ -60,68 +83,154 @@ def _panel(title: str, now: str, svg: Markup, reading: str, result: str) -> Char
 
 def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     """Returns k3 against published ranges, the scatter plot, and the curves over steps."""
-    size, counts = measured.size, measured.scatter
-    k3, total = figure(size, "k3"), int(counts.sum())
-    row, column = np.indices(counts.shape)
-    far = np.abs(row - column) > max(1, len(counts) // 20)
-    off = float(counts[far].sum() / total) if total else math.nan
-    shown = [
-        _panel(
-            *("Against published ranges", f"k3 {k3}", figures.range_svg(size)),
-            "The diamond is k3, the thick line its 95% interval, the colored bands what others report.",
-            f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
-        ),
-        _panel(
-            *("Trainer against sampler", f"Pearson r {figure(size, 'pearson')}", charts.scatter_svg(counts)),
-            "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.95.",
-            f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
-        ),
-    ]
-    if len(size.by_step) < 2:
-        why = "the files have one step" if size.by_step else "the files do not say which step a response is of"
+    size, steps = measured.size, measured.size.by_step
+    shown = [_ranges(size), _scatter(measured)]
+    if len(steps) < 2:
+        why = "the files have one step" if steps else "the files do not say which step a response is of"
         return shown, [f"curves over steps ({why})"]
-    return [*shown, *_over_steps(measured)], []
-
-
-def _over_steps(measured: Measured) -> list[Chart]:
-    rows = measured.size.by_step
 
     def column(key: str) -> np.ndarray:
-        return np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
+        return np.array([row.get(key, math.nan) for row in steps], dtype=np.float64)
 
-    steps, k3, panels = column("step"), column("k3"), []
-    if np.isfinite(k3).any():
-        svg, highest = figures.k3_steps_svg(steps, k3, measured.size.floor), int(np.nanargmax(k3))
-        part = max(len(k3) // 4, 1)
-        reading = "A mismatch that grows during training comes before a collapse; a jump is a changed setting."
-        first, last = (format_number(float(np.nanmedian(quarter))) for quarter in (k3[:part], k3[-part:]))
-        peak = f"{format_number(k3[highest])} at step {steps[highest]:.0f}"
-        result = f"Median of the first quarter {first}, of the last {last}; highest {peak}."
-        now = f"{format_number(k3[0])} → {format_number(k3[-1])}"
-        panels.append(_panel("k3 over steps", now, svg, reading, result))
+    step, k3, tails = column("step"), column("k3"), [column(key) for key in TAILS]
     curves = {name: column(key) for key, name in (("ess_token", "token weights"), ("ess_seq", "sequence weights"))}
     curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
-    if curves:
-        reading = "Share of the data that counts under unbounded importance weights; near 0, those weights are noise."
-        ends = [
-            f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()
-        ]
-        now = f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}"
-        svg = figures.ess_steps_svg(steps, curves)
-        panels.append(_panel("ESS over steps", now, svg, reading, f"{'; '.join(ends)}."))
-    tails = [column(key) for key in TAILS]
-    if all(np.isfinite(values).all() for values in tails):
-        low, high = tails[0], tails[-1]
-        worst = int(np.argmax(high / low))
-        reading = (
-            "Bands that widen during training: the tail of the ratio grows, and fixed bounds reject more and more."
-        )
-        result = (
-            f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}."
-        )
-        svg = figures.tails_svg(steps, tails)
-        panels.append(_panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", svg, reading, result))
-    return panels
+    shown += [_k3_over_steps(step, k3, size.floor)] if np.isfinite(k3).any() else []
+    shown += [_ess_over_steps(step, curves)] if curves else []
+    shown += [_tails_over_steps(step, tails)] if all(np.isfinite(values).all() for values in tails) else []
+    return shown, []
+
+
+def _ranges(size: MismatchSize) -> Chart:
+    """Draws k3 with its interval on a logarithmic strip, with the published ranges and the rounding floor.
+
+    The strip begins at 1e-8: what lies below stands at its left end.
+    """
+    k3, interval = size.mismatch["k3"], size.intervals.get("k3")
+    low, high = _LEAST, max(1.0, 4 * k3) if math.isfinite(k3) else 1.0
+
+    def paint(axes: Axes) -> None:
+        for start, end, color, name in _k3_bands():
+            axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
+            axes.text(math.sqrt(start * end), 0.05, name.replace(" ", "\n"), ha="center", va="bottom", fontsize=8)
+        if size.floor > 0:
+            _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
+        if k3 > 0 and math.isfinite(k3):
+            if interval is not None and np.isfinite(interval).all():
+                ends = np.clip([interval.low, interval.high], low, high)
+                axes.plot(ends, [0.36, 0.36], color=VERMILLION, linewidth=3)
+            _mark(axes, k3, "this data", color=VERMILLION, marker="D", height=0.8)
+        axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
+        log_ticks(axes.xaxis)
+        axes.set_xlabel("k3, nats per token")
+
+    return _panel(
+        "Against published ranges",
+        f"k3 {figure(size, 'k3')}",
+        draw("Size of the mismatch", paint, size=(WIDTH, 1.9)),
+        "The diamond is k3, the thick line its 95% interval, the colored bands what others report.",
+        f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
+    )
+
+
+def _k3_bands() -> list[tuple[float, float, str, str]]:
+    """Returns start, end, color and name of the ranges published for working setups."""
+    dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
+    return [
+        (dense.low or 0.0, dense.high, GREEN, "dense"),
+        (dense.high, small.high, SKY, "small dense"),
+        (small.high, moe.high, ORANGE, "MoE"),
+    ]
+
+
+def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, height: float) -> None:
+    """Draws a point on the strip with its name above it, at one of two heights so that names do not overlap."""
+    place = max(value, _LEAST)
+    axes.plot([place, place], [0.36, height], color=color, linewidth=0.8, linestyle=":")
+    axes.plot([place], [0.36], color=color, marker=marker, markersize=8, clip_on=False)
+    text = f"{name} {short(value)}{' (further left)' if value < _LEAST else ''}"
+    axes.text(place, height, text, ha="left" if place < 1e-6 else "right" if place > 0.05 else "center", va="bottom")
+
+
+def _scatter(measured: Measured) -> Chart:
+    counts = measured.scatter
+    row, column = np.indices(counts.shape)
+    far, total = np.abs(row - column) > max(1, len(counts) // 20), int(counts.sum())
+    off = float(counts[far].sum() / total) if total else math.nan
+    return _panel(
+        "Trainer against sampler",
+        f"Pearson r {figure(measured.size, 'pearson')}",
+        scatter_svg(counts),
+        "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.95.",
+        f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
+    )
+
+
+def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
+    """Draws k3 of each step, on a logarithmic axis if it varies much, with published ranges shaded."""
+
+    def paint(axes: Axes) -> None:
+        axes.set_ylabel("k3, nats")
+        shown = np.maximum(k3, _LEAST)
+        axes.plot(steps, shown, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
+        if not (k3 > _LEAST).any():
+            return
+        _log_k3(axes)
+        bottom, top = axes.get_ylim()
+        for start, end, color, name in _k3_bands():
+            if end > bottom and start < top:
+                axes.axhspan(max(start, bottom), min(end, top), color=color, alpha=0.15, linewidth=0, label=name)
+        if bottom < floor < top:
+            axes.axhline(floor, color=INK, linestyle=":", linewidth=1, label="rounding")
+        axes.set_ylim(bottom, top)
+
+    part, highest = max(len(k3) // 4, 1), int(np.nanargmax(k3))
+    first, last = (format_number(float(np.nanmedian(quarter))) for quarter in (k3[:part], k3[-part:]))
+    peak = f"{format_number(k3[highest])} at step {steps[highest]:.0f}"
+    return _panel(
+        "k3 over steps",
+        f"{format_number(k3[0])} → {format_number(k3[-1])}",
+        draw("k3 over steps", paint, legend=True, steps=True),
+        "A mismatch that grows during training comes before a collapse; a jump is a changed setting.",
+        f"Median of the first quarter {first}, of the last {last}; highest {peak}.",
+    )
+
+
+def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Chart:
+    """Draws the effective sample size, one curve per kind of weight."""
+
+    def paint(axes: Axes) -> None:
+        _curves(axes, steps, curves, markers=len(steps) < 40)
+        axes.set(ylim=(0, 1.05), ylabel="share of the samples")
+
+    ends = [f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()]
+    return _panel(
+        "ESS over steps",
+        f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}",
+        draw("Effective sample size over steps", paint, legend=True, steps=True),
+        "Share of the data that counts under unbounded importance weights; near 0, those weights are noise.",
+        f"{'; '.join(ends)}.",
+    )
+
+
+def _tails_over_steps(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Chart:
+    """Draws the 1, 5, 50, 95 and 99% quantiles of the ratio."""
+
+    def paint(axes: Axes) -> None:
+        quantile_bands(axes, steps, quantiles)
+        axes.set_ylabel("trainer / sampler")
+
+    low, high = quantiles[0], quantiles[-1]
+    worst = int(np.argmax(high / low))
+    return _panel(
+        "Ratio tails over steps",
+        f"99%: {high[-1]:.3g}",
+        draw("Ratio tails over steps", paint, steps=True),
+        "Bands that widen during training: the tail of the ratio grows, and fixed bounds reject more and more.",
+        f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}.",
+    )
 
 
 def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
@@ -146,9 +255,8 @@ def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) 
     solid = filled & (tokens >= FEWEST)
     bins = np.flatnonzero(solid if solid.any() else filled)
     if view.edges is not None and view.name in ("probability", "entropy"):
-        svg = figures.envelope_svg(view, "log-ratio, nats", axis, log=view.name == "probability")
-        width = view.high - view.low
-        widest = int(np.argmax(np.where(figures.thick(view), width, -np.inf)))
+        svg, width = _envelope(view, axis), view.high - view.low
+        widest = int(np.argmax(np.where(_thick(view), width, -np.inf)))
         now = f"widest {format_number(width[widest])} nats"
         result = (
             f"Widest at {short_exponent(view.labels[widest])} ({format_number(width[widest])} nats, "
@@ -156,7 +264,7 @@ def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) 
             f"{_ends(view, width, bins)}."
         )
     else:
-        svg = figures.bins_svg(title, view.labels, view.k3, measured.size.mismatch["k3"], axis)
+        svg = _bars(title, view, measured.size.mismatch["k3"], axis)
         best = bins[int(np.argmax(view.k3[bins]))] if len(bins) else 0
         now = f"highest {format_number(view.k3[best])}"
         result = f"k3 {_ends(view, view.k3, bins)}; highest {format_number(view.k3[best])} at {view.labels[best]}."
@@ -169,8 +277,59 @@ def _ends(view: View, values: np.ndarray, bins: np.ndarray) -> str:
     return ", ".join(f"{format_signed(values[end])} at {view.labels[end]}" for end in ends)
 
 
+def _envelope(view: View, axis: str) -> Markup:
+    """Draws median and 2nd to 98th percentile of the log-ratio over bins with edges and enough tokens."""
+    assert view.edges is not None
+    drawn, log = _thick(view), view.name == "probability"
+    left, right = view.edges[:-1].astype(np.float64), view.edges[1:].astype(np.float64)
+    centers = (np.sqrt(left * right) if log else (left + right) / 2)[drawn]
+    low, median, high = view.low[drawn], view.median[drawn], view.high[drawn]
+
+    def paint(axes: Axes) -> None:
+        axes.fill_between(centers, low, high, color=SKY, alpha=0.3, linewidth=0, label="2nd to 98th percentile")
+        for edge in (low, high):
+            axes.plot(centers, edge, color=BLUE, linewidth=0.8, marker="o", markersize=2)
+        axes.plot(centers, median, color=VERMILLION, marker="o", markersize=3.5, label="median")
+        axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
+        if log:
+            axes.set_xscale("log")
+            log_ticks(axes.xaxis)
+        axes.set(xlabel=axis, ylabel="log-ratio, nats")
+
+    return draw(f"Log-ratio by {view.name}", paint, legend=True)
+
+
+def _thick(view: View) -> np.ndarray:
+    """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty ones if hardly one has."""
+    drawn = np.isfinite(view.median) & (view.count > 0)
+    enough = drawn & (view.count >= FEWEST_TOKENS)
+    return enough if enough.sum() > 1 else drawn
+
+
+def _bars(title: str, view: View, overall: float, axis: str) -> Markup:
+    """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
+    drawn = np.isfinite(view.k3)
+    bins, shown = np.flatnonzero(drawn), view.k3[drawn]
+
+    def paint(axes: Axes) -> None:
+        if shown.max(initial=0.0) > _FAR * max(shown.min(initial=np.inf), _LEAST):
+            axes.plot(bins, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
+            _log_k3(axes)
+        else:
+            axes.set_axisbelow(True)
+            axes.bar(bins, shown, width=0.75, color=BLUE)
+            digits(axes.yaxis, 3)
+        if overall > 0:
+            label = f"all tokens: {short(overall)}"
+            axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=label)
+        _name_bins(axes, view.labels)
+        axes.set(xlabel=axis, ylabel="k3, nats")
+
+    return draw(title, paint, legend=True)
+
+
 def _rejected(view: View) -> list[Chart]:
-    """Returns the chart of the responses that sequence rules would reject, by length; empty for other views."""
+    """Returns the share of responses that sequence rules would reject, by length; empty for other views."""
     rules = {
         name.removeprefix("rejected/"): share
         for name, share in view.columns.items()
@@ -178,9 +337,50 @@ def _rejected(view: View) -> list[Chart]:
     }
     if not rules:
         return []
+
+    def paint(axes: Axes) -> None:
+        _curves(axes, np.arange(len(view.labels)), rules, markers=True)
+        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values()) or 1
+        axes.set_ylim(-0.03 * highest, 1.08 * highest)
+        percent(axes.yaxis)
+        _name_bins(axes, view.labels)
+        axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
+
     ends = {rule: share[(view.count > 0) & np.isfinite(share)][[0, -1]] for rule, share in rules.items()}
     worst = max(ends, key=lambda rule: abs(ends[rule][1] - ends[rule][0]))
     shortest, longest = map(format_percent, ends[worst])
-    reading = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
-    result = f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest."
-    return [_panel("Rejected by length", "", figures.rejected_svg(view, rules), reading, result)]
+    return [
+        _panel(
+            "Rejected by length",
+            "",
+            draw("Rejected responses by length", paint, legend=True),
+            "A line that climbs to the right: the rule rejects long responses because they are long (length bias).",
+            f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest.",
+        )
+    ]
+
+
+def _curves(axes: Axes, x: np.ndarray, curves: Mapping[str, np.ndarray], *, markers: bool) -> None:
+    for index, (name, values) in enumerate(curves.items()):
+        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
+        marker = "osD^vP"[index % 6] if markers else None
+        axes.plot(x, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
+
+
+def _log_k3(axes: Axes) -> None:
+    """Sets a logarithmic axis whose lowest position represents everything up to `_LEAST`: no mismatch."""
+    digits(axes.yaxis, 3)
+    if axes.dataLim.y1 >= 4 * axes.dataLim.y0:  # wide enough for labels at powers
+        log_scale(axes)
+        least = f"≤{short_power(_LEAST)}"
+        label = FuncFormatter(lambda value, _: least if value <= 1.01 * _LEAST else short_power(value))
+        axes.yaxis.set_major_formatter(label)
+
+
+def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
+    """Labels every bin, or every second or third where labels would overlap."""
+    labels = [_SHORT.get(label, label).replace(" and more", "+").replace(" and later", "+") for label in labels]
+    width = max((len(label) for label in labels), default=1)
+    every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))
+    axes.set_xticks(range(0, len(labels), every), [labels[index] for index in range(0, len(labels), every)], fontsize=8)
+    axes.grid(visible=False, axis="x")
