@@ -163,7 +163,7 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
     less = mass < 1.0 - MIN_DEFICIT and z < -DEFICIT_Z
-    by_mass = less and leans and even and _is_in_bulk(tokens)
+    by_mass = less and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     bounded = far <= MAX_FAR + MAX_FAR_OF_MOVED * moved
