@@ -64,7 +64,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_340,
     "corrections": 1_654,
-    "diagnosis": 8_517,
+    "diagnosis": 8_493,
     "engines": 5_228,
     "environments": 1_958,
     "evaluation": 1_126,
