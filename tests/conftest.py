@@ -26,7 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests of what uses the arithmetic of others leave out the checks of shapes, which cost more than the arithmetic does.
 # `CHECKED` calls it with shapes of its own, and trains with every method and a mixture of experts.
 UNCHECKED = (
-    *(f"unit/{part}" for part in ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")),
+    *(
+        f"unit/{part}"
+        for part in ("cli", "diagnosis", "engines", "evaluation", "lab", "preflight", "report", "rollout", "runs")
+    ),
     "e2e",
 )
 CHECKED = (

@@ -33,6 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": {"corrections", "plugins"},
     "pages": {"findings"},
     "planning": {"config", "runs"},
+    "preflight": {
+        *("training", "rollout", "tasks", "engines", "models", "runs", "config"),
+        *("diagnosis", "pages", "findings", "chat_template"),
+    },
     "report": {"diagnosis", "pages", "runs", "objectives", "corrections", "config", "intervals", "findings"},
     "rewards": {"sandbox", "plugins"},
     "rollout": {"engines", "environments", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},

@@ -42,7 +42,7 @@ class MultiValueCommand(TyperCommand):
         return super().parse_args(ctx, expanded)
 
 
-MULTI_VALUE_OPTIONS = ("--methods", "--regimes")
+MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths")
 Methods = Annotated[
     list[str] | None,
     typer.Option(

@@ -28,6 +28,7 @@ COMMANDS = (
     "diagnose",
     "compare",
     "plan",
+    "preflight",
 )
 
 

@@ -1,0 +1,1 @@
+"""`trimtab preflight`: is a pair of sampler and trainer fit to train?"""

@@ -1,0 +1,112 @@
+"""The page of a preflight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from trimtab.pages.charts import draw, scatter_svg
+from trimtab.pages.numbers import short
+from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
+from trimtab.pages.svg import CYCLE, STYLES, VERMILLION, log_scale
+from trimtab.preflight.checklist import Preflight
+from trimtab.preflight.engine_pair import k3
+from trimtab.preflight.mismatch_checks import measured_of
+from trimtab.runs.atomic import write_output
+
+QUESTIONS = {
+    "mismatch": "Do both sides give a sampled token the same probability?",
+    "distribution": "And the tokens that were not sampled?",
+    "batch sizes": "Does a response depend on what runs beside it?",
+    "prefix cache": "Does a cached prompt change the answer?",
+    "sampling settings": "Are the log-probs those of the distribution that is sampled?",
+    "weights": "Do all new weights arrive in the sampler?",
+    "end tokens": "Do both sides agree where a response ends, and on padding?",
+    "null update": "What would a clip cut before the policy has moved?",
+}
+WORDS = (
+    ("sampler", "the inference engine that writes responses and reports the log-prob of each token."),
+    ("trainer", "the model that is trained. Here it only scores what the sampler wrote; nothing is trained."),
+    (
+        "ratio",
+        "probability of a token under the trainer over that under the sampler. It is 1 if both compute the same; its "
+        "mean over tokens that the sampler drew is 1 in any case, unless reported log-probs are wrong.",
+    ),
+    (
+        "k3",
+        "mean of ratio - 1 - log ratio: the distance of the two policies in nats per token, never negative. About "
+        "1e-13 in float32; 1e-5 to 1e-3 is published for large dense models in 16 bits, up to 1e-1 for quantized ones.",
+    ),
+)
+CODES = "The exit code is 1 where a check fails; --github prints annotations for a workflow."
+PLACES = 10
+
+
+def write_page(result: Preflight, path: Path, command: str) -> Path:
+    """Writes the page and returns its path. Raises `TrimtabError` if it cannot be written.
+
+    command: the command line, for a reader who was not there.
+    """
+    return write_output(path, page(result, command).encode())
+
+
+def page(result: Preflight, command: str) -> str:
+    """Returns the page as HTML."""
+    steps = [(check.name, check.next_step) for check in result.checks if check.status == "fail" and check.next_step]
+    checks = [
+        [
+            Cell(check.status, tone=STATUS_TONES[check.status]),
+            Cell(check.name, note=QUESTIONS[check.name]),
+            check.detail,
+        ]
+        for check in result.checks
+    ]
+    return Page(
+        kind="Trimtab preflight",
+        title=f"Is this pair fit to train: {result.facts['model']}",
+        facts=[*result.facts.items(), ("bound", f"k3 {short(result.bound)} nats per token")],
+        sections=[
+            Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),
+            Section("Checks", [Table(("status", "check", "what was found"), checks)]),
+            *([_size(result)] if result.samples else []),
+            Section("Words", [Note(text, label=word) for word, text in WORDS]),
+            Section("Again, and in continuous integration", [Note(CODES), Card(code=command)]),
+        ],
+    ).html()
+
+
+def _size(result: Preflight) -> Section:
+    rows = []
+    for length, one in result.samples.items():
+        size = measured_of(one).size.mismatch
+        figures = [size[name] for name in ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "abs_diff_max")]
+        cells = [short(figures[0]), *(f"{value:.4f}" for value in figures[1:4]), short(figures[4])]
+        rows.append([str(length), f"{int(size['tokens']):,}", *cells])
+    heads = ("response length", "tokens", "k3", "mean ratio", "1% of ratios below", "1% above", "largest difference")
+    position = Chart(
+        "Mismatch along the response",
+        draw("k3 by position", lambda axes: _paint_positions(axes, result), legend=True),
+        [Note("It should be flat. A rise towards the end points to long contexts (attention, rotary angles).")],
+    )
+    scatter = Chart(
+        "Each token on both sides",
+        scatter_svg(measured_of(*result.samples.values()).scatter),
+        [Note("All tokens should lie on the diagonal.")],
+    )
+    return Section("Size of the mismatch", [Table(heads, rows, numeric=range(7)), Charts([position, scatter])])
+
+
+def _paint_positions(axes: Axes, result: Preflight) -> None:
+    for number, (length, one) in enumerate(result.samples.items()):
+        table = one.table()
+        place = PLACES * table.position // length
+        sums = np.bincount(place, weights=k3(table.trainer.astype(np.float64) - table.behavior), minlength=PLACES)
+        means = np.maximum(sums / np.maximum(np.bincount(place, minlength=PLACES), 1), 1e-16)
+        style = {"color": CYCLE[number % 6], "linestyle": STYLES[number % 6], "marker": "o", "markersize": 3}
+        axes.plot((np.arange(PLACES) + 0.5) / PLACES, means, label=f"{length} tokens", **style)
+    if result.bound > 0:
+        axes.axhline(result.bound, color=VERMILLION, linewidth=0.8, linestyle=":", label="bound")
+    log_scale(axes)
+    axes.set(xlabel="place in the response", ylabel="k3, nats per token", xlim=(0, 1))

@@ -1,0 +1,161 @@
+"""Checks that changed weights arrive in the sampler: all of them, and not an earlier cache.
+
+Every trained weight gets seeded noise. Before it is published, the mismatch must grow, or the check could see nothing;
+afterwards it must be back at its old size. A tensor whose old value the sampler still holds is found even where its
+effect is smaller than the rounding: to first order it moves the log-probs by the derivative along the tensor's change.
+One backward pass of sum_t r_t log p_t, where r is the remaining difference, gives the inner products of r with these
+derivatives for all tensors. A tensor that stands out is then put back in the trainer, which must agree better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.diagnosis.causes.remedies import REMEDIES
+from trimtab.pages.numbers import short
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
+
+NOISE = 0.1
+"""Standard deviation of the noise, relative to the root mean square of a tensor."""
+ADAPTER_NOISE = 0.02
+"""That of the second matrix of an adapter, which starts at 0."""
+PROBES, PROBE_TOKENS = 32, 32
+SUSPECT = 3.0
+"""Standard errors, over responses, from which on a tensor is tried."""
+TRIED, MOST_STALE = 3, 12
+"""Tensors that are tried at a time, and most that are found."""
+BETTER = 0.9
+"""Part of k3 that may be left once a tensor is put back."""
+
+
+def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Publishes changed weights, and names what did not arrive. The first weights are published again at the end."""
+    seen, unseen = pair.prompts[:PROBES], pair.prompts[PROBES:]
+    before = pair.compare(seen, PROBE_TOKENS).k3
+    limit = max(MARGIN * before, EXACT)
+    with changed_weights(pair) as original:
+        withheld = pair.compare(seen, PROBE_TOKENS)
+        pair.publish()
+        published, fresh = (pair.compare(prompts, PROBE_TOKENS) for prompts in (seen, unseen))
+        figures = {
+            "k3/before": before,
+            "k3/withheld": withheld.k3,
+            "k3/published": published.k3,
+            "k3/new_prompts": fresh.k3,
+        }
+        detail = (
+            f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
+            f"change is withheld, {short(published.k3)} once it is published"
+        )
+        problem, step = _verdict(pair, original, (withheld, published, fresh), limit)
+    pair.publish()
+    if not problem:
+        return Check("ok", "weights", detail, "", figures)
+    return Check("note" if withheld.k3 <= limit else "fail", "weights", f"{detail}; {problem}", step, figures)
+
+
+def _verdict(
+    pair: EnginePair,
+    original: Mapping[str, Tensor],
+    samples: tuple[ScoredResponses, ScoredResponses, ScoredResponses],
+    limit: float,
+) -> tuple[str, str]:
+    """Returns what is wrong and what to do; empty where the new weights arrived."""
+    withheld, published, fresh = samples
+    if withheld.k3 <= limit:
+        return f"a change cannot be seen beside a mismatch of {short(limit / MARGIN)}: repair that first", ""
+    if fresh.k3 <= limit < published.k3:
+        return "only prompts asked before are wrong: cached under the old weights (stale-cache)", REMEDIES[
+            "stale-cache"
+        ]
+    if _equal(withheld, published):
+        what = "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
+        return f"{what}: the sampler's log-probs are those of before, to the bit", REMEDIES["undelivered"]
+    versions = {int(version) for one in published.completions for version in one.policy_version}
+    if versions != {pair.version}:
+        return f"tokens carry version {sorted(versions)} and not {pair.version}", REMEDIES["undelivered"]
+    stale, left = stale_tensors(pair, fresh, original) if fresh.k3 > EXACT else ([], 0.0)
+    if stale:
+        names = f"{', '.join(stale[:3])}{f' and {len(stale) - 3} more' if len(stale) > 3 else ''}"
+        others = " and others" if left > limit else ""
+        what = f"not published: {names}{others}; k3 {short(left)} with the old values in the trainer"
+        return what, REMEDIES["undelivered"]
+    if max(published.k3, fresh.k3) > limit:
+        return "a part of the weights did not arrive", REMEDIES["undelivered"]
+    return "", ""
+
+
+def _equal(a: ScoredResponses, b: ScoredResponses) -> bool:
+    pairs = zip(a.completions, b.completions, strict=True)
+    return np.array_equal(a.logp_behavior, b.logp_behavior) and all(
+        np.array_equal(one.response_ids, other.response_ids) for one, other in pairs
+    )
+
+
+@contextmanager
+def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
+    """Adds seeded noise to every trained weight of the trainer; yields the original ones, which it restores."""
+    trained = {name: p for name, p in pair.trainer.model.named_parameters() if p.requires_grad}
+    if pair.lora:
+        trained = {name: p for name, p in trained.items() if "lora_B" in name}
+    original = {name: p.detach().clone() for name, p in trained.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in trained.values():
+                size = ADAPTER_NOISE if pair.lora else NOISE * float(p.float().square().mean().sqrt())
+                p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
+        yield original
+    finally:
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(original[name])
+
+
+@torch.no_grad()
+def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> tuple[list[str], float]:
+    """Returns the tensors whose old values the sampler holds, and k3 of the trainer with these old values."""
+    parameters = dict(pair.trainer.model.named_parameters())
+    new = {name: parameters[name].clone() for name in original}
+    found: list[str] = []
+    left = scored.k3
+    while len(found) < MOST_STALE and left > EXACT:
+        tried = {}
+        for name in _suspects(pair, scored, original)[:TRIED]:
+            parameters[name].copy_(original[name])
+            tried[name] = pair.score(scored.prompts, scored.completions).k3
+            parameters[name].copy_(new[name])
+        best = min(tried, key=lambda name: tried[name], default=None)
+        if best is None or tried[best] > BETTER * left:
+            break
+        left = tried[best]
+        found.append(best)
+        parameters[best].copy_(original[best])
+    return found, left
+
+
+def _suspects(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> list[str]:
+    """Returns the tensors towards whose old values the sampler lies, those that stand out most first."""
+    changed = {
+        name: p
+        for name, p in pair.trainer.model.named_parameters()
+        if name in original and not torch.equal(p, original[name])
+    }
+    products = []
+    for index, completion in enumerate(scored.completions):
+        row = slice(index, index + 1)
+        with torch.enable_grad():
+            logp = pair.trainer.logps(scored.prompts[row], [completion], scored.temperature).logp[0]
+            left = torch.from_numpy(completion.logp_behavior).to(logp) - logp.detach()
+            gradients = torch.autograd.grad((left * logp).sum(), list(changed.values()))
+        steps = (original[name] - p for name, p in changed.items())
+        products.append([float((g.double() * step).sum()) for g, step in zip(gradients, steps, strict=True)])
+    values = np.array(products)
+    errors = values.std(0, ddof=1) / np.sqrt(len(values))
+    scores = dict(zip(changed, values.mean(0) / np.maximum(errors, 1e-30), strict=True))
+    return sorted((name for name in scores if scores[name] > SUSPECT), key=lambda name: -scores[name])

@@ -1,0 +1,176 @@
+"""Each planted fault is named by the check that looks for it, and a healthy pair passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import faulty_engines as faults
+
+from trimtab.errors import TrimtabError
+from trimtab.preflight import checklist, mismatch_checks
+from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
+from trimtab.preflight.engine_pair import EnginePair, common_log_ratio, k3
+from trimtab.preflight.weight_checks import weights
+from trimtab.types import Completion, Engine
+
+MakePair = Callable[..., EnginePair]
+LORA, WARM = "model.lora.rank=8", "sampling.temperature=0.7"
+INT8, INVARIANT = "engine.quantize=int8", "numerics=invariant"
+
+
+@pytest.fixture
+def make_pair(tmp_path: Path) -> MakePair:
+    def make(
+        dtype: str = "float32", sets: Sequence[str] = (), trainer: str = "trimtab", file: Path | None = None
+    ) -> EnginePair:
+        config = pair_config("laboratory", None, dtype, None, sets)
+        pair = build_pair(config, trainer, file, default_bound(config, trainer), tmp_path, print)
+        pair.publish()
+        return pair
+
+    return make
+
+
+def plant(pair: EnginePair, fault: Callable[[Engine], Any]) -> EnginePair:
+    """The pair with a fault in its engine, after a publication."""
+    pair.engine = fault(pair.engine)
+    pair.publish()
+    return pair
+
+
+def statuses(pair: EnginePair) -> dict[str, str]:
+    result = checklist.run(pair, [20, 500], {"model": "laboratory"}, lambda _: None)
+    assert result.ok == all(check.status != "fail" for check in result.checks)
+    return {check.name: check.status for check in result.checks}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sets", "trainer", "bound"),
+    [
+        ("float32", (), "trimtab", "float32"),
+        ("float32", (), "transformers", "float32"),
+        ("bfloat16", (), "trimtab", "16 bits"),
+        ("float32", (INT8,), "trimtab", "quantized"),
+        ("float32", (INVARIANT,), "trimtab", "invariant"),
+        ("float32", (LORA, WARM, "sampling.top_p=0.8"), "transformers", "float32"),
+    ],
+)
+def test_a_healthy_pair_passes(make_pair: MakePair, dtype: str, sets: Sequence[str], trainer: str, bound: str) -> None:
+    pair = make_pair(dtype, sets, trainer)
+    assert pair.bound == BOUNDS[bound]
+    assert set(statuses(pair).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fault", "sets", "check", "words"),
+    [
+        (
+            lambda e: faults.StaleTensors(e, "layers.1.mlp.down_proj"),
+            (),
+            "weights",
+            "not published: model.layers.1.mlp.down_proj.weight;",
+        ),
+        (lambda e: faults.StaleTensors(e, ""), (), "weights", "the update was not taken over"),
+        (lambda e: faults.StaleTensors(e, ""), (LORA,), "weights", "the adapter is not merged"),
+        (faults.StaleCache, (), "weights", "stale-cache"),
+        (faults.TopToken, (), "mismatch", "wrong-token"),
+        (faults.TopToken, (), "distribution", "wrong-token"),
+        (faults.RawLogprobs, (WARM,), "sampling settings", "raw-logprobs"),
+        (lambda e: faults.OtherEnd(e, 13), (), "end tokens", "end with token 13 ('?')"),
+    ],
+)
+def test_a_planted_fault_is_named(
+    make_pair: MakePair, fault: Callable[[Engine], Any], sets: Sequence[str], check: str, words: str, dtype: str
+) -> None:
+    pair = plant(make_pair(dtype, sets), fault)
+    found = checklist.CHECKS[check](pair, {20: pair.compare(pair.prompts, 20)})
+    assert found.status == "fail"
+    assert words in found.detail
+    assert found.next_step
+
+
+def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> None:
+    pair = plant(make_pair(), faults.BatchDependent)
+    found = mismatch_checks.batch_sizes(pair, {})
+    assert found.status == "fail"
+    assert "batch-invariant" in found.next_step
+    assert found.figures is not None
+    assert min(found.figures.values()) > 1e-7
+
+
+def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
+    pair = plant(make_pair(), faults.RawLogprobs)
+    found = mismatch_checks.sampling_settings(pair, {})
+    assert (found.status, found.next_step) == ("note", "")
+    assert "at temperature 0.7" in found.detail
+
+
+def test_weights_and_versions_are_restored(make_pair: MakePair) -> None:
+    pair = make_pair()
+    before = {name: p.clone() for name, p in pair.trainer.model.named_parameters()}
+    first = pair.sample(pair.prompts[:4], 20)
+    assert weights(pair, {}).status == "ok"
+    assert all(torch.equal(before[name], p) for name, p in pair.trainer.model.named_parameters())
+    assert not np.any(common_log_ratio(first, pair.sample(pair.prompts[:4], 20)))
+
+
+def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TrimtabError("set top_p = 1")
+
+    monkeypatch.setitem(checklist.CHECKS, "sampling settings", refuse)  # pyright: ignore[reportArgumentType]
+    result = checklist.run(make_pair(), [8], {"model": "laboratory"}, lambda _: None)
+    [failed] = [check for check in result.checks if check.status == "fail"]
+    assert (failed.name, failed.detail) == ("sampling settings", "set top_p = 1")
+    assert result.verdict == "not fit to train: sampling settings"
+
+
+def test_dropout_fails_the_null_update(make_pair: MakePair) -> None:
+    pair = make_pair()
+    samples = {20: pair.compare(pair.prompts[:4], 20)}
+    pair.trainer.model.model.layers[0].mlp.register_forward_hook(
+        lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
+    )
+    found = mismatch_checks.null_update(pair, samples)
+    assert found.status == "fail"
+    assert "dropout" in found.next_step
+
+
+def test_prompts_of_a_file_are_repeated_and_short_contexts_shorten_responses(
+    make_pair: MakePair, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("3141592653=\n\n27=\n")
+    pair = make_pair(file=file)
+    assert [len(prompt.ids) for prompt in pair.prompts] == [11, 3] * 32
+    assert pair.room(pair.prompts, 2048) == 64 - 11
+    file.write_text("\n")
+    with pytest.raises(TrimtabError, match="no line with text"):
+        make_pair(file=file)
+
+
+def test_k3_and_the_tokens_that_two_answers_share() -> None:
+    np.testing.assert_allclose(k3(np.log([1.0, 1.5])), [0.0, 0.5 - np.log(1.5)])
+
+    def answer(ids: list[int], logps: list[float]) -> Completion:
+        values = np.array(logps, dtype=np.float32)
+        return Completion(np.array(ids), values, np.zeros(len(ids), dtype=np.int64), "length", "")
+
+    a, b = answer([1, 2, 3], [-1.0, -2.0, -3.0]), answer([1, 2, 4], [-1.0, -2.5, -9.0])
+    np.testing.assert_array_equal(common_log_ratio([a], [b]), np.array([0.0, -0.5], dtype=np.float32))
+
+
+def test_facts_say_what_was_compared() -> None:
+    config = pair_config("laboratory", "server", "bfloat16", ["http://127.0.0.1:1"], [LORA])
+    assert facts(config, "transformers") == {
+        "model": "laboratory",
+        "sampler": "server, bfloat16",
+        "trainer": "transformers, bfloat16, LoRA rank 8",
+        "numerics": "native",
+    }
