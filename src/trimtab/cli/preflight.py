@@ -23,6 +23,38 @@ LENGTHS = [128, 512, 2048]
 LEVELS = {"fail": "error", "note": "warning", "ok": "notice"}
 """Status of a check -> command of GitHub's workflows."""
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="HF id, folder, bundled model, or recipe.")]
+Sampler = Annotated[
+    Literal["embedded", "vllm", "server"] | None,
+    typer.Option(help="What writes. Default: that of the recipe, else embedded."),
+]
+Scorer = Annotated[
+    Literal["trimtab", "transformers"],
+    typer.Option(help="What scores: Trimtab's packed pass, or the model's own forward of a padded batch."),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(help="Of both sides; --set engine.dtype and model.autocast are for one. Default: the recipe's."),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048."),
+]
+Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="With --sampler server: where it runs.")]
+PromptFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Prompts, one a line. Default: those of the task.")
+]
+Bound = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Largest k3 in nats per token. Default: 1e-8 in float32, 1e-2 in 16 bits, 1e-1 quantized, 0 with "
+        "invariant numerics.",
+    ),
+]
+HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page.")]
+Github = Annotated[bool, typer.Option("--github", help="Print annotations for a GitHub workflow.")]
+
 
 def register(app: typer.Typer) -> None:
     app.command(
@@ -34,39 +66,18 @@ def register(app: typer.Typer) -> None:
 
 
 def preflight(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="HF id, folder, bundled model, or recipe.")],
-    sampler: Annotated[
-        Literal["embedded", "vllm", "server"] | None,
-        typer.Option(help="What writes. Default: that of the recipe, else embedded."),
-    ] = None,
-    trainer: Annotated[
-        Literal["trimtab", "transformers"],
-        typer.Option(help="What scores: Trimtab's packed pass, or the model's own forward of a padded batch."),
-    ] = "trimtab",
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of both sides; --set engine.dtype and model.autocast are for one. Default: bfloat16."),
-    ] = None,
-    lengths: Annotated[
-        list[int] | None,
-        typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048."),
-    ] = None,
-    url: Annotated[list[str] | None, typer.Option(metavar="URL", help="With --sampler server: where it runs.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts, one a line. Default: those of the task.")
-    ] = None,
-    bound: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Largest k3 in nats per token. Default: 1e-8 in float32, 1e-2 in 16 bits, 1e-1 quantized, 0 with "
-            "invariant numerics.",
-        ),
-    ] = None,
+    model: Model,
+    sampler: Sampler = None,
+    trainer: Scorer = "trimtab",
+    dtype: Dtype = None,
+    lengths: Lengths = None,
+    url: Urls = None,
+    prompts: PromptFile = None,
+    bound: Bound = None,
     sets: Sets = None,
     as_json: Json = False,
-    html: Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page.")] = None,
-    github: Annotated[bool, typer.Option("--github", help="Print annotations for a GitHub workflow.")] = False,
+    html: HtmlPage = None,
+    github: Github = False,
 ) -> None:
     """Compare sampler and trainer before anything is trained: is this pair fit to train?
 

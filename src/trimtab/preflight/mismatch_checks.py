@@ -8,9 +8,8 @@ import numpy as np
 
 from trimtab.chat_template import render
 from trimtab.diagnosis.causes import NOISES, find_causes
-from trimtab.diagnosis.causes.remedies import REMEDIES
 from trimtab.diagnosis.measure import measure
-from trimtab.diagnosis.records import DataSummary, Measured
+from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.pages.numbers import short
@@ -61,7 +60,7 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
         named = "; ".join(f"{cause.name}: {cause.evidence}" for cause in faults)
         return Check("fail", "mismatch", f"{detail}; {named}", faults[0].fix, figures)
     if not max(size["k3"] for size in sizes.values()) <= pair.bound:
-        fix = causes[0].fix if causes else REMEDIES["unexplained"]
+        fix = causes[0].fix if causes else CAUSES["unexplained"].fix
         named = f"; it looks like {causes[0].name}" if causes else ""
         return Check("fail", "mismatch", f"{detail}{named}", fix, figures)
     return Check("ok", "mismatch", detail, "", figures)
@@ -100,7 +99,7 @@ def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> C
         detail += (
             f"; at {is_top.mean():.0%} of the tokens the sampler reports the log-prob of the most probable id instead"
         )
-        return Check("fail", "distribution", f"{detail} (wrong-token)", REMEDIES["wrong-token"], figures)
+        return Check("fail", "distribution", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
     if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised of sampled tokens
         return Check("fail", "distribution", detail, "compare weights, dtypes and temperatures", figures)
     return Check("ok", "distribution", detail, "", figures)
@@ -182,7 +181,7 @@ def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses])
     cause = "raw-logprobs" if nearest == "raw" else "truncated-sampling"
     if neutral:
         return Check("note", "sampling settings", f"{detail}; at temperature 1, as configured, both agree", "", figures)
-    return Check("fail", "sampling settings", f"{detail} ({cause})", REMEDIES[cause], figures)
+    return Check("fail", "sampling settings", f"{detail} ({cause})", CAUSES[cause].fix, figures)
 
 
 def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.diagnosis.causes.remedies import REMEDIES
+from trimtab.diagnosis.records import CAUSES
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
 
@@ -70,23 +70,23 @@ def _verdict(
     if withheld.k3 <= limit:
         return f"a change cannot be seen beside a mismatch of {short(limit / MARGIN)}: repair that first", ""
     if fresh.k3 <= limit < published.k3:
-        return "only prompts asked before are wrong: cached under the old weights (stale-cache)", REMEDIES[
+        return "only prompts asked before are wrong: cached under the old weights (stale-cache)", CAUSES[
             "stale-cache"
-        ]
+        ].fix
     if _equal(withheld, published):
         what = "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
-        return f"{what}: the sampler's log-probs are those of before, to the bit", REMEDIES["undelivered"]
+        return f"{what}: the sampler's log-probs are those of before, to the bit", CAUSES["undelivered"].fix
     versions = {int(version) for one in published.completions for version in one.policy_version}
     if versions != {pair.version}:
-        return f"tokens carry version {sorted(versions)} and not {pair.version}", REMEDIES["undelivered"]
+        return f"tokens carry version {sorted(versions)} and not {pair.version}", CAUSES["undelivered"].fix
     stale, left = stale_tensors(pair, fresh, original) if fresh.k3 > EXACT else ([], 0.0)
     if stale:
         names = f"{', '.join(stale[:3])}{f' and {len(stale) - 3} more' if len(stale) > 3 else ''}"
         others = " and others" if left > limit else ""
         what = f"not published: {names}{others}; k3 {short(left)} with the old values in the trainer"
-        return what, REMEDIES["undelivered"]
+        return what, CAUSES["undelivered"].fix
     if max(published.k3, fresh.k3) > limit:
-        return "a part of the weights did not arrive", REMEDIES["undelivered"]
+        return "a part of the weights did not arrive", CAUSES["undelivered"].fix
     return "", ""
 
 

@@ -45,7 +45,7 @@ def test_a_fault_exits_with_1_and_is_annotated(
     result = json.loads(printed.out)
     assert (result["ok"], result["bound"], result["page"]) == (False, 1e-2, str(page))
     assert [check["name"] for check in result["checks"]] == NAMES
-    assert result["checks"][0]["figures"]["k3"] == result["lengths"]["20"]
+    assert result["checks"][0]["figures"]["k3"] == pytest.approx(result["lengths"]["20"], rel=1e-6)
     errors = [line for line in printed.err.splitlines() if line.startswith("::")]
     assert errors[0].startswith("::error title=trimtab preflight: mismatch::k3 ")
     assert "%25" in errors[0]
