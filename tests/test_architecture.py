@@ -66,7 +66,7 @@ LINES = {
     "bitwise": 729,
     "cli": 2_715,
     "cluster": 1_008,
-    "config": 1_340,
+    "config": 1_354,
     "corrections": 1_654,
     "diagnosis": 8_493,
     "engines": 5_228,
@@ -81,11 +81,11 @@ LINES = {
     "preflight": 1_049,
     "report": 3_511,
     "rewards": 699,
-    "rollout": 2_158,
+    "rollout": 2_166,
     "runs": 1_693,
     "sandbox": 2_128,
     "tasks": 1_576,
-    "training": 4_749,
+    "training": 4_751,
     "trimtab": 1_495,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
