@@ -1,4 +1,4 @@
-"""Writes the table of thresholds in docs/detection.md: `python docs/detection.py`.
+"""Prints the thresholds of all detectors, which the site appends to docs/detection.md (docs/site.py).
 
 A threshold is a line `NAME = value  # meaning [what it was set on]` of a detector.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).with_suffix(".md")
 PACKAGE = Path(__file__).parents[1] / "src" / "trimtab" / "diagnosis"
 FILES = (PACKAGE / "measure" / "placeholders.py", *sorted((PACKAGE / "causes").glob("*.py")))
-BEGIN, END = "<!-- thresholds: written by docs/detection.py -->\n", "<!-- end of thresholds -->\n"
 LINE = re.compile(r"^([A-Z][A-Z0-9_]*) = (-?[\d.e-]+)  # (.*?)(?: \[(.*)\])?$", flags=re.MULTILINE)
 
 
@@ -22,16 +20,14 @@ def thresholds() -> list[tuple[str, str, str, str, str]]:
     return [(name, *row) for name, source in zip(names, sources, strict=True) for row in LINE.findall(source)]
 
 
-def written(page: str) -> str:
-    """The page with its table of thresholds written anew."""
+def markdown() -> str:
+    """The table."""
     rows = [
         f"| `{file}` | `{name}` | {value} | {meaning.replace('|', chr(92) + '|')} | {calibrated} |"
         for file, name, value, meaning, calibrated in thresholds()
     ]
-    table = "\n".join(["| file | name | value | meaning | set on |", "|---|---|---|---|---|", *rows])
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", flags=re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n\n{END}", page)
+    return "\n".join(["| file | name | value | meaning | set on |", "|---|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(markdown())

@@ -2,7 +2,7 @@
 
 README, CONTRIBUTING, CHANGELOG, docs/ and examples/ keep their places, so that their links are valid both on the site
 and in the repository. Written here are the pages that follow from the code alone: metrics, known faults, scalars, keys
-of recipes, what each adapter carries, and the Python interface.
+of recipes, what each adapter carries, thresholds of the diagnosis, and the Python interface.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def collect() -> None:
     for name in BUILT.values():
         (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
     (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
-    with (docs / "adapters.md").open("a", encoding="utf-8") as file:
-        file.write(f"\n{generator('adapters')['markdown']()}\n")
+    for name in ("adapters", "detection"):
+        with (docs / f"{name}.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n{generator(name)['markdown']()}\n")
     (docs / "api").mkdir()
     for name, (title, *members) in API.items():
         directives = "\n\n".join(f"::: trimtab.{member}" for member in members)
