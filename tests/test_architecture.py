@@ -78,7 +78,7 @@ LINES = {
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,
-    "preflight": 1_049,
+    "preflight": 1_046,
     "report": 3_511,
     "rewards": 699,
     "rollout": 2_166,
@@ -86,7 +86,7 @@ LINES = {
     "sandbox": 2_128,
     "tasks": 1_576,
     "training": 4_751,
-    "trimtab": 1_495,
+    "trimtab": 1_541,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
     path

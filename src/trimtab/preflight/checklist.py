@@ -11,8 +11,8 @@ from trimtab.preflight import mismatch_checks as checks
 from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
 from trimtab.preflight.weight_checks import weights
 
-TOKENS = 2048
-"""Tokens that are sampled for each length, in 2 to 32 responses."""
+TOKENS = 1024
+"""Tokens that are sampled for each length, in 2 to 16 responses."""
 CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
     "mismatch": checks.mismatch,
     "distribution": checks.distribution,
@@ -70,7 +70,7 @@ def run(
     samples: dict[int, ScoredResponses] = {}
     for length in sorted({pair.room(pair.prompts, length) for length in lengths}):
         on_progress(f"responses of {length} tokens")
-        prompts = pair.prompts[: max(2, min(32, TOKENS // length))]
+        prompts = pair.prompts[: max(2, min(16, TOKENS // length))]
         samples[length] = pair.compare(prompts, length)
     found = []
     for name, check in CHECKS.items():

@@ -16,10 +16,7 @@ from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses, common_log_ratio, k3
 
 BATCHES = (8, 64)
-ANCHORS = 2
-"""Responses that are compared over all batch sizes."""
-PROBE_TOKENS = 24
-PROBES = 16
+PROBES, PROBE_TOKENS = 8, 16
 """Responses of a check, and tokens of each, where nothing else is said."""
 NOT_HERE = ("copied",)
 """Causes that this data cannot have: the trainer has no access to the sampler's log-probs."""
@@ -68,7 +65,7 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
 
 def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Compares the log-probs of all ids, or the most probable ones, and not only of the sampled ones."""
-    prompts = pair.prompts[:8]
+    prompts = pair.prompts[:PROBES]
     completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
     tops = [one.top for one in completions]
     lists = [top for top in tops if top is not None]
@@ -107,11 +104,11 @@ def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> C
 
 def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks whether a response has the same log-probs alone and among others."""
-    alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:ANCHORS]]
+    alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
     figures, words = {}, []
     for size in BATCHES:
         together = []
-        for anchor in range(ANCHORS):  # it stays the first of its batch, and so draws the same random numbers
+        for anchor in range(len(alone)):  # it stays the first of its batch, and so draws the same random numbers
             others = [prompt for number, prompt in enumerate(pair.prompts) if number != anchor][: size - 1]
             together.append(pair.sample([pair.prompts[anchor], *others], PROBE_TOKENS)[0])
         figures[f"k3/{size}"], text = _difference(common_log_ratio(alone, together))

@@ -24,7 +24,7 @@ NOISE = 0.1
 """Standard deviation of the noise, relative to the root mean square of a tensor."""
 ADAPTER_NOISE = 0.02
 """That of the second matrix of an adapter, which starts at 0."""
-PROBES, PROBE_TOKENS = 32, 32
+PROBES, PROBE_TOKENS = 32, 16
 SUSPECT = 3.0
 """Standard errors, over responses, from which on a tensor is tried."""
 TRIED, MOST_STALE = 3, 12

@@ -1,0 +1,41 @@
+"""`trimtab.testing.assert_parity` as a user's test calls it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimtab.testing import assert_parity
+
+LOGP = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, -7.0]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def test_equal_log_probs_pass_whatever_stands_at_masked_positions() -> None:
+    other = LOGP.clone()
+    other[1, 2] = float("nan")
+    assert_parity(LOGP, other, MASK, bound=0.0)
+    assert_parity(LOGP.requires_grad_(), other, MASK, bound="fp32")
+
+
+def test_the_bound_is_one_on_k3_and_the_worst_token_is_named() -> None:
+    other = LOGP.clone()
+    other[1, 1] -= 0.1
+    k3 = float(torch.tensor(0.1).expm1() - 0.1) / 5
+    assert_parity(LOGP, other, MASK, bound=1.01 * k3)
+    assert_parity(LOGP, other, MASK)
+    with pytest.raises(AssertionError, match=r"above 1e-08; .*0.1 nats at row 1, token 1"):
+        assert_parity(LOGP, other, MASK, bound="fp32")
+    with pytest.raises(AssertionError, match="k3"):
+        assert_parity(LOGP, other, MASK, bound=0.99 * k3)
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    with pytest.raises(AssertionError, match="no token"):
+        assert_parity(LOGP, LOGP, torch.zeros_like(MASK))
+    with pytest.raises(AssertionError, match="1 of 5 log-probs are not finite"):
+        assert_parity(LOGP, torch.where(LOGP == -0.5, -torch.inf, LOGP), MASK)
+    with pytest.raises(ValueError, match="bound 'fp8'"):
+        assert_parity(LOGP, LOGP, MASK, bound="fp8")
+    with pytest.raises(ValueError, match="shapes differ"):
+        assert_parity(LOGP, LOGP[:1], MASK)
