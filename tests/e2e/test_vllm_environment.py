@@ -22,7 +22,7 @@ PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"
     [
         *(
             f"tests/e2e/test_{name}.py"
-            for name in ("vllm_engine", "canary_vllm", "vllm_train", "vllm_worker", "vllm_routing")
+            for name in ("vllm_engine", "canary_vllm", "preflight_vllm", "vllm_train", "vllm_worker", "vllm_routing")
         ),
         "tests/contract/test_every_engine.py -k [vllm]",
         "tests/contract/test_every_engine.py -k [own_process_vllm]",
