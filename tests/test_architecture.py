@@ -78,7 +78,7 @@ LINES = {
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,
-    "preflight": 1_046,
+    "preflight": 1_048,
     "report": 3_511,
     "rewards": 699,
     "rollout": 2_166,

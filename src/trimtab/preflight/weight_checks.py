@@ -38,22 +38,24 @@ def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     seen, unseen = pair.prompts[:PROBES], pair.prompts[PROBES:]
     before = pair.compare(seen, PROBE_TOKENS).k3
     limit = max(MARGIN * before, EXACT)
-    with changed_weights(pair) as original:
-        withheld = pair.compare(seen, PROBE_TOKENS)
-        pair.publish()
-        published, fresh = (pair.compare(prompts, PROBE_TOKENS) for prompts in (seen, unseen))
-        figures = {
-            "k3/before": before,
-            "k3/withheld": withheld.k3,
-            "k3/published": published.k3,
-            "k3/new_prompts": fresh.k3,
-        }
-        detail = (
-            f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
-            f"change is withheld, {short(published.k3)} once it is published"
-        )
-        problem, step = _verdict(pair, original, (withheld, published, fresh), limit)
-    pair.publish()
+    try:
+        with changed_weights(pair) as original:
+            withheld = pair.compare(seen, PROBE_TOKENS)
+            pair.publish()
+            published, fresh = (pair.compare(prompts, PROBE_TOKENS) for prompts in (seen, unseen))
+            problem, step = _verdict(pair, original, (withheld, published, fresh), limit)
+    finally:
+        pair.publish()  # after an error too: a server goes on with these weights
+    detail = (
+        f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
+        f"change is withheld, {short(published.k3)} once it is published"
+    )
+    figures = {
+        "k3/before": before,
+        "k3/withheld": withheld.k3,
+        "k3/published": published.k3,
+        "k3/new_prompts": fresh.k3,
+    }
     if not problem:
         return Check("ok", "weights", detail, "", figures)
     return Check("note" if withheld.k3 <= limit else "fail", "weights", f"{detail}; {problem}", step, figures)

@@ -95,6 +95,22 @@ def test_a_planted_fault_is_named(
     assert found.next_step
 
 
+def test_an_interrupted_check_gives_the_sampler_its_weights_back(make_pair: MakePair) -> None:
+    class Interrupted(faults.Wrapped):
+        calls = 0
+
+        def generate(self, *args: Any, **rest: Any) -> list[list[Completion]]:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return super().generate(*args, **rest)
+
+    pair = plant(make_pair(), Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        weights(pair, {})
+    assert pair.compare(pair.prompts[:4], 8).k3 < 1e-9
+
+
 def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> None:
     pair = plant(make_pair(), faults.BatchDependent)
     found = mismatch_checks.batch_sizes(pair, {})
