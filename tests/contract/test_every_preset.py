@@ -212,6 +212,10 @@ def test_nothing_to_train_is_zero_and_counted(lab, name):
             assert run.metrics["loss/policy"] == 0
 
 
+REJECTS_ALL: dict[str, dict[str, Any]] = {}
+"""Presets whose rule always keeps some tokens, with keywords under which it rejects everything."""
+
+
 def test_everything_rejected_is_zero_and_counted(lab, name):
     batch = lab.Batch.random(1)
     mask = batch.mask.clone()
@@ -221,7 +225,7 @@ def test_everything_rejected_is_zero_and_counted(lab, name):
         mask=mask, behavior=batch.current + 30, proximal=batch.current, advantage=-torch.ones(8, 1).double()
     )
     for denominator in ("original", "kept") if lab.objective(name).rejects else ("original",):
-        obj = lab.objective(name, denominator=denominator)
+        obj = lab.objective(name, denominator=denominator, **REJECTS_ALL.get(name, {}))
         run = lab.run(obj, batch)
         if not obj.masks and (obj.weight is None or obj.weight.low == 0):
             assert run.metrics.get("reject/tokens", 0) == 0

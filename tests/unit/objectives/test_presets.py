@@ -27,6 +27,8 @@ def test_every_keyword_changes_the_objective_and_the_equation(name):
             value = changed[key]
         elif isinstance(default, bool):
             value = not default
+        elif isinstance(default, int):
+            value = default + 1
         else:
             value = {"weight_min": 0.25, "keep_min": 0.25, "quantile": 0.5}.get(key, (default or 1.0) * 1.5)
         base = bases.get(key, {})
