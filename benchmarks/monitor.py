@@ -95,11 +95,11 @@ def largest_jump(k3: list[float]) -> float:
 
 
 def growth(batch: dict[str, Any], count: int) -> float:
-    """Returns the megabytes of Python and numpy objects that 90 % of `count` observed batches leave behind."""
+    """Returns the megabytes by which Python and numpy objects grow over 90 % of `count` observed batches."""
     monitor = Monitor(on_alarm=lambda _: None)
+    tracemalloc.start()
     for number in range(count):
         if number == count // 10:
-            tracemalloc.start()
             before = tracemalloc.get_traced_memory()[0]
         monitor.observe(**{**batch, "step": number, "version": number})
     left = tracemalloc.get_traced_memory()[0] - before

@@ -74,7 +74,7 @@ LINES = {
     "evaluation": 1_126,
     "lab": 983,
     "models": 3_713,
-    "monitor": 954,
+    "monitor": 956,
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,

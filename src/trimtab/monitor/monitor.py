@@ -65,7 +65,7 @@ class Monitor:
         self._every = every
         self._on_alarm = on_alarm or warn
         self._sample = Sample(sample_tokens, seed=self._rank)
-        self._current: tuple[int, Metrics] | None = None
+        self._current: tuple[int, Metrics, dict[str, float]] | None = None
         self._first: list[Step] = []
         self._last: deque[Step] = deque(maxlen=WINDOW)
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
@@ -115,13 +115,15 @@ class Monitor:
             },
         )
         here = over_ranks(here, self._group) if self._distributed else here
-        self._current = (step, here if self._current is None else self._current[1] + here)
+        merged = here if self._current is None else self._current[1] + here
+        metrics = self._metrics(merged)
+        self._current = (step, merged, metrics)
         tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
         if isinstance(version, Tensor) and version.shape == mask.shape:
             tokens["policy_version"], version = version, None
         rows = {"step": step, "policy_version": version, "group": group, "reward": reward, "advantage": advantage}
         self._sample.add(mask, tokens, rows)
-        return self._metrics(self._current[1])
+        return dict(metrics)
 
     @property
     def verdict(self) -> Finding:
@@ -146,11 +148,11 @@ class Monitor:
 
     def _finish(self) -> None:
         assert self._current is not None
-        number, metrics = self._current
+        number, merged, metrics = self._current
         self._current = None
-        ratio = metrics.parts["mean_ratio"]
+        ratio = merged.parts["mean_ratio"]
         assert isinstance(ratio, MeanRatio)
-        step = Step(number, self._metrics(metrics), _on_cpu(ratio))
+        step = Step(number, metrics, _on_cpu(ratio))
         self._steps += 1
         self._last.append(step)
         if len(self._first) < WINDOW:
