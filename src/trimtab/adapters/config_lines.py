@@ -137,7 +137,8 @@ def _verl_correction(built: Objective) -> tuple[dict[str, str], list[str]]:
         for key, value in setting.options.items():
             rules.setdefault(key, []).append(value)
     for key, values in rules.items():
-        options[key] = values[0] if len(values) == 1 else f'"{",".join(value.strip(chr(34)) for value in values)}"'
+        joined = ",".join(value.strip('"') for value in values)
+        options[key] = values[0] if len(values) == 1 else f'"{joined}"'
     if rules and built.ratio.over == "behavior":
         remarks.append("# in bypass mode verl judges π/μ, not π_old/μ")
     return options, remarks

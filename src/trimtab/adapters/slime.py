@@ -157,15 +157,15 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
     """Returns the current log-probs of each response, as the trainer's own loss computes them."""
     score = _score_function()
     optional = {
-        # slime renormalises over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
+        # slime renormalizes over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
         "top_p_token_ids": batch.get("rollout_top_p_token_ids"),
         "top_p_token_offsets": batch.get("rollout_top_p_token_offsets"),
         # Miles pads to these with --qkv-format bshd.
         "max_seq_lens": batch.get("max_seq_lens"),
     }
     given = {name: value for name, value in optional.items() if value is not None}
-    renormalises = "top_p_token_ids" in inspect.signature(score).parameters
-    if renormalises and args.rollout_top_p != 1 and not {"top_p_token_ids", "top_p_token_offsets"} <= given.keys():
+    renormalizes = "top_p_token_ids" in inspect.signature(score).parameters
+    if renormalizes and args.rollout_top_p != 1 and not {"top_p_token_ids", "top_p_token_offsets"} <= given.keys():
         raise TrimtabError(
             f"--rollout-top-p is {args.rollout_top_p:g}, and the batch has no tokens that top-p kept, without which "
             "the log-probs are those of another policy: set it to 1"

@@ -29,7 +29,7 @@ tensors stays bounded."""
 class BatchCorrection:
     """The result of `compute_correction` over one batch.
 
-    weight: (batch, time), bounded and not yet normalised; 0 where untrained or rejected by it; None without a `Weight`.
+    weight: (batch, time), bounded and not yet normalized; 0 where untrained or rejected by it; None without a `Weight`.
     keep: (batch, time) bool, tokens of the mask that no rule rejected, nor the weight's own mask.
     statistics: mergeable, by metric key.
     mismatch: statistics of proximal/behavior over the original mask; None without `measure`.

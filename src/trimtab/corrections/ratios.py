@@ -2,7 +2,7 @@
 
     token       rho_t   = exp(l_t),              l_t = log numerator - log denominator
     sequence    rho     = exp(sum_t m_t l_t)                  (the product)
-    geometric   rho     = exp(sum_t m_t l_t / T)              (length-normalised, GSPO)
+    geometric   rho     = exp(sum_t m_t l_t / T)              (length-normalized, GSPO)
     turn, turn_geometric      the product and the geometric mean over one model turn instead of the sequence
     prefix, prefix_geometric  the same over the sequence up to and including the token
 

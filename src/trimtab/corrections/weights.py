@@ -28,7 +28,7 @@ VERL_LOWEST = 1e-6
 _ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 
 MEAN_FLOOR = 1e-8
-"""Smallest mean weight that normalisation divides by; below it the weights stay unchanged."""
+"""Smallest mean weight that normalization divides by; below it the weights stay unchanged."""
 
 
 def check_option(value: str, options: tuple[str, ...], part: str) -> None:
@@ -137,7 +137,7 @@ class Weight:
         form, key = "mask" if self.bound == "mask" else "truncate", "vllm_importance_sampling"
         options = {f"{key}_mode": f'"{self.level}_{form}"', f"{key}_clip_max": repr(self.high)}
         options |= {f"{key}_clip_min": repr(self.low)} if self.low > 0 else {}
-        return Setting(options, ("# TRL does not normalise the weights",) if self.normalize else ())
+        return Setting(options, ("# TRL does not normalize the weights",) if self.normalize else ())
 
     def _miles(self) -> Setting:
         """Flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
@@ -162,7 +162,7 @@ class WeightStatistics(Mergeable):
     """Statistics of weights before and after bounding, over what has one: trained tokens, sequences or turns."""
 
     raw: Int[Tensor, "bins"]
-    total: Tensor  # after bounding, before self-normalisation
+    total: Tensor  # after bounding, before self-normalization
     count: Tensor
     changed: Tensor
     weight: Weight = field(metadata={"merge": lambda left, right: left})  # noqa: ARG005

@@ -54,7 +54,8 @@ def diagnose(
         measured, files = examine(
             files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts
         )
-        tokenizer_file, view = vocabulary or tokenizer_of(files), measured.views.get("token")
+        tokenizer_file = vocabulary or tokenizer_of(files)
+        view = measured.views.get("token")
         texts, problem = {}, ""
         if tokenizer_file is not None and view is not None and not redaction:
             texts, problem = token_texts(tokenizer_file, [int(id_) for id_ in view.columns["id"] if id_ >= 0])

@@ -212,5 +212,6 @@ class EvalResult:
         ]
 
     def markdown(self) -> str:
-        body = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in self.rows())
+        rows = [(name, value.replace("|", r"\|")) for name, value in self.rows()]
+        body = "\n".join(f"| {name} | {value} |" for name, value in rows)
         return f"| measure | value |\n|---|---|\n{body}\n"

@@ -34,7 +34,7 @@ class _Family(NamedTuple):
     """
 
     router: str  # its class in transformers
-    renormalised: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
+    renormalized: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
     float32: bool  # gates stay float32; else they take the type of the scores
 
 
@@ -239,7 +239,7 @@ class _Replay:
         chosen, family = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.family
         # The family's own gates, operation by operation, with `gather` in place of `topk`.
         gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
-        if router.norm_topk_prob if family.renormalised is None else family.renormalised:
+        if router.norm_topk_prob if family.renormalized is None else family.renormalized:
             gates = gates / gates.sum(-1, keepdim=True)
         return scores, gates if family.float32 else gates.to(scores.dtype), chosen
 

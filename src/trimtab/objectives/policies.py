@@ -34,7 +34,7 @@ class Ratio:
 class PolicyLogps:
     """Log-probs of the sampled tokens under each policy, in nats.
 
-    current     (batch, time) policy being optimised, trainer numerics, with gradient; may be None in `prepare`
+    current     (batch, time) policy being optimized, trainer numerics, with gradient; may be None in `prepare`
     behavior    (batch, time) reported by the sampler, after temperature and truncation
     mask        (batch, time) bool, True at tokens to train; the other positions may hold any value, NaN included
     proximal    (batch, time) trainer numerics, weights at the start of the update phase

@@ -69,8 +69,8 @@ class State(Mergeable):
         return replace(self, **dict(zip(named, sums.unbind(), strict=True)), magnitudes=magnitudes)
 
     @cached_property
-    def _sorted_evidence(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The magnitudes in ascending order, its squares (0 for `NOT_COUNTED`) and their cumulative sum."""
+    def _sorted_magnitudes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The magnitudes in ascending order, their squares (0 for `NOT_COUNTED`) and their cumulative sum."""
         values = self.magnitudes.double().sort().values
         squares = values.clamp(min=0).square()
         return values, squares, squares.cumsum(0)
@@ -83,7 +83,7 @@ class State(Mergeable):
         """
         if self.magnitudes.numel() == 0:
             return self.tokens.new_full((), torch.inf)
-        values, squares, sums = self._sorted_evidence
+        values, squares, sums = self._sorted_magnitudes
         # With the cap at values[i], that value and all larger ones contribute squares[i].
         remaining = torch.arange(values.numel(), 0, -1, device=values.device)
         capped = sums - squares + remaining * squares
@@ -99,7 +99,7 @@ class State(Mergeable):
         """
         if self.magnitudes.numel() == 0:
             return self.tokens.new_full((), NOT_COUNTED)
-        values, _, sums = self._sorted_evidence
+        values, _, sums = self._sorted_magnitudes
         counted = values >= 0
         last_of_equals = torch.cat([values[1:] > values[:-1], counted.new_ones(1)])
         within = last_of_equals & counted & (sums <= tau * counted.cumsum(0).double())

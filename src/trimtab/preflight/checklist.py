@@ -45,7 +45,7 @@ class Preflight:
         if failed:
             return f"not fit to train: {', '.join(failed)}"
         noted = [check.name for check in self.checks if check.status == "note"]
-        return f"fit to train{f'; see {chr(44).join(noted)}' if noted else ''}"
+        return "fit to train" + (f"; see {', '.join(noted)}" if noted else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result for JSON."""

@@ -18,7 +18,7 @@ from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, Scor
 BATCHES = (8, 64)
 PROBES, PROBE_TOKENS = 8, 16
 """Responses of a check, and tokens of each, where nothing else is said."""
-NOT_HERE = ("copied",)
+IMPOSSIBLE_CAUSES = ("copied",)
 """Causes that this data cannot have: the trainer has no access to the sampler's log-probs."""
 CONFIDENT = 0.5
 """Least confidence of a cause that fails a check."""
@@ -42,7 +42,7 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks k3 of each length, that the mean ratio is 1, and whether diagnosis knows a fault in the tokens."""
     sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
     whole = measured_of(*samples.values())
-    causes = [cause for cause in find_causes(whole, NOT_HERE) if cause.confidence >= CONFIDENT]
+    causes = [cause for cause in find_causes(whole, IMPOSSIBLE_CAUSES) if cause.confidence >= CONFIDENT]
     faults = [cause for cause in causes if cause.name not in NOISES]
     figures = {f"k3/{length}": size["k3"] for length, size in sizes.items()}
     total = whole.size.mismatch

@@ -72,9 +72,8 @@ def _verdict(
     if withheld.k3 <= limit:
         return f"a change cannot be seen beside a mismatch of {short(limit / MARGIN)}: repair that first", ""
     if fresh.k3 <= limit < published.k3:
-        return "only prompts asked before are wrong: cached under the old weights (stale-cache)", CAUSES[
-            "stale-cache"
-        ].fix
+        what = "only prompts asked before are wrong: cached under the old weights (stale-cache)"
+        return what, CAUSES["stale-cache"].fix
     if _equal(withheld, published):
         what = "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
         return f"{what}: the sampler's log-probs are those of before, to the bit", CAUSES["undelivered"].fix

@@ -201,7 +201,8 @@ class Learner:
         factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
         stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
-        loss, norm = self.ranks.all_reduce_sum(loss), clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
+        loss = self.ranks.all_reduce_sum(loss)
+        norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if math.isfinite(loss) and math.isfinite(norm) and others_are_finite:
             self.optimizer.step()
@@ -237,7 +238,8 @@ class Learner:
 
     def _logps(self, micro: MicroBatch, scores: TokenScores | None) -> PolicyLogps:
         current = scores.logp if scores is not None else None
-        proximal, head = micro.proximal, None if scores is None else scores.head
+        proximal = micro.proximal
+        head = None if scores is None else scores.head
         if proximal is None and current is not None and "proximal" in self.objective.needs:
             proximal = current.detach()
         return PolicyLogps(

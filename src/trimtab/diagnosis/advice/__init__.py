@@ -23,8 +23,8 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
     """
     sample = measured.sample
-    every = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
-    part = sample if every < 2 else sample.select(np.arange(sample.responses) % every == 0)
+    stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     table = outcomes(AdviceData.of(part))
     size = measured.size
     rule, overrides, why = choose(RuleInputs(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))

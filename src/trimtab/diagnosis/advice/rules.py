@@ -58,7 +58,7 @@ class Rule:
 RULES = (
     Rule(
         "fault",
-        lambda findings: not findings.names.isdisjoint(MUST_FIX),
+        lambda inputs: not inputs.names.isdisjoint(MUST_FIX),
         "",
         "Fix {faults} first: no correction makes up for that, and the figures measure the fault. Then run diagnose "
         "again.",
@@ -66,14 +66,14 @@ RULES = (
     ),
     Rule(
         "floor",
-        lambda findings: findings.verdict in ("exact", "rounding"),
+        lambda inputs: inputs.verdict in ("exact", "rounding"),
         "grpo",
         "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Use any method "
         "without one; with several updates per batch, token-bypass gives the same and saves the proximal forward pass.",
     ),
     Rule(
         "tiny",
-        lambda findings: findings.tokens < FEWEST and not findings.names,
+        lambda inputs: inputs.tokens < FEWEST and not inputs.names,
         "token-tis",
         "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, use "
         "token-tis at its published bound, which changes almost nothing while trainer and sampler agree.",
@@ -81,7 +81,7 @@ RULES = (
     ),
     Rule(
         "stale, short",
-        lambda findings: "stale" in findings.names and findings.kept("seq-bypass") >= ACCEPTED,
+        lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
         "seq-bypass",
         "The sampler's weights are old. Without a correction, training collapses; the ratio of the whole response, "
         "clipped to [0.5, 4], was best (laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo "
@@ -90,7 +90,7 @@ RULES = (
     ),
     Rule(
         "stale, long",
-        lambda findings: "stale" in findings.names,
+        lambda inputs: "stale" in inputs.names,
         "m2po",
         "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
         "{seq_bypass} of the tokens). m2po bounds the second moment of the ratio per token; it was designed for old "
@@ -99,7 +99,7 @@ RULES = (
     ),
     Rule(
         "long-context",
-        lambda findings: "long-context" in findings.names,
+        lambda inputs: "long-context" in inputs.names,
         "icepop",
         "The mismatch grows with depth in the context (k3 {k3}), so that the last tokens dominate a product over a "
         "long response. Weights per token, and a mask of the few tokens beyond bounds from this data, work at any "
@@ -108,7 +108,7 @@ RULES = (
     ),
     Rule(
         "quantized",
-        lambda findings: "quantized" in findings.names,
+        lambda inputs: "quantized" in inputs.names,
         "icepop",
         "A quantized sampler causes a heavy tail of tokens (k3 {k3}): weights correct most of them, and the few tokens "
         "beyond the bounds, quantiles of this data, are masked at any length. In the laboratory (sampler of three "
@@ -116,9 +116,7 @@ RULES = (
     ),
     Rule(
         "moe",
-        lambda findings: (
-            "routing" in findings.names or (findings.verdict == "moe" and "precision" not in findings.names)
-        ),
+        lambda inputs: "routing" in inputs.names or (inputs.verdict == "moe" and "precision" not in inputs.names),
         "geo-mask-token-tis",
         "Where tokens are routed to other experts, a few of them have a large mismatch (k3 {k3} over all): bounded "
         "token weights correct most tokens, and the geometric mask drops responses that drifted, at "
@@ -127,14 +125,14 @@ RULES = (
     ),
     Rule(
         "precision",
-        lambda findings: "precision" in findings.names or findings.verdict in ("dense", "small-dense"),
+        lambda inputs: "precision" in inputs.names or inputs.verdict in ("dense", "small-dense"),
         "token-tis",
         "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a heavy tail. Truncated "
         "token weights remove its bias at almost no variance, and mask no token.",
     ),
     Rule(
         "beyond",
-        lambda findings: True,  # noqa: ARG005
+        lambda inputs: True,  # noqa: ARG005
         "geo-mask-token-tis",
         "k3 {k3} is more than precision, quantization or routing explain, and no cause was identified: look for it "
         "first (weights that were not loaded, another chat template, another adapter). Until then, the geometric mask "
@@ -143,16 +141,16 @@ RULES = (
 )
 
 
-def choose(findings: RuleInputs) -> tuple[Rule, Mapping[str, float], str]:
+def choose(inputs: RuleInputs) -> tuple[Rule, Mapping[str, float], str]:
     """Returns the first rule that holds, the overrides of its preset, and the reason with the numbers of the data."""
-    rule = next(rule for rule in RULES if rule.applies(findings))
-    overrides = findings.bounds(rule.preset) if rule.own_bounds else {}
+    rule = next(rule for rule in RULES if rule.applies(inputs))
+    overrides = inputs.bounds(rule.preset) if rule.own_bounds else {}
     why = rule.why.format(
-        faults=" and ".join(name for name in MUST_FIX if name in findings.names),
-        k3=f"{findings.k3:.1e}",
-        seq_bypass=f"{findings.kept('seq-bypass'):.0%}",
-        geo_mask=f"{findings.kept('geo-mask'):.0%}",
-        tokens=findings.tokens,
+        faults=" and ".join(name for name in MUST_FIX if name in inputs.names),
+        k3=f"{inputs.k3:.1e}",
+        seq_bypass=f"{inputs.kept('seq-bypass'):.0%}",
+        geo_mask=f"{inputs.kept('geo-mask'):.0%}",
+        tokens=inputs.tokens,
     )
     if rule.own_bounds and not overrides and bounds_of(rule.preset):
         why += " There are too few responses here to take bounds from, so these are the published ones."

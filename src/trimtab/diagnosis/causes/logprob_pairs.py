@@ -13,7 +13,7 @@ from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 MAX_LOGP = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
-MIDDLE = (-5.0, -0.05)
+UNDECIDED = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
 
 MAX_LOG_RATIO = 20.0
@@ -132,9 +132,9 @@ class LogprobPairs:
         return 0.5 * (self.behavior + self.trainer)
 
     @property
-    def middle(self) -> np.ndarray:
-        """Whether a token is undecided: its mean log-prob lies within `MIDDLE`."""
-        return (self.mean > MIDDLE[0]) & (self.mean < MIDDLE[1])
+    def undecided(self) -> np.ndarray:
+        """Whether a token is undecided: its mean log-prob lies within `UNDECIDED`."""
+        return (self.mean > UNDECIDED[0]) & (self.mean < UNDECIDED[1])
 
     @property
     def distinct(self) -> LogprobPairs:

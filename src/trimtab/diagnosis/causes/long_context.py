@@ -36,11 +36,11 @@ def find_depth_growth(tokens: LogprobPairs, context: Context) -> list[CauseMatch
     if context.direction:  # log-ratios follow the shape of distributions, which may change along a response
         return []
     is_from_prompt = bool((tokens.depth > tokens.position).any())
-    chosen = tokens.middle & _spans_enough(tokens)
+    chosen = tokens.undecided & _spans_enough(tokens)
     is_within = chosen.sum() >= MIN_TOKENS
     is_within = is_within and len(np.unique(tokens.row[chosen])) >= MIN_RESPONSES
     if not is_within:  # short responses to prompts of very different lengths
-        chosen = tokens.middle
+        chosen = tokens.undecided
         few = chosen.sum() < MIN_TOKENS
         if not is_from_prompt or few or np.ptp(tokens.depth[chosen]) < MIN_SPAN:
             return []

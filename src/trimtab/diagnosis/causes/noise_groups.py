@@ -58,30 +58,30 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
 
 def direction(tokens: LogprobPairs) -> float:
     """Returns the share of the variance of shifts that the token's probability explains: near 0 for noise."""
-    middle = tokens.middle
-    if middle.sum() < MIN_GROUP_TOKENS:
+    undecided = tokens.undecided
+    if undecided.sum() < MIN_GROUP_TOKENS:
         return 0.0
-    shift = tokens.shift[middle]
+    shift = tokens.shift[undecided]
     scale = 1.48 * float(np.median(np.abs(shift)))
-    return explained(np.clip(shift, -5 * scale, 5 * scale), _parts(tokens.mean[middle]))
+    return explained(np.clip(shift, -5 * scale, 5 * scale), _parts(tokens.mean[undecided]))
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     """Returns the share of the variance of log sizes that steps, ages, prompts and depths explain, by their name."""
     tokens = tokens.distinct
-    middle = tokens.middle
-    if middle.sum() < 2 * MIN_GROUP_TOKENS:
+    undecided = tokens.undecided
+    if undecided.sum() < 2 * MIN_GROUP_TOKENS:
         return {}
-    size = log_size(tokens.shift[middle])
+    size = log_size(tokens.shift[undecided])
     columns = {"step": tokens.step, "age of the weights": tokens.age, "prompt": tokens.prompt}
     found = {}
     for name, group in {**columns, "depth": _parts(tokens.depth)}.items():
         if group is None:
             continue
         least, groups = (MIN_PROMPT_TOKENS, MIN_PROMPTS) if name == "prompt" else (MIN_GROUP_TOKENS, MIN_GROUPS)
-        count = np.unique(group[middle], return_counts=True)[1]
+        count = np.unique(group[undecided], return_counts=True)[1]
         if (count >= least).sum() >= groups:
-            found[name] = explained(size, group[middle], least)
+            found[name] = explained(size, group[undecided], least)
     return found
 
 
@@ -110,8 +110,8 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
     step = tokens.step
     if step is None:
         return None
-    middle, shift = tokens.middle, tokens.shift
-    shifts = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
+    undecided, shift = tokens.undecided, tokens.shift
+    shifts = {int(s): shift[undecided & (step == s)] for s in np.unique(step)}
     shifts = {s: values for s, values in shifts.items() if len(values) >= MIN_GROUP_TOKENS}
     if len(shifts) < 2:
         return None

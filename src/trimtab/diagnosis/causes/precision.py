@@ -91,10 +91,10 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
     """Measures the noise, or a lower bound of it where a fault that cannot be undone moves tokens in one direction."""
     if direction:
         return _lower_bound(tokens, direction)
-    middle = tokens.middle
-    if middle.sum() < 10:
-        middle = tokens.behavior < -1e-3
-    shift, k3 = tokens.shift[middle], tokens.k3
+    undecided = tokens.undecided
+    if undecided.sum() < 10:
+        undecided = tokens.behavior < -1e-3
+    shift, k3 = tokens.shift[undecided], tokens.k3
     if len(shift) < 10:
         return Noise(0.0, 0.0, len(shift))
     scale = 1.48 * float(np.median(np.abs(shift)))
@@ -105,7 +105,7 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
         len(shift),
         persistent=_persistence(tokens, scale),
         far=share(far),
-        far_k3=float(k3[middle][far].sum() / max(k3[middle].sum(), 1e-300)),
+        far_k3=float(k3[undecided][far].sum() / max(k3[undecided].sum(), 1e-300)),
     )
 
 
@@ -117,9 +117,9 @@ def _persistence(tokens: LogprobPairs, scale: float) -> float | None:
     """
     if tokens.ids is None or scale <= 0:
         return None
-    middle = tokens.middle
-    shift = np.clip(tokens.shift[middle] / scale, -4, 4)
-    _, ids = np.unique(tokens.ids[middle], return_inverse=True)
+    undecided = tokens.undecided
+    shift = np.clip(tokens.shift[undecided] / scale, -4, 4)
+    _, ids = np.unique(tokens.ids[undecided], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
     if often.sum() < MIN_IDS:
@@ -129,7 +129,7 @@ def _persistence(tokens: LogprobPairs, scale: float) -> float | None:
     z = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
     if part > MIN_IDS_PART and z > 3.0:
         return part
-    return 0.0 if middle.sum() >= MIN_ID_TOKENS else None
+    return 0.0 if undecided.sum() >= MIN_ID_TOKENS else None
 
 
 def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
@@ -138,8 +138,8 @@ def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
     At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
     Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
     """
-    undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
-    opposite = -direction * tokens.shift[undecided]
+    probable = tokens.undecided & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
+    opposite = -direction * tokens.shift[probable]
     wrong = opposite[opposite > LEAST_RMS]
     if len(wrong) < 20 or len(wrong) < 0.01 * len(opposite):
         return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)

@@ -48,11 +48,11 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = is_later & (tokens.since_turn < FIRST_TOKENS)
     opening[:-1] |= (is_later & (tokens.since_turn == 0))[1:]  # and the last token of the turn before
-    middle = tokens.middle & ~opening
-    if middle.sum() < 20:
+    undecided = tokens.undecided & ~opening
+    if undecided.sum() < 20:
         return []
     # A high quantile, since tokens of several ages or steps, with different scales, may be mixed.
-    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, MIN_SCALE)
+    scale = max(float(np.quantile(shift[undecided], 0.8)) / 1.28, MIN_SCALE)
     far = (shift > MIN_JUMP * scale) & (log_ratio > MIN_LOG_RATIO)
     between = int(((shift > MIN_TAIL * scale) & ~far).sum())
     loose = (shift > MIN_BOUNDARY_JUMP * scale) & (log_ratio > 1.0)

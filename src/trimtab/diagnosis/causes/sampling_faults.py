@@ -84,7 +84,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
     if truncation is not None or mirrored is not None:
         drawn_by_sampler = mirrored is None
     else:
-        drawn_by_sampler = residual.contract != "outside" and not _follow_trainer(tokens, residual, context)
+        drawn_by_sampler = residual.contract != "outside" and not _follows_trainer(tokens, residual, context)
 
     declared = declared_raw(tokens.table)
     found = [] if declared is None else [("raw-logprobs", *declared)]
@@ -176,7 +176,7 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
 
 def _is_in_bulk(tokens: LogprobPairs) -> bool:
     """Whether the deficit is spread over undecided tokens, as with lost mass, rather than caused by a few outliers."""
-    log_ratio = tokens.log_ratio[tokens.middle]
+    log_ratio = tokens.log_ratio[tokens.undecided]
     if len(log_ratio) < 20:
         return False
     scale = 1.48 * float(np.median(np.abs(log_ratio)))
@@ -193,7 +193,7 @@ def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
     return bool(frequent or (lifted.sum() >= 8 and share(lifted) > 0.25))
 
 
-def _follow_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
+def _follows_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
     """Whether tokens follow the trainer's log-probs rather than the sampler's.
 
     The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.

@@ -66,12 +66,12 @@ def _everywhere(tokens: LogprobPairs, evidence: str, sure: float) -> CauseMatch:
 
 def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float, text: str) -> list[CauseMatch]:
     """Compares ages. z, text: of the correlation with the advantage."""
-    middle = tokens.middle
-    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= MIN_GROUP_TOKENS]
+    undecided = tokens.undecided
+    ages = [int(a) for a in np.unique(age) if (undecided & (age == a)).sum() >= MIN_GROUP_TOKENS]
     is_correlated = z > 4
     also = f"; {text}" if is_correlated else ""
     if len(ages) >= 2:
-        young, old = middle & (age == ages[0]), middle & (age > ages[0])
+        young, old = undecided & (age == ages[0]), undecided & (age > ages[0])
         growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
         is_clear = growth > MIN_AGE_GROWTH and growth_z > GROWTH_Z
         if is_clear and rms_of(tokens.shift[old]) > LEAST_RMS:
@@ -120,11 +120,11 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     _, index = np.unique(prompt, return_inverse=True)
     first = np.full(index.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, index, step)
-    repeated, middle = step > first[index], tokens.middle
-    if min((repeated & middle).sum(), (~repeated & middle).sum()) < MIN_GROUP_TOKENS:
+    repeated, undecided = step > first[index], tokens.undecided
+    if min((repeated & undecided).sum(), (~repeated & undecided).sum()) < MIN_GROUP_TOKENS:
         return []
-    within = step[middle]
-    size, again = centered(log_size(tokens.shift[middle]), within), centered(repeated[middle], within)
+    within = step[undecided]
+    size, again = centered(log_size(tokens.shift[undecided]), within), centered(repeated[undecided], within)
     slope, z = slope_of(size, again)
     if np.exp(slope) < MIN_CACHE_GROWTH or z < GROWTH_Z:
         return []

@@ -35,6 +35,10 @@ class Groups:
     def count(self) -> np.ndarray:
         return self.sums[:, 0].astype(np.int64)
 
+    @property
+    def k3_sums(self) -> np.ndarray:
+        return self.sums[:, 3]
+
     def merged(self, starts: np.ndarray) -> Groups:
         """Merges neighboring groups; `starts` are the first ones of the new groups."""
         result = Groups(0)
@@ -63,7 +67,16 @@ class Groups:
             excess, log, k3, size = (self.sums[rows, 1:] / self.sums[rows, :1]).T
         low, median, high = envelope.T
         return View(
-            *(name, tuple(labels), self.count[rows], 1.0 + excess, log, k3, size, low, median, high),
+            name=name,
+            labels=tuple(labels),
+            count=self.count[rows],
+            ratio_mean=1.0 + excess,
+            log_ratio_mean=log,
+            k3=k3,
+            abs_mean=size,
+            low=low,
+            median=median,
+            high=high,
             edges=edges,
             columns=columns or {},
             note=note,

@@ -95,7 +95,8 @@ class SizeSums:
         for _, (sums, largest, histogram) in self._steps.rows():
             figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:3]), self._histogram).summary()
             ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
-            row = {"step": float(-int(largest[4])), "step_last": float(largest[3])}
+            *_, last_step, negated_first = largest
+            row = {"step": float(-int(negated_first)), "step_last": float(last_step)}
             row |= {name: float(figures[name]) for name in _STEP_FIGURES}
             rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
         return rows

@@ -314,11 +314,11 @@ def prompt_view(sample: TokenTable) -> View | None:
 def _with_most_k3(groups: Groups) -> np.ndarray:
     """Returns the groups with the largest sums of k3, largest first, ties by number."""
     used = np.flatnonzero(groups.count)
-    return used[np.argsort(-groups.sums[used, 3], kind="stable")[:MOST_SHOWN]]
+    return used[np.argsort(-groups.k3_sums[used], kind="stable")[:MOST_SHOWN]]
 
 
 def _share_of_k3(groups: Groups) -> np.ndarray:
-    k3 = groups.sums[:, 3]
+    k3 = groups.k3_sums
     return k3 / k3.sum() if k3.sum() > 0 else np.zeros(len(k3))
 
 

@@ -171,7 +171,7 @@ def _kind(diagnosis: Diagnosis) -> Section:
     def card(cause: Cause) -> Card:
         known = [
             Note(f"{fault.text} ({fault.date})", *(("known", "warn") if fault.certain else ("may apply", "plain")))
-            for fault in words.known_lines(diagnosis, cause)
+            for fault in words.known_faults_of(diagnosis, cause)
         ]
         fix = [Note(cause.fix, "Fix")] if cause.fix else []
         tag = "repair this" if cause.name in words.faults(diagnosis) else ""

@@ -82,7 +82,7 @@ def _size(measured: Measured) -> list[str]:
 
 def _cause(diagnosis: Diagnosis, cause: Cause) -> list[str]:
     text = f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence} ({cause.page})"
-    return [text, *(match.text for match in words.known_lines(diagnosis, cause))]
+    return [text, *(match.text for match in words.known_faults_of(diagnosis, cause))]
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:

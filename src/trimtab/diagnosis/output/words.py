@@ -111,8 +111,8 @@ def method_text(diagnosis: Diagnosis) -> str:
     recommended = diagnosis.recommendation
     if not recommended.preset:
         return "no correction yet"
-    bounds = overrides_text(recommended.overrides)
-    return f"{recommended.preset} with {bounds}" if bounds else recommended.preset
+    overrides = overrides_text(recommended.overrides)
+    return f"{recommended.preset} with {overrides}" if overrides else recommended.preset
 
 
 def read_text(origin: DataSummary) -> str:
@@ -236,7 +236,7 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
     return [*causes, *diagnosis.measured.origin.findings]
 
 
-def known_lines(diagnosis: Diagnosis, cause: Cause) -> list[KnownFault]:
+def known_faults_of(diagnosis: Diagnosis, cause: Cause) -> list[KnownFault]:
     """Returns the known faults to show under a cause.
 
     Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
