@@ -35,4 +35,5 @@ def test_in_the_environment_with_vllm(tests: str) -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("on this processor" in line for line in skipped), skipped
