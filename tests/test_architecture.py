@@ -74,7 +74,7 @@ LINES = {
     "evaluation": 1_127,
     "lab": 983,
     "models": 3_713,
-    "monitor": 956,
+    "monitor": 969,
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,

@@ -52,6 +52,7 @@ class Row:
 
 
 ROWS = {
+    "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),

@@ -34,7 +34,7 @@ class LogAlarms(TrainerCallback):
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         curves = curves_of([numbers])[1]
         mismatch = best_mismatch(curves)
-        if not state.is_world_process_zero or mismatch is None:
+        if not state.is_world_process_zero or mismatch is None or not mismatch.values:
             return
         self._steps.append(step_of({**numbers, "step": state.global_step}, mismatch, curves))
         for alarm in alarms(history(self._steps)):

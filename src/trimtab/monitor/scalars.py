@@ -6,6 +6,7 @@ so not why.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.resources
 import json
@@ -65,11 +66,12 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over the steps that have it."""
+    """A scalar over the steps that have it. values: the finite ones; not_finite: the number of others."""
 
     scalar: Scalar
     logged_as: str
     values: tuple[float, ...]
+    not_finite: int
 
     @property
     def first(self) -> float:
@@ -111,7 +113,7 @@ def known_scalars() -> tuple[Scalar, ...]:
 
 
 def read_scalars(path: Path) -> list[Row]:
-    """Returns the finite numbers of each step in the order of the file, with its number as `step`.
+    """Returns the numbers of each step in the order of the file, with its number as `step`.
 
     path: JSON lines, a CSV table (as W&B exports it), or a folder of TensorBoard events. Values of one step that were
     logged one after the other are one row. Raises `TrimtabError` for a file that is none of these.
@@ -141,7 +143,8 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
     if mismatch is None:
         measuring = sorted({f"{s.name} ({s.framework})" for s in known_scalars() if s.quantity in K3})
         raise TrimtabError(f"no scalar measures the mismatch; known are {', '.join(measuring)}")
-    steps = [step_of(row, mismatch, curves) for row in rows if mismatch.logged_as in row]
+    measured = (row for row in rows if math.isfinite(row.get(mismatch.logged_as, math.nan)))
+    steps = [step_of(row, mismatch, curves) for row in measured]
     raised: dict[str, Alarm] = {}
     for end in range(1, len(steps) + 1):
         for alarm in alarms(history(steps[:end])):
@@ -162,12 +165,17 @@ def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
     )
     framework = found.most_common(1)[0][0] if found else ""
     curves = (
-        Curve(scalar, name, tuple(row[name] for row in rows if name in row))
+        _curve(scalar, name, [row[name] for row in rows if name in row])
         for scalar in known_scalars()
         for name in logged
         if scalar.framework == framework and _is(scalar, name)
     )
     return framework, tuple(curves)
+
+
+def _curve(scalar: Scalar, name: str, values: Sequence[float]) -> Curve:
+    finite = tuple(value for value in values if math.isfinite(value))
+    return Curve(scalar, name, finite, len(values) - len(finite))
 
 
 def best_mismatch(curves: Iterable[Curve]) -> Curve | None:
@@ -194,23 +202,19 @@ def step_of(row: Row, mismatch: Curve, curves: Iterable[Curve]) -> Step:
 
 
 def _is(scalar: Scalar, logged: str) -> bool:
-    """Returns whether a logged name is that of the scalar; loggers and users put prefixes before it."""
-    return logged == scalar.name or logged.endswith(f"/{scalar.name}")
+    """Returns whether a logged name is that of the scalar; loggers, users and the CSV files of W&B add prefixes."""
+    return logged == scalar.name or logged.endswith((f"/{scalar.name}", f" - {scalar.name}"))
 
 
 def _numbers(row: Mapping[str, object]) -> Row:
-    """Returns the finite numbers of a row; texts of a CSV table are converted, nested names joined by `/`."""
+    """Returns the numbers of a row; texts of a CSV table are converted, nested names joined by `/`."""
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
             found |= {f"{name}/{inner}": number for inner, number in _numbers(value).items()}
         elif isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                number = float(value)
-            except ValueError:
-                continue
-            if math.isfinite(number):
-                found[name] = number
+            with contextlib.suppress(ValueError):  # a text is not a scalar
+                found[name] = float(value)
     return found
 
 
@@ -241,4 +245,4 @@ def _events(folder: Path) -> list[Row]:
 
 
 def _median(values: Sequence[float]) -> float:
-    return median([Step(0, {"": value}, None) for value in values], "")
+    return median([Step(0, {"": value}, None) for value in values], "") if values else math.nan

@@ -23,8 +23,11 @@ def lines(report: ScalarReport) -> Iterator[str]:
         yield f"  {curve.scalar.quantity:<19} {values} {curve.logged_as}: {_meaning(curve)}"
     for restart in report.restarts:
         yield f"restart   at step {restart.step}: k3 {restart.before:.1e} before, {restart.after:.1e} after"
+    for curve in report.curves:
+        if curve.not_finite:
+            yield f"note      {curve.logged_as} is not finite at {curve.not_finite} steps, which are left out"
     if not any(report.mismatch.values):
-        yield f"note      {report.mismatch.logged_as} is exactly 0 at every step: it was not measured"
+        yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
     for alarm in report.alarms:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
     if not report.alarms:
@@ -39,7 +42,13 @@ def as_dict(report: ScalarReport) -> dict[str, Any]:
         "steps": report.steps,
         "k3_from": report.mismatch.logged_as,
         "scalars": [
-            {**asdict(curve.scalar), "name": curve.logged_as, "first": curve.first, "last": curve.last}
+            {
+                **asdict(curve.scalar),
+                "name": curve.logged_as,
+                "first": curve.first,
+                "last": curve.last,
+                "not_finite": curve.not_finite,
+            }
             for curve in report.curves
         ],
         "restarts": [asdict(restart) for restart in report.restarts],

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.support.noisy_batch import batch
 from torch.utils.tensorboard import SummaryWriter
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
@@ -86,7 +87,7 @@ def test_steps_are_found_merged_and_numbered(tmp_path: Path) -> None:
     (row,) = read_scalars(write(tmp_path / "c.jsonl", nested))
     assert row == {"step": 7, "data/rollout_corr/k3_kl": 2e-3}
     assert judge([row]).framework == "verl"
-    assert [row["step"] for row in read_scalars(write(tmp_path / "b.jsonl", [{"a": 1}, {"a": math.inf}]))] == [0, 1]
+    assert [row["step"] for row in read_scalars(write(tmp_path / "b.jsonl", [{"a": 1}, {"a": 2}]))] == [0, 1]
 
 
 def test_csv_and_tensorboard_give_the_same_report_as_json(tmp_path: Path) -> None:
@@ -118,11 +119,12 @@ def test_a_callback_of_transformers_raises_the_same_alarms_once() -> None:
     difference = [0.01] * 30 + [0.2] * 10
     logs = [{"sampling/sampling_logp_difference/mean": value, "loss": 1.0} for value in difference]
     raised: list[Alarm] = []
-    callback, state = LogAlarms(raised.append), TrainerState(is_world_process_zero=True)
+    state = TrainerState(is_world_process_zero=True)
+    handler = CallbackHandler([LogAlarms(raised.append)], None, None, None, None)
     for step, row in enumerate(logs):
         state.global_step = step
-        callback.on_log(None, state, None, logs=row)
-        callback.on_log(None, state, None, logs={"eval_loss": 1.0})
+        handler.on_log(None, state, TrainerControl(), logs=row)
+        handler.on_log(None, state, TrainerControl(), logs={"eval_loss": 1.0})
     expected = judge([{**row, "step": step} for step, row in enumerate(logs)]).alarms
     assert [(alarm.name, alarm.step) for alarm in raised] == [(alarm.name, alarm.step) for alarm in expected]
     assert ("k3-jump", 31) in [(alarm.name, alarm.step) for alarm in raised]
@@ -139,11 +141,30 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
         read_scalars(tmp_path / "missing.jsonl")
 
 
-def test_a_mismatch_of_exactly_zero_was_not_measured(tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_are_left_out_and_said(tmp_path: Path) -> None:
+    rows = [{"step": i, "rollout_corr/k3_kl": v} for i, v in enumerate([1e-3, math.inf, math.nan, 3e-3])]
+    found = judge(read_scalars(write(tmp_path / "log.jsonl", rows)))
+    assert found.mismatch.values == (1e-3, 3e-3)
+    nothing = judge(read_scalars(write(tmp_path / "log.jsonl", rows[1:3])))
+    assert (nothing.steps, nothing.mismatch.not_finite) == (0, 2)
+    assert list(lines(nothing))
+    assert any("rollout_corr/k3_kl is not finite at 2 steps" in line for line in lines(found))
+
+
+def test_a_csv_file_of_wandb_has_the_run_in_its_names(tmp_path: Path) -> None:
+    table = tmp_path / "wandb.csv"
+    names = "".join(f',"my-run - rollout_corr/k3_kl{end}"' for end in ("", "__MIN", "__MAX"))
+    table.write_text(f'"Step"{names}\n"1","0.002","0.001","0.003"\n"2","0.004","0.001","0.009"\n')
+    found = judge(read_scalars(table))
+    assert found.framework == "verl"
+    assert found.mismatch.values == (0.002, 0.004)
+
+
+def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
     name = "train/train_rollout_kl"
     for value, said in ((0.0, True), (1e-12, False)):
         found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": 0, name: 0.0}, {"step": 1, name: value}])))
-        assert any("was not measured" in line for line in lines(found)) is said
+        assert any("0 at every step" in line for line in lines(found)) is said
 
 
 def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
