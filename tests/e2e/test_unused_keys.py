@@ -33,8 +33,9 @@ def metrics(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 def test_keys_without_effect_change_no_number(tmp_path: Path) -> None:
     with pytest.warns(TrimtabWarning, match="has no effect") as found:
         changed = metrics(tmp_path / "changed", *UNUSED)
-    # Two keys of one section are one warning.
-    assert len(found) == len(UNUSED) - 1
+    # Two keys of one section are one warning. Other libraries warn too, depending on the processor.
+    warned = [warning for warning in found if "has no effect" in str(warning.message)]
+    assert len(warned) == len(UNUSED) - 1
     assert changed == metrics(tmp_path / "plain")
 
 
