@@ -68,7 +68,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_354,
     "corrections": 1_654,
-    "diagnosis": 8_506,
+    "diagnosis": 8_644,
     "engines": 5_228,
     "environments": 1_958,
     "evaluation": 1_127,

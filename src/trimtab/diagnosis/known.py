@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from trimtab.diagnosis.records import DataSummary
 
-ENGINES = {"miles": "sglang", "prime-rl": "vllm"}
+ENGINES = {"miles": "sglang", "prime-rl": "vllm", "open-instruct": "vllm"}
 """The sampler of trainers that have one only."""
 
 

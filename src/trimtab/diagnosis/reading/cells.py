@@ -17,7 +17,8 @@ WANTED = (
 )
 _ARRAY = re.compile(r"(?:np\.)?(?:array|tensor)\((\[.*\])(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
 _SCALAR = re.compile(r"np\.float\d+\(([^()]*)\)")
-_SERVER_LISTS = ("content", "token_logprobs", "output_token_logprobs")
+_IN_A_RESPONSE = ("choices", "logprobs", "meta_info", "content", "refusal", "token_logprobs", "output_token_logprobs")
+"""Keys of OpenAI's and SGLang's responses that lead to the log-probs, the outer ones first."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
 _SHOWN.maxlist = _SHOWN.maxdict = 3
@@ -27,14 +28,34 @@ def as_list(cell: Any) -> Any:
     """Returns the list that a cell holds, as a list of numbers where it can be read as one; other cells unchanged.
 
     Text is a list as written by JSON, Python or numpy. A record is `{"token", "logprob"}` as OpenAI's servers write it,
-    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in an object.
+    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in a response. Those
+    of a conversation, a list of messages and choices, are joined.
     """
-    value = _parse(cell.strip()) if isinstance(cell, str) else cell
-    if isinstance(value, dict):
-        value = next((value[name] for name in _SERVER_LISTS if isinstance(value.get(name), list)), value)
+    value = _records(_parse(cell.strip()) if isinstance(cell, str) else cell)
     if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
         value = [_logprob(item) for item in value]
     return value if isinstance(value, list) else cell
+
+
+def _records(value: Any) -> Any:
+    """Returns the list in a server's response, or the lists of a conversation joined; other values unchanged."""
+    value = _list_inside(value)
+    if not isinstance(value, list) or not isinstance(next(iter(value), None), dict):
+        return value
+    scored = [item for item in value if isinstance(item, dict) and item.get("logprobs")]
+    if not scored or any(item.get("index") for item in scored):  # several choices do not tell which was trained on
+        return value
+    parts = [_list_inside(item["logprobs"]) for item in scored]
+    return [record for part in parts for record in part] if all(isinstance(part, list) for part in parts) else value
+
+
+def _list_inside(value: Any) -> Any:
+    while isinstance(value, dict):
+        inner = next((value[name] for name in _IN_A_RESPONSE if isinstance(value.get(name), list | dict)), None)
+        if inner is None:
+            break
+        value = inner
+    return value
 
 
 def number_list(text: str) -> list[Any] | None:

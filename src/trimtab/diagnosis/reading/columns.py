@@ -151,6 +151,8 @@ def _columns(
             columns[role] = name
         elif name is None:
             for candidate in layout.columns.get(role, ()):
+                if role in SAMPLING and candidate == columns.get("logp_behavior"):
+                    continue  # `logprobs` of a server is not the setting of that name
                 having = sum(candidate in names for names in filled.values())
                 if having == len(filled):
                     columns[role] = candidate
@@ -184,7 +186,7 @@ def _missing_column(
     )
     called = "" if known[0] == role else f" ({layout.framework} calls it {known[0]})"
     return TrimtabError(
-        f"{path} has no {role}, {use}{called}; {_list_columns(names, known, taken)}. Name it with --columns "
+        f"{path} has no {role}, {use}{called}; {_list_columns(names, known[:1], taken)}. Name it with --columns "
         f"{role}=COLUMN, or: {(taken and layout.trainer_advice) or layout.advice}"
     )
 

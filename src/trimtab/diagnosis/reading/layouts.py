@@ -21,6 +21,8 @@ ROW_ROLES = (
     *("response_length", "prompt_length", "sample_id", "sample_mask"),
 )
 ROLES = TOKEN_ROLES + ROW_ROLES
+SERVER_COLUMNS = ("output_token_logprobs", "meta_info", "messages_and_choices", "logprobs")
+"""Columns of rows with a server's response that hold the sampler's log-probs: of SGLang, ART and OpenAI."""
 EITHER_SHAPE = ("policy_version", "advantage")
 """Roles that frameworks write per token or per response."""
 
@@ -58,9 +60,12 @@ _NOT_TRIMTAB = ("group", "sample_id", "sample_mask", "loss_weight", "logp_pertur
 TRIMTAB = Layout(
     "trimtab",
     {role: (role,) for role in ROLES if role not in _NOT_TRIMTAB}
-    | {"group": ("group", "prompt_id"), "prompt": ("prompt_id",), "prompt_length": ("prompt_length", "prompt_ids")},
+    | {"group": ("group", "prompt_id"), "prompt": ("prompt_id",), "prompt_length": ("prompt_length", "prompt_ids")}
+    | {"logp_behavior": ("logp_behavior", *SERVER_COLUMNS), "response_ids": ("response_ids", "output_ids")},
     ({"logp_behavior"}, {"logp_proximal"}, {"logp_current"}),
     "trimtab's own trainer writes it to trajectories/",
+    "a server's response has the sampler's side only: add to each row what the trainer's forward pass gives the same "
+    "tokens",
 )
 TRIMTAB_REPORT = replace(
     TRIMTAB,
@@ -178,9 +183,26 @@ NEMO_RL = Layout(
     prompt_groups=True,
     step_in_name=r"^train_data_step(\d+)\.jsonl",
 )
-LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL, NEMO_RL)}
+OPEN_INSTRUCT = Layout(
+    "open-instruct",
+    {
+        "logp_behavior": ("vllm_logprobs", "logprobs"),
+        "logp_proximal": ("trainer_logprobs",),
+        "response_ids": ("token_ids",),
+        "loss_mask": ("response_mask",),
+        "policy_version": ("model_steps",),
+        "proximal_version": ("proximal_version",),
+        "step": ("step",),
+    },
+    ({"trainer_logprobs", "response_mask"}, {"response_tokens", "logprobs", "finish_reason"}),
+    "both sides are in the *_trainer_logprobs_step*.jsonl that the code of Tmax writes with --save_traces "
+    "--save_trainer_logprobs true (docs/frameworks.md)",
+    whole=True,
+    prompt_groups=True,
+)
+LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, OPEN_INSTRUCT, PRIME_RL, TRL, MILES, VERL, NEMO_RL)}
 LOGP_COLUMNS = {name for layout in LAYOUTS.values() for role in LOGPS for name in layout.columns.get(role, ())}
-TRAINER_COLUMNS = LOGP_COLUMNS - {layout.columns["logp_behavior"][0] for layout in LAYOUTS.values()}
+TRAINER_COLUMNS = LOGP_COLUMNS - {name for layout in LAYOUTS.values() for name in layout.columns["logp_behavior"]}
 
 
 def layout_of_framework(framework: str) -> Layout:

@@ -173,13 +173,14 @@ def open_log(
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
     counts = counts or ReadCounts()
-    tables = []
+    by_path: dict[Path, Table] = {}  # the files of several ranks may be one table
     for file in find_files([Path(path) for path in paths]):
         table = open_table(file)
         if table is None:
             counts.empty_files += 1
         else:
-            tables.append(table)
+            by_path.setdefault(table.path, table)
+    tables = list(by_path.values())
     if not tables:
         raise TrimtabError(f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
+from trimtab.diagnosis.reading.packed_rows import PACKED, packed_rows, slices_of
 from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines, opened
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
@@ -53,8 +54,8 @@ def _of_folder(folder: Path) -> list[Path]:
         for item in root.rglob("*")
         if not item.name.startswith((".", "_", ALARM_FILE))
     ]
-    # NeMo-RL writes them beside tables of its evaluations, which hold no log-probs.
-    items = [item for item in items if item.name.startswith(_NEMO_RL)] or items
+    # NeMo-RL writes them beside tables of its evaluations, open-instruct beside rollouts without the trainer's side.
+    items = [item for item in items if item.name.startswith(_NEMO_RL) or PACKED.search(item.name)] or items
     if any(_suffix(item) in _ARROW for item in items):
         items = [item for item in items if item.name not in _DATASETS]
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
@@ -88,6 +89,8 @@ def open_table(path: Path) -> Table | None:
         head, packed = file.read(4096), isinstance(file, gzip.GzipFile)
     if not head.strip(b" \t\r\n" + _BOM):
         return None
+    if PACKED.search(path.name):
+        return RowFile(slices_of(path)[0], packed_rows)
     if packed:
         if head.startswith((b"PAR1", b"PK\x03\x04")):
             raise TrimtabError(f"{path} is compressed: unpack it first")

@@ -22,8 +22,10 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.findings import Finding
 
+DATA = Path(__file__).parent / "data"
 LOGPS = [-0.5, -1.25, 0.0]
 OPENAI = [{"token": "a", "logprob": value, "top_logprobs": []} for value in LOGPS]
+CHOICE = {"index": 0, "message": {"content": "abc"}, "logprobs": {"content": OPENAI, "refusal": None}}
 FORMS: dict[str, Any] = {
     "list": LOGPS,
     "JSON text": "[-0.5, -1.25, 0.0]",
@@ -34,9 +36,22 @@ FORMS: dict[str, Any] = {
     "text of records": json.dumps(OPENAI),
     "Python text of records": repr(OPENAI),
     "object of a chat choice": {"content": OPENAI, "refusal": None},
+    "chat choice": CHOICE,
+    "chat response": {"id": "1", "choices": [CHOICE], "usage": {}},
+    "refusal": {"content": None, "refusal": OPENAI},
     "object of a completion": {"tokens": ["a", "b", "c"], "token_logprobs": LOGPS},
     "SGLang": [[-0.5, 7, None], [-1.25, 8, "x"], [0.0, 9, None]],
     "SGLang's object": {"output_token_logprobs": [[-0.5, 7, None], [-1.25, 8, None], [0.0, 9, None]]},
+    "SGLang's response": {
+        "text": "abc",
+        "meta_info": {"id": "1", "output_token_logprobs": [[-0.5, 7, None], [-1.25, 8, None], [0.0, 9, None]]},
+    },
+    "conversation": [
+        {"role": "user", "content": "q"},
+        {"index": 0, "logprobs": {"content": OPENAI[:2]}},
+        {"role": "tool", "content": "abc", "logprobs": None},
+        {"role": "assistant", "content": "c", "logprobs": {"content": OPENAI[2:]}},
+    ],
     "vLLM": [{"7": {"logprob": value, "rank": 1}} for value in LOGPS],
 }
 
@@ -59,6 +74,8 @@ def test_every_form_of_a_list_is_read(form: str) -> None:
         "[-0.1, , -0.2]",
         [{"7": {"logprob": -1.0}, "8": {"logprob": -2.0}}],  # either may have been sampled
         [[-0.5, 7]],
+        [CHOICE, CHOICE | {"index": 1}],  # either may be trained on
+        [CHOICE, {"logprobs": {"content": "text"}}],
         "[INST] hello [/INST]",
         "[" * 100_000,
     ],
@@ -83,6 +100,36 @@ def test_text_and_records_are_read_from_every_kind_of_file(tmp_path: Path) -> No
         assert origin.dropped == {}, file.name
         assert table.behavior.tolist() == LOGPS, file.name
         assert table.trainer.tolist() == proximal, file.name
+
+
+@pytest.mark.parametrize("name", ["sglang", "art"])
+def test_responses_of_servers_are_read_beside_the_trainers_log_probs(name: str) -> None:
+    table, origin = read(DATA / name)
+    assert (origin.framework, origin.anchor, origin.dropped, origin.findings) == ("trimtab", "proximal", {}, ())
+    assert table.behavior.tolist() == [-0.5, -1.25, -0.25, -2.0]
+    assert table.trainer.tolist() == [-0.75, -1.0, -0.25, -1.5]
+    assert table.starts.tolist() == [0, 3, 4]
+    if name == "sglang":
+        assert values(table, "ids") == [7, 8, 9, 4]
+    else:
+        assert values(table, "reward") == [1, 0]
+
+
+def test_a_servers_logprobs_are_not_the_setting_of_that_name(tmp_path: Path) -> None:
+    table, origin = read(lines(tmp_path / "a.jsonl", {"logprobs": {"content": OPENAI}, "logp_current": LOGPS}))
+    assert table.behavior.tolist() == LOGPS
+    assert (table.raw, "sampling" in origin.missing) == (None, True)
+
+
+def test_a_servers_response_alone_is_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "abc", "output_ids": [7], "meta_info": {"output_token_logprobs": []}})
+    with pytest.raises(
+        TrimtabError, match=r"a\.jsonl has no logp_proximal, the trainer's.*the sampler's side only: add"
+    ):
+        read(path)
+    two = {"logprobs": [CHOICE, CHOICE | {"index": 1}], "logp_proximal": LOGPS}
+    with pytest.raises(TrimtabError, match=r"row 1 of b\.jsonl: \[\{'index': 0.*wanted in each row: a list"):
+        read(lines(tmp_path / "b.jsonl", two))
 
 
 def test_versions_given_as_text_are_read_per_token(tmp_path: Path) -> None:
