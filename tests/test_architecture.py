@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
 # Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
 # package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
 LINES = {
-    "adapters": 2_159,
+    "adapters": 2_566,
     "bitwise": 729,
     "cli": 2_715,
     "cluster": 1_008,

@@ -106,6 +106,12 @@ HOOKS: dict[str, Hook] = {
         whole_update=True,
         remedies={"behavior": "set use_vllm=True, or return logprobs from a rollout_func"},
     ),
+    "trl-async": Hook(
+        "AsyncGRPO",
+        POLICIES | {"entropy", "age"},
+        whole_update=True,
+        remedies={"reference": "there is no reference model, leave kl_coef out"},
+    ),
     "verl": Hook(
         "verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False
     ),

@@ -3,26 +3,29 @@
     from trimtab.adapters.trl import GRPOTrainer
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
 
-Generation, rewards, advantages and everything else remain TRL's.
+Generation, rewards, advantages and everything else remain TRL's. `AsyncGRPOTrainer` here is that of `trl.experimental`,
+imported on first use (trl_async.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import build, dropped_shares, hook, missing_logps, prefixed_metrics, turns_of, usable_tokens
+from trimtab.adapters.dump import rows
+from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_settings import check_settings
+from trimtab.adapters.trl_updates import ObjectiveLoss, Observer, Update
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+
+if TYPE_CHECKING:
+    from trimtab.adapters.trl_async import AsyncGRPOTrainer as AsyncGRPOTrainer
 
 # Not an import statement: type checkers would take `trl` for this file.
 _TRL: Any = importlib.import_module("trl")
@@ -35,24 +38,13 @@ FORWARD = (
 """Inputs of vision models that the forward pass takes as they are."""
 
 
-class Observer(Protocol):
-    """A `trimtab.Monitor`."""
-
-    def observe(self, **batch: Any) -> dict[str, float]: ...
-
-
-@dataclass
-class Update:
-    """What is known and collected over the micro-batches of one update. observed: metrics of the monitor."""
-
-    step: int
-    state: State
-    metrics: Metrics | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    observed: dict[str, float] = field(default_factory=dict)
+def __getattr__(name: str) -> Any:
+    if name == "AsyncGRPOTrainer":
+        return importlib.import_module("trimtab.adapters.trl_async").AsyncGRPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class GRPOTrainer(PlainTrainer):
+class GRPOTrainer(ObjectiveLoss, PlainTrainer):
     """A `trl.GRPOTrainer` whose loss is a Trimtab objective.
 
     objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
@@ -74,17 +66,10 @@ class GRPOTrainer(PlainTrainer):
         monitor: Observer | None = None,
         **kwargs: Any,
     ) -> None:
-        if "unsloth" in sys.modules:
-            raise TrimtabError(
-                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
-            )
+        self._set_parts("trl", objective, dump, monitor)
         known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
         if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
             raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")
-        self._objective = build("trl", objective, {})
-        self._dump = None if dump is None else Dump(dump)
-        self._monitor = monitor
-        self._update: Update | None = None
         given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
         settings = given.get("args") or _TRL.GRPOConfig()
         check_settings(self._objective, settings, _TRL.GRPOConfig)
@@ -106,7 +91,7 @@ class GRPOTrainer(PlainTrainer):
         if update is None:
             self._log("eval", output.metrics.finalize())
         else:
-            self._collect(update, inputs, logps, output.metrics)
+            self._add(update, inputs, logps, output.metrics)
         return loss
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -167,30 +152,19 @@ class GRPOTrainer(PlainTrainer):
             holes = behavior is not None and bool(missing_logps(_mask(inputs), behavior).any())
             current = self._score(model, inputs)[0] if holes or self._objective.prepare_needs else None
             parts.append(self._objective.prepare(self._logps(inputs, current), _advantage(inputs)))
-        state = sum(parts[1:], parts[0])
-        return state.all_reduce() if self.accelerator.num_processes > 1 else state
+        return self._summed(parts)
 
-    def _collect(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics) -> None:
-        """Adds a micro-batch to its update; logs and writes the update at its last one."""
+    def _add(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics) -> None:
+        """Adds a micro-batch to its update. The first update after a generation is written and shown to the monitor."""
         window = self.current_gradient_accumulation_steps
-        update.metrics = metrics if update.metrics is None else update.metrics + metrics
-        first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) < window
-        if self._dump is not None and first_after_generation:
-            update.rows += _dump_rows(inputs, logps)
-        if self._monitor is not None and first_after_generation:
-            update.observed = self._monitor.observe(step=update.step, **_monitor_batch(inputs, logps))
-        if (self._step + 1) % window:
-            return
-        self._log("train", update.metrics.finalize() | update.observed)
-        if self._dump is not None and update.rows:
-            self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
-
-    def _log(self, mode: str, values: dict[str, float]) -> None:
-        """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
-        here = torch.tensor(list(values.values()), device=self.accelerator.device)
-        means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
-        for key, value in prefixed_metrics(dict(zip(values, means, strict=True))).items():
-            self._metrics[mode][key].append(value)
+        first = self._step % (self.args.steps_per_generation * self.num_iterations) < window
+        self._collect(
+            update,
+            metrics,
+            rows=_dump_rows(inputs, logps) if first and self._dump is not None else [],
+            observed=_monitor_batch(inputs, logps) if first and self._monitor is not None else None,
+            last=(self._step + 1) % window == 0,
+        )
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:

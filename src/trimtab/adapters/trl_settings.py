@@ -39,10 +39,10 @@ LOSS_OPTIONS = {
 """Options of `GRPOConfig` that only TRL's own loss reads, with what replaces them in the objective."""
 
 
-def check_settings(objective: Objective, args: Any, config_class: type) -> None:
-    """Raises `TrimtabError` for settings of TRL that would have no effect, or that the objective needs otherwise.
+def check_ignored(args: Any, config_class: type) -> None:
+    """Raises `TrimtabError` for options that only TRL's own loss reads, with what replaces them.
 
-    args: the `GRPOConfig` of a run. config_class: that class, for the defaults.
+    args: the configuration of a run. config_class: its class, for the defaults.
     """
     defaults = {item.name: item.default for item in dataclasses.fields(config_class)}
     ignored = [name for name in LOSS_OPTIONS if name in defaults and getattr(args, name) != defaults[name]]
@@ -51,6 +51,14 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
         raise TrimtabError(
             f"{', '.join(ignored)}: only TRL's own loss reads this, leave it out. In the objective: {instead}"
         )
+
+
+def check_settings(objective: Objective, args: Any, config_class: type) -> None:
+    """Raises `TrimtabError` for settings of TRL that would have no effect, or that the objective needs otherwise.
+
+    args: the `GRPOConfig` of a run. config_class: that class, for the defaults.
+    """
+    check_ignored(args, config_class)
     steps, window = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % window:
         raise TrimtabError(

@@ -29,4 +29,4 @@ def test_what_the_page_says_is_carried_by_none_or_few_is_what_the_hooks_refuse()
     none = page.partition(" are carried by none")[0].rpartition(". ")[2]
     assert {name for name, where in refused if where == "all"} == {*re.findall(r"`([a-z-]+)`", none)}
     assert {name for name, where in refused if where != "all"} == {"a3po", "m2po"}
-    assert "`a3po` by AReaL only; `m2po` by TRL and tinker only" in page
+    assert "`a3po` by AReaL and AsyncGRPO only; `m2po` by TRL, AsyncGRPO and tinker only" in page

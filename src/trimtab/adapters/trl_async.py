@@ -1,0 +1,223 @@
+"""TRL's `AsyncGRPOTrainer` with any Trimtab objective as its loss. Checked against TRL 1.16.
+
+    from trimtab.adapters.trl import AsyncGRPOTrainer
+    trainer = AsyncGRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
+
+Rollouts, rewards, advantages, packing, the forward pass and everything else remain TRL's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trimtab.adapters.dump import rows
+from trimtab.adapters.hooks import dropped_shares, missing_logps, peer_module, turns_of, usable_tokens
+from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
+from trimtab.adapters.trl_settings import check_ignored
+from trimtab.adapters.trl_updates import ObjectiveLoss, Observer, Update
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+
+_TRL: Any = peer_module("TRL", "trl.experimental.async_grpo.async_grpo_trainer")
+PlainTrainer: Any = _TRL.AsyncGRPOTrainer
+
+
+class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
+    """A `trl.experimental.async_grpo.AsyncGRPOTrainer` whose loss is a Trimtab objective.
+
+    objective: a preset, or an `Objective` for other numbers and parts; `token-bypass` is TRL's own loss where an update
+    is one micro-batch. dump: a folder for the log-probs of every update, which `trimtab diagnose` reads. monitor: a
+    `trimtab.Monitor`, which is shown the same batches. Other parameters are those of TRL.
+
+    A sample serves one update, so that the policy at its start is the current one. Denominators and other statistics
+    are those of the whole update: of all micro-batches of an accumulation window, on all processes. A response is a
+    sample of TRL's, whichever tokens it shares with others in its row. Tokens without a log-prob of the sampler are
+    left out as in `GRPOTrainer`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have
+    no effect, and for objectives that need what TRL does not have.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: str | Objective = "token-bypass",
+        dump: str | Path | None = None,
+        monitor: Observer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._set_parts("trl-async", objective, dump, monitor)
+        if not hasattr(_TRL, "TreeRow"):
+            raise TrimtabError("this version of TRL packs samples by another method: use TRL 1.16")
+        given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
+        if given.get("args") is not None:
+            check_ignored(given["args"], _TRL.AsyncGRPOConfig)
+        if self._objective.advantage == "dr-grpo" and given.get("rollout_worker") is None:
+            raise TrimtabError(
+                f"{self._objective.name} has advantages without the standard deviation, and TRL's rollout worker "
+                "divides by it: pass a rollout_worker that does not"
+            )
+        self._window: list[dict[str, Any]] = []
+        self._seen = self._version = 0
+        super().__init__(*args, **kwargs)
+        if self.rollout_queue is not None:
+            self.rollout_queue = _VersionedQueue(self.rollout_queue)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        loader.base_dataloader.collate_fn = _with_versions(loader.base_dataloader.collate_fn)
+        return loader
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the micro-batches of the update that begins."""
+        samples = super().get_batch_samples(*args, **kwargs)
+        self._window, self._update, self._seen = samples[0], None, 0
+        return samples
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: ARG002 - of TRL's signature
+        num_items_in_batch: Any = None,  # noqa: ARG002
+    ) -> Tensor:
+        if self._update is None:
+            self._update = Update(self.state.global_step, self._whole_update(model))
+        update, part = self._update, PackedResponses.of(inputs)
+        outputs = self._forward(model, inputs)
+        logps = self._logps(part, outputs)
+        output = self._objective(logps, part.advantage, state=update.state)
+        # Processes average their gradients, and each loss is a share of the whole update.
+        loss = output.loss * self.accelerator.num_processes
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+        age = self._age(part).float().mean().item()
+        self._log("train", {**dropped_shares(part.mask, logps.mask), "age": age})
+        self._add(update, part, logps, output.metrics)
+        return loss
+
+    def _forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Returns what the model gives TRL's own loss, which logs its metrics and counts; its value is left out."""
+        returned: list[Any] = []
+
+        def forward(**keywords: Any) -> Any:
+            returned.append(model(**keywords))
+            return returned[-1]
+
+        super().compute_loss(forward, inputs)
+        for name in [key for key in self._metrics["train"] if key.startswith("clip_ratio/")]:
+            del self._metrics["train"][name]  # By `epsilon`, which has no effect here.
+        return returned[0]
+
+    def _unlogged_forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Does a forward pass besides that of the loss, which TRL's metrics and counts leave out."""
+        counts = {name: value for name, value in vars(self).items() if name.startswith("_step_")}
+        metrics, self._metrics = self._metrics, {"train": defaultdict(list)}
+        try:
+            return self._forward(model, inputs)
+        finally:
+            self._metrics = metrics
+            self.__dict__.update(counts)
+
+    @torch.no_grad()
+    def _whole_update(self, model: Any) -> State:
+        """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
+        window = [self._prepare_inputs(inputs) for inputs in self._window]
+        parts = [PackedResponses.of(inputs) for inputs in window]
+        holes = any(bool(missing_logps(part.mask, part.behavior).any()) for part in parts)
+        # Only the main process knows the version of the weights, and a forward pass needs all processes.
+        version = self.model_version if self.accelerator.is_main_process else 0
+        known = torch.tensor([version, int(holes)], device=self.accelerator.device)
+        self._version, holes = self.accelerator.reduce(known, reduction="sum").tolist()
+        # What `usable_tokens` leaves out depends on the trainer's log-probs.
+        score = self._unlogged_forward if holes or self._objective.prepare_needs else lambda *_: None
+        return self._summed(
+            [
+                self._objective.prepare(self._logps(part, score(model, inputs)), part.advantage)
+                for part, inputs in zip(parts, window, strict=True)
+            ]
+        )
+
+    def _logps(self, part: PackedResponses, outputs: Any) -> PolicyLogps:
+        """outputs: of the forward pass; None without one."""
+        current = entropy = None
+        if outputs is not None:
+            current, entropy = (part.unpacked(one.flatten()) for one in (outputs.log_probs, outputs.entropy))
+        return PolicyLogps(
+            current=current,
+            behavior=part.behavior,
+            mask=part.mask if current is None else usable_tokens(part.mask, part.behavior, current),
+            proximal=None if current is None else current.detach(),
+            entropy=entropy,
+            turn=turns_of(part.mask),
+            age=(self._age(part) + 1)[:, None].expand(part.mask.shape),
+        )
+
+    def _age(self, part: PackedResponses) -> Tensor:
+        """Returns (batch,) how many updates the weights that sampled are older than those of the trainer."""
+        every = self.args.weight_sync_steps
+        return ((self._version - part.version) * every + self.state.global_step % every).clamp(min=0)
+
+    def _add(self, update: Update, part: PackedResponses, logps: PolicyLogps, metrics: Metrics) -> None:
+        """Adds a micro-batch to its update."""
+        assert logps.current is not None
+        self._seen += 1
+        sampled = update.step - self._age(part)  # In updates, as in Trimtab's own trajectory files.
+        scored = {"logp_behavior": part.behavior, "logp_current": logps.current.detach()}
+        self._collect(
+            update,
+            metrics,
+            rows=[] if self._dump is None else _dump_rows(part, scored, sampled, update.step),
+            observed=None
+            if self._monitor is None
+            else {
+                "logp_train": scored["logp_current"],
+                "logp_rollout": part.behavior,
+                "mask": part.mask,
+                "advantage": part.advantage[:, 0],
+                "response_ids": part.response_ids,
+                "version": sampled,
+            },
+            last=self._seen == len(self._window),
+        )
+
+
+def _dump_rows(part: PackedResponses, scored: dict[str, Tensor], sampled: Tensor, step: int) -> list[dict[str, Any]]:
+    responses = {
+        "advantage": part.advantage[:, 0],
+        "prompt_id": [" ".join(map(str, ids)) for ids in part.prompt_ids],
+        "policy_version": sampled,
+        "proximal_version": [step] * len(sampled),
+    }
+    tokens = {"response_ids": part.response_ids, **scored, "loss_mask": part.mask}
+    return list(rows(part.length, tokens, responses))
+
+
+class _VersionedQueue:
+    """TRL's queue of samples; adds the version of each to the metrics of the sample, which reach the collator."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.qsize = queue.qsize
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        sample = self._queue.get(*args, **kwargs)
+        sample.metrics = {**sample.metrics, VERSIONS: sample.model_version}
+        return sample
+
+
+def _with_versions(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], dict[str, Any]]:
+    """Returns TRL's collator with the versions of the samples of each row beside its tensors, -1 for none."""
+
+    def collated(examples: list[Any]) -> dict[str, Any]:
+        (packed,) = examples
+        versions = [torch.tensor([one["metrics"].pop(VERSIONS) for one in row.samples]) for row in packed]
+        return collate(examples) | {VERSIONS: pad_sequence(versions, batch_first=True, padding_value=-1)}
+
+    return collated

@@ -1,0 +1,91 @@
+"""What TRL's trainers share when a Trimtab objective is their loss: its parts, and what an update logs and writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.adapters.dump import Dump
+from trimtab.adapters.hooks import build, prefixed_metrics
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Metrics, Objective, State
+
+
+class Observer(Protocol):
+    """A `trimtab.Monitor`."""
+
+    def observe(self, **batch: Any) -> dict[str, float]: ...
+
+
+@dataclass
+class Update:
+    """What is known and collected over the micro-batches of one update. observed: metrics of the monitor."""
+
+    step: int
+    state: State
+    metrics: Metrics | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    observed: dict[str, float] = field(default_factory=dict)
+
+
+class ObjectiveLoss:
+    """The base of a trainer of TRL that has an objective, a dump and a monitor."""
+
+    accelerator: Any
+    _metrics: Any
+
+    def _set_parts(
+        self, hook: str, objective: str | Objective, dump: str | Path | None, monitor: Observer | None
+    ) -> None:
+        """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
+        if "unsloth" in sys.modules:
+            raise TrimtabError(
+                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
+            )
+        self._objective = build(hook, objective, {})
+        self._dump = None if dump is None else Dump(dump)
+        self._monitor = monitor
+        self._update: Update | None = None
+
+    def _summed(self, parts: Sequence[State]) -> State:
+        """Returns the state of the update of which these are the micro-batches, over all processes."""
+        state = sum(parts[1:], parts[0])
+        return state.all_reduce() if self.accelerator.num_processes > 1 else state
+
+    def _collect(
+        self,
+        update: Update,
+        metrics: Metrics,
+        *,
+        rows: Sequence[dict[str, Any]],
+        observed: Mapping[str, Any] | None,
+        last: bool,
+    ) -> None:
+        """Adds a micro-batch to its update; logs and writes the update at its last one.
+
+        rows: for the dump. observed: what the monitor is shown, or None.
+        """
+        update.metrics = metrics if update.metrics is None else update.metrics + metrics
+        update.rows += rows
+        if self._monitor is not None and observed is not None:
+            update.observed = self._monitor.observe(step=update.step, **observed)
+        if not last:
+            return
+        self._log("train", update.metrics.finalize() | update.observed)
+        if self._dump is not None and update.rows:
+            self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
+
+    def _log(self, mode: str, values: dict[str, float]) -> None:
+        """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
+        values = {
+            key: value for key, value in values.items() if not key.startswith("clip/tenth/")
+        }  # Not on all of them.
+        here = torch.tensor(list(values.values()), device=self.accelerator.device)
+        means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
+        for key, value in prefixed_metrics(dict(zip(values, means, strict=True))).items():
+            self._metrics[mode][key].append(value)

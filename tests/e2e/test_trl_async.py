@@ -1,0 +1,111 @@
+"""AsyncGRPO of TRL 1.16 trains with Trimtab's losses, whose values do not depend on how samples are packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trimtab
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
+]
+
+
+def start(what: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_async.py"), what, str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"} | variables
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-2000:]
+    return json.loads(output.splitlines()[-1])
+
+
+def test_token_bypass_is_the_loss_of_trl_and_whole_updates_have_one_denominator(tmp_path: Path) -> None:
+    cases = result(start("parity", tmp_path))
+    for name in ("one micro-batch", "three, weighted by tokens"):
+        assert cases[name]["scale"] > 0.1, name
+        assert cases[name]["loss"] <= 1e-6, name
+        assert cases[name]["gradient"] <= 1e-6, name
+    # TRL averages the means of micro-batches, so that its loss depends on the packing.
+    assert len(set(cases["tokens"])) == 3
+    assert cases["three, as TRL has them"]["gradient"] > 0.05
+    assert {"ratio", "kl", "entropy", "trimtab/age", "trimtab/clip/high"} <= set(cases["metrics"])
+    assert not any(name.startswith("clip_ratio") for name in cases["metrics"])
+
+
+def test_every_preset_has_the_loss_and_gradient_of_the_library_however_samples_are_packed(tmp_path: Path) -> None:
+    """Samples of one and two turns with shared prompts and different ages, in one, two and four rows."""
+    cases = result(start("presets", tmp_path))
+    planted = {name: case for name, case in cases.items() if name.startswith("planted")}
+    assert len(planted) == 3
+    assert {"token-bypass, 4", "seq-mis, 4", "turn-tis, 4", "opsm, 4", "m2po, 4", "a3po, 4", "kept, 4"} <= cases.keys()
+    assert len(cases) >= 3 * 30 + 3
+    for name, case in cases.items():
+        assert case["scale"] > 0.01, name
+        if name in planted:  # The denominators of a part of the update.
+            assert case["gradient"] > 0.05, name
+        else:
+            assert case["loss"] <= 2e-6, name
+            assert case["gradient"] <= 5e-6, name
+    # Masks and ages act in these samples.
+    for one, other in (("opsm", "grpo"), ("a3po", "ipo"), ("token-tis", "dapo"), ("turn-tis", "seq-tis")):
+        assert abs(cases[f"{one}, 1"]["value"] - cases[f"{other}, 1"]["value"]) > 1e-3, one
+
+
+def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(tmp_path: Path) -> None:
+    cases = result(start("whole", tmp_path))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start("whole", tmp_path, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+    first, second = (result(rank)["trimtab, 2"] for rank in ranks)
+    expected = cases["trimtab, 1"]["weights"]
+    for found in (cases["trimtab, 4"], first, second):
+        assert found["weights"] == pytest.approx(expected, abs=1e-5)
+        assert found["age"] == [0.0, 1.0, 2.0]
+    plain = zip(cases["trl, 1"]["weights"], cases["trl, 4"]["weights"], strict=True)
+    assert max(abs(one - other) for one, other in plain) > 0.05
+
+
+def test_icepop_trains_and_its_log_probs_are_written_with_the_versions_of_the_weights(tmp_path: Path) -> None:
+    """All samples are of the first version; the first one has a token that the sampler did not score."""
+    run = result(start("train", tmp_path))
+    assert (run["rows"], run["wrong"]) == (32, 0)
+    assert run["logp"] <= 2e-6
+    assert run["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
+    assert run["age"] == [0.0, 1.0, 2.0, 3.0]
+    assert run["unscored"] == [0.125, 0.0, 0.0, 0.0]  # One of eight responses: a random token is never certain.
+    assert run["forwarded"][0] == run["unique"]  # The forward pass that looks for such tokens is not counted.
+    assert {"trimtab/reject/tokens", "trimtab/weight/mean", "trimtab/mismatch/k3"} <= set(run["metrics"])
+    measured = trimtab.diagnose(tmp_path / "logps").measured
+    assert [row["k3"] > 0 for row in measured.size.by_step] == [True] * 4
+
+
+def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_path: Path) -> None:
+    assert result(start("refusals", tmp_path)) == [
+        "AsyncGRPO cannot train oapl: its advantages are those of OAPL's regression, which Trimtab's trainer computes "
+        "from rewards",
+        "AsyncGRPO cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this "
+        "hook does not pass",
+        "AsyncGRPO cannot train grpo: it reads reference (the reference policy's log-probs), which this hook does not "
+        "pass: there is no reference model, leave kl_coef out",
+        "dr-grpo has advantages without the standard deviation, and TRL's rollout worker divides by it: pass a "
+        "rollout_worker that does not",
+        "epsilon, epsilon_high: only TRL's own loss reads this, leave it out. In the objective: for epsilon clip_low "
+        "and clip_high; for epsilon_high clip_high",
+    ]
