@@ -125,14 +125,14 @@ def drawn(model: Any, count: int, version: int | None = None) -> list[RolloutSam
             input_ids=np.array(ids),
             completion_mask=np.array(mask),
             old_log_probs=np.zeros(len(ids), dtype=np.float32),
-            advantage=float(torch.randn((), generator=make)),
+            advantage=float((-1) ** (index + 1) * (0.5 + torch.rand((), generator=make))),
             model_version=NEWEST - index % 3 if version is None else version,
             group_id=group,
             metrics={"reward": float(index % 2)},
         )
         with torch.no_grad():
             logps = logps_of(model, sample)
-        noise = 10 ** (-4 + 4 * index / count) * torch.randn(len(ids), generator=make)
+        noise = 10 ** (-4 + 4 * index / count) * (1 + torch.randn(len(ids), generator=make))
         sample.old_log_probs = (torch.tensor(mask) * (logps + noise)).clamp(max=0).numpy()
         samples.append(sample)
     return samples
