@@ -36,10 +36,11 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 def test_token_bypass_is_the_loss_of_trl_and_whole_updates_have_one_denominator(tmp_path: Path) -> None:
     cases = result(start("parity", tmp_path))
-    for name in ("one micro-batch", "three, weighted by tokens"):
+    for name in ("one micro-batch", "three, weighted by tokens", "mixture"):
         assert cases[name]["scale"] > 0.1, name
         assert cases[name]["loss"] <= 1e-6, name
         assert cases[name]["gradient"] <= 1e-6, name
+    assert min(cases["auxiliary"]) > 1
     # TRL averages the means of micro-batches, so that its loss depends on the packing.
     assert len(set(cases["tokens"])) == 3
     assert cases["three, as TRL has them"]["gradient"] > 0.05

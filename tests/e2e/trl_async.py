@@ -88,10 +88,10 @@ class Worker:
     start = stop = update_model_version = init_weight_transfer = pause = resume = destroy = nothing
 
 
-def saved(folder: Path) -> Path:
-    path = folder / "model"
+def saved(folder: Path, name: str = laboratory.NAME) -> Path:
+    path = folder / name
     if not path.exists():
-        model, tokenizer = laboratory.build(0)
+        model, tokenizer = laboratory.build(0, name)
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     return path
@@ -139,7 +139,13 @@ def drawn(model: Any, count: int, version: int | None = None) -> list[RolloutSam
 
 
 def build(
-    kind: type[PlainTrainer], folder: Path, samples: list[RolloutSample], own: dict[str, Any], **options: Any
+    kind: type[PlainTrainer],
+    folder: Path,
+    samples: list[RolloutSample],
+    own: dict[str, Any],
+    *,
+    model: str = laboratory.NAME,
+    **options: Any,
 ) -> PlainTrainer:
     settings = {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 1.0, **options}
     arguments = AsyncGRPOConfig(
@@ -157,7 +163,7 @@ def build(
     )
     worker = Worker(samples)
     return kind(
-        str(saved(folder)),
+        str(saved(folder, model)),
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "1="}]),
         processing_class=laboratory.build(0)[1],
@@ -244,7 +250,10 @@ def plain_model(folder: Path) -> Any:
 
 
 def parity(folder: Path) -> dict[str, Any]:
-    """`token-bypass` against TRL's own loss: one micro-batch, and three of which TRL averages the means."""
+    """`token-bypass` against TRL's own loss: one micro-batch, and three of which TRL averages the means.
+
+    The mixture of experts has the auxiliary loss of its router too.
+    """
     samples = drawn(plain_model(folder), 12)
     ours = build(AsyncGRPOTrainer, folder, samples, {"objective": "token-bypass"})
     theirs = build(PlainTrainer, folder, samples, {})
@@ -252,8 +261,12 @@ def parity(folder: Path) -> dict[str, Any]:
     tokens = [batch["global_n_tokens"].item() for batch in three]
     found, once = computed(ours, three, [1.0] * 3), computed(ours, packed(samples, 1), [1.0])
     weighted = computed(theirs, three, [3 * one / sum(tokens) for one in tokens])
+    mixture = {"model": laboratory.MIXTURE, "router_aux_loss_coef": 0.1}
+    of_mixture = [build(kind, folder, samples, {}, **mixture) for kind in (AsyncGRPOTrainer, PlainTrainer)]
     return {
         "tokens": tokens,
+        "mixture": difference(*(computed(trainer, packed(samples, 1), [1.0]) for trainer in of_mixture)),
+        "auxiliary": of_mixture[0]._metrics["train"]["aux_loss"],
         "one micro-batch": difference(once, computed(theirs, packed(samples, 1), [1.0])),
         "three, weighted by tokens": difference(found, weighted),
         "three, as TRL has them": difference(found, computed(theirs, three, [1.0] * 3)),
