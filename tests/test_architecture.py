@@ -69,11 +69,11 @@ LINES = {
     "config": 1_354,
     "corrections": 1_654,
     "diagnosis": 8_644,
-    "engines": 5_228,
+    "engines": 5_232,
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 983,
-    "models": 3_713,
+    "models": 3_761,
     "monitor": 969,
     "objectives": 3_018,
     "pages": 472,
@@ -85,7 +85,7 @@ LINES = {
     "runs": 1_693,
     "sandbox": 2_128,
     "tasks": 1_576,
-    "training": 4_753,
+    "training": 4_773,
     "trimtab": 1_541,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [

@@ -107,7 +107,7 @@ def compare_sampler_and_trainer(sides: SamplerAndTrainer, padding: int) -> Compa
 def _run_trainer(sides: SamplerAndTrainer, texts: SampleTexts, padding: int, recording: ForwardRecording) -> None:
     model = sides.trainer
     batch = TokenBatch.pack(texts.prompts, texts.responses, texts.owner, pad_id=padding)
-    batch = TokenBatch(*(getattr(batch, name).to(model.device) for name in batch.__dataclass_fields__))
+    batch = batch.to(model.device)
     with torch.enable_grad(), sides.precision(), _recorded(model, recording):
         logp = score(model, batch, temperature=sides.temperature).logp
     real = batch.response_mask

@@ -204,7 +204,7 @@ def build_rows(
 
 def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTokens) -> None:
     """Appends the sampled tokens to the rows of the indices `live`."""
-    ids, logp, entropy = sampled.ids.tolist(), sampled.logp.tolist(), sampled.entropy.tolist()
+    ids, logp, entropy = sampled.to_lists()
     top = None if sampled.top is None else tuple(part.cpu().numpy() for part in sampled.top)
     for i in live:
         best = None if top is None else (top[0][i], top[1][i])

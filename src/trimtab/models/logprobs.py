@@ -11,7 +11,8 @@ All passes over a micro-batch, with and without gradient, have the same numerics
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,55 @@ class TokenBatch:
         prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
         response_ids, response_mask = _pad(responses, pad_id, left=False)
         return cls(prompt_ids, prompt_mask, response_ids, response_mask, torch.tensor(list(prompt_index)).long())
+
+    @cached_property
+    def places(self) -> TokenPlaces:
+        """Where the tokens are. Raises `TrimtabError` for padding on the wrong side."""
+        return TokenPlaces.of(self)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Copies the batch to a device. What is on the CPU is indexed there: no forward has to wait for the device."""
+        moved = TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
+        moved.__dict__["places"] = self.places.to(device)
+        return moved
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlaces:
+    """Where the tokens of a micro-batch are, as indices into its flattened tensors and into the packed row."""
+
+    prompt: Int[Tensor, " prompt_tokens"]
+    real: Int[Tensor, " tokens"]  # response tokens
+    run: Int[Tensor, " run_tokens"]  # response tokens that are run: the last one of a row predicts no other
+    positions: Int[Tensor, " packed"]  # of each packed token in its text
+    source: Int[Tensor, " tokens"]  # the packed token that predicts each response token
+    layout: PackedLayout
+    lengths: tuple[int, ...]  # of responses, in tokens
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> TokenPlaces:
+        _check_padding(batch)
+        prompt, real, device = batch.prompt_mask, batch.response_mask, batch.response_mask.device
+        columns, lengths = torch.arange(real.shape[1], device=device), prompt.sum(-1)
+        run = real & (columns < real.sum(-1, keepdim=True) - 1)
+        layout = PackedLayout.build(prompt, run, batch.prompt_index)
+        positions = lengths[batch.prompt_index, None] + columns
+        last = (lengths.cumsum(0) - 1)[batch.prompt_index, None]
+        packed = torch.zeros_like(batch.response_ids)
+        packed[run] = torch.arange(layout.prompts.stop, layout.responses.stop, device=device)
+        return cls(
+            prompt=prompt.flatten().nonzero()[:, 0],
+            real=real.flatten().nonzero()[:, 0],
+            run=run.flatten().nonzero()[:, 0],
+            positions=torch.cat([(prompt.cumsum(-1) - 1)[prompt], positions[run]]),
+            source=torch.cat([last, packed[:, :-1]], dim=1)[real],
+            layout=layout,
+            lengths=tuple(real.sum(-1).tolist()),
+        )
+
+    def to(self, device: torch.device) -> TokenPlaces:
+        moved = [item.name for item in fields(self) if item.name != "lengths"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
 
 
 def pack_kept(kept: Sequence[Sequence[IntRow]], time: int) -> Int[Tensor, "batch time k"]:
@@ -112,47 +162,43 @@ def score(
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
-    _check_padding(batch)
-    if kept is not None:
+    places, chosen = batch.places, None
+    if kept is not None and kept.is_cpu:  # an accelerator would be waited for; a rollout was checked when it came
         _check_kept(batch, kept)
-    real, chosen = batch.response_mask, None
+
+    def real(values: Tensor) -> Tensor:
+        return values.flatten(0, 1).index_select(0, places.real)
+
+    def padded(values: Tensor) -> Tensor:
+        flat = values.new_zeros(batch.response_ids.numel(), *values.shape[1:])
+        return flat.index_copy(0, places.real, values).unflatten(0, batch.response_ids.shape)
 
     def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
-        # The last token of a row predicts no other one, and is not run.
-        places = torch.arange(real.shape[1], device=real.device)
-        run = real & (places < real.sum(-1, keepdim=True) - 1)
-        routing = RoutingLayout(batch.prompt_mask, run)
+        routing = RoutingLayout(places.prompt, places.run, (batch.prompt_ids.shape, batch.response_ids.shape))
         with routing.routed(model, routes, record) as tape:
-            hidden = _packed_hidden(parts, batch, run)
+            hidden = _packed_hidden(parts, batch)
         chosen = None if tape is None else routing.unflatten(tape.take())
         return token_scores(
             hidden,
-            batch.response_ids[real],
+            real(batch.response_ids),
             parts,
             temperature=temperature,
             entropy=entropy,
-            kept=None if kept is None else kept[real],
-            further=None if head is None else head[real],
+            kept=None if kept is None else real(kept),
+            further=None if head is None else real(head),
             squares=squares,
         )
 
     scores = with_full_weights(model, work)
     return TokenScores(
-        logp=_scatter(scores.logp, real),
-        entropy=None if scores.entropy is None else _scatter(scores.entropy, real),
+        logp=padded(scores.logp),
+        entropy=None if scores.entropy is None else padded(scores.entropy),
         routes=chosen,
-        head=None if scores.further is None else _scatter(scores.further, real),
-        squares=None if scores.squares is None else _scatter(scores.squares, real),
+        head=None if scores.further is None else padded(scores.further),
+        squares=None if scores.squares is None else padded(scores.squares),
     )
-
-
-def _scatter(values: Tensor, real: Tensor) -> Tensor:
-    """Returns the values of real tokens at their places, 0 at padding."""
-    shape = (*real.shape, *values.shape[1:])
-    where = real if values.ndim == 1 else real[..., None].expand(shape)
-    return torch.zeros(shape, dtype=values.dtype, device=values.device).masked_scatter(where, values)
 
 
 def _check_padding(batch: TokenBatch) -> None:
@@ -176,29 +222,20 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
         )
 
 
-def _packed_hidden(
-    model: ModelParts, batch: TokenBatch, run: Bool[Tensor, "batch time"]
-) -> Float[Tensor, "tokens hidden"]:
+def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
     """Returns the hidden states that predict each real response token, row by row; runs every prompt once, no padding.
 
     For an invariant model on a CPU fillers are appended, because every product would otherwise copy its rows to pad.
     """
-    prompt_lengths = batch.prompt_mask.sum(-1)
-    prompt_positions = batch.prompt_mask.cumsum(-1) - 1
-    positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
-    layout = PackedLayout.build(batch.prompt_mask, run, batch.prompt_index)
-    fillers = padding_rows(layout.responses.stop, TILE_ROWS) if model.invariant and run.is_cpu else 0
+    places = batch.places
+    ids = torch.cat([batch.prompt_ids.flatten()[places.prompt], batch.response_ids.flatten()[places.run]])
+    fillers = padding_rows(len(ids), TILE_ROWS) if model.invariant and ids.is_cpu else 0
     hidden = model.backbone(
-        input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],
-        position_ids=F.pad(torch.cat([prompt_positions[batch.prompt_mask], positions[run]]), (0, fillers))[None],
+        input_ids=F.pad(ids, (0, fillers))[None],
+        position_ids=F.pad(places.positions, (0, fillers))[None],
         # transformers passes a 4-D mask through unchanged; the layout determines which token attends to which.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=run.device),
-        layout=layout,
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
+        layout=replace(places.layout, masks={}),  # masks are as large as scores: they are kept for one forward
         use_cache=False,
     ).last_hidden_state[0]
-    last = (prompt_lengths.cumsum(0) - 1)[batch.prompt_index, None]
-    packed = torch.zeros_like(batch.response_ids).masked_scatter(
-        run, torch.arange(layout.prompts.stop, layout.responses.stop, device=run.device)
-    )
-    source = torch.cat([last, packed[:, :-1]], dim=1)
-    return hidden.index_select(0, source[batch.response_mask])
+    return hidden.index_select(0, places.source)

@@ -59,6 +59,9 @@ class PaddedRows(NamedTuple):
         flat = rows.reshape(self.batch * self.width, -1)
         return flat if self.slots is None else flat.index_select(0, self.slots)
 
+    def to(self, device: torch.device) -> PaddedRows:
+        return self if self.slots is None else self._replace(slots=self.slots.to(device))
+
 
 class _Block(NamedTuple):
     """A block of scores: `queries` of `rows` with the first `keys` keys, which are all that the last query sees."""
@@ -89,6 +92,10 @@ class PackedLayout:
         """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
         prompts = _rows(prompt_mask, 0)
         return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
+
+    def to(self, device: torch.device) -> PackedLayout:
+        prompts, responses = self.prompts.to(device), self.responses.to(device)
+        return PackedLayout(prompts, responses, self.prompt_index.to(device), self.prompt_lengths.to(device), {})
 
     def mask(
         self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -89,47 +89,45 @@ class Perturbation(nn.Module):
         return [str(index) for index in self._chosen] or [LOGITS]
 
     def sigmas(self) -> dict[str, float]:
-        """Returns the standard deviations by name."""
-        return {name: math.exp(value) for name, value in zip(self.names, self.log_sigma.tolist(), strict=True)}
-
-    @property
-    def diverged(self) -> bool:
-        """Whether some sigma is NaN or above `MAX_STD`."""
-        return not bool((self.log_sigma.detach() <= math.log(MAX_STD)).all())
+        """Returns the standard deviations by name, infinity where they are NaN or would overflow."""
+        values = [math.exp(value) if value < 700 else math.inf for value in self.log_sigma.tolist()]
+        return dict(zip(self.names, values, strict=True))
 
     @contextmanager
-    def attached(self, *, seed: int, coverage: PerturbationCoverage | None = None) -> Iterator[None]:
+    def attached(
+        self, *, seed: int, coverage: PerturbationCoverage | None = None, sigmas: Mapping[str, float] | None = None
+    ) -> Iterator[None]:
         """Perturbs every forward of the model inside, with the noise of `seed` (not negative).
 
         A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
         checkpointing recomputes with the noise of the same forward. `coverage` counts changed entries.
+        sigmas: what `sigmas()` returned since the last update; without it the device is waited for.
         """
         if self._seed is not None:
             raise TrimtabError(
                 f"the perturbation is attached already, with seed {self._seed}; leave that context first"
             )
-        self._seed = seed
+        self._seed, sigmas = seed, self.sigmas() if sigmas is None else sigmas
         try:
-            with self._logits(seed) if self._head else self._layers(seed, coverage):
+            with self._logits(seed, sigmas) if self._head else self._layers(seed, sigmas, coverage):
                 yield
         finally:
             self._seed = None
 
     @contextmanager
-    def _logits(self, seed: int) -> Iterator[None]:
+    def _logits(self, seed: int, sigmas: Mapping[str, float]) -> Iterator[None]:
         (head,) = self._head
-        with fused_head.perturb_logits(head, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
+        with fused_head.perturb_logits(head, self.log_sigma, seed) if sigmas[LOGITS] != 0 else nullcontext():
             yield
 
     @contextmanager
-    def _layers(self, seed: int, watch: PerturbationCoverage | None) -> Iterator[None]:
+    def _layers(self, seed: int, sigmas: Mapping[str, float], watch: PerturbationCoverage | None) -> Iterator[None]:
         layers, final_norms, dtype = self._decoder
-        sigmas = {int(name): sigma for name, sigma in self.sigmas().items()}
-        first = min((index for index, sigma in sigmas.items() if sigma != 0), default=len(layers))
+        first = min((int(name) for name, sigma in sigmas.items() if sigma != 0), default=len(layers))
         with ExitStack() as stack:
             for index, module in enumerate(layers[first:], first):
                 noise = see = None
-                if sigma := sigmas.get(index, 0.0):
+                if sigma := sigmas.get(str(index), 0.0):
                     log_sigma = self.log_sigma[self._chosen.index(index)]
                     noise = partial(_perturb, log_sigma=log_sigma, sigma=sigma, seed=seed, layer=index)
                     see = None if watch is None else partial(watch.add, str(index))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, Int16
+from jaxtyping import Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
@@ -268,11 +268,13 @@ def routing_agreement(one: Routes, other: Routes) -> tuple[int, int]:
 class RoutingLayout:
     """The order in which a forward runs the tokens of a micro-batch: those of all prompts, then of all responses.
 
-    `run` marks the response tokens that are run: all but the last of each row.
+    `prompt` and `run` are the places of prompt tokens and of response tokens that are run, all but the last of each
+    row, in flattened tensors of the two `shapes`.
     """
 
-    prompt_mask: Bool[Tensor, "prompts prompt_time"]
-    run: Bool[Tensor, "batch time"]
+    prompt: Int[Tensor, " prompt_tokens"]
+    run: Int[Tensor, " run_tokens"]
+    shapes: tuple[torch.Size, torch.Size]
 
     @contextmanager
     def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
@@ -287,16 +289,20 @@ class RoutingLayout:
 
         Raises `TrimtabError` when the routes have another shape than the tokens.
         """
-        shapes = tuple(self.prompt_mask.shape), tuple(self.run.shape)
-        if (given := (tuple(routes.prompts.shape[:-2]), tuple(routes.responses.shape[:-2]))) != shapes:
-            raise TrimtabError(f"routes of {given[0]} prompt and {given[1]} response tokens for tokens of {shapes}")
-        prompts, responses = (part.to(self.run.device) for part in routes)
-        return torch.cat([prompts[self.prompt_mask], responses[self.run]])
+        shapes, given = self.shapes, (routes.prompts.shape[:-2], routes.responses.shape[:-2])
+        if given != shapes:
+            raise TrimtabError(
+                f"routes of {tuple(given[0])} prompt and {tuple(given[1])} response tokens for tokens of "
+                f"{tuple(map(tuple, shapes))}"
+            )
+        prompts, responses = (part.to(self.run.device).flatten(0, 1) for part in routes)
+        return torch.cat([prompts[self.prompt], responses[self.run]])
 
     def unflatten(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
         """Inverts `flatten`; padding and tokens that were not run are `UNROUTED`."""
-        count, sizes = int(self.prompt_mask.sum()), flat.shape[-2:]
-        prompts = flat.new_full((*self.prompt_mask.shape, *sizes), UNROUTED)
-        responses = flat.new_full((*self.run.shape, *sizes), UNROUTED)
-        prompts[self.prompt_mask], responses[self.run] = flat[:count], flat[count:]
+        parts = flat.split([len(self.prompt), len(self.run)])
+        prompts, responses = (
+            flat.new_full((shape.numel(), *flat.shape[1:]), UNROUTED).index_copy_(0, place, part).unflatten(0, shape)
+            for shape, place, part in zip(self.shapes, (self.prompt, self.run), parts, strict=True)
+        )
         return Routes(prompts, responses)

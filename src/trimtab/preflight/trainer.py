@@ -121,7 +121,7 @@ class Trainer:
             pad_id=self.pad_id,
         )
         device = next(self.model.parameters()).device
-        batch = TokenBatch(*(getattr(batch, name).to(device) for name in batch.__dataclass_fields__))
+        batch = batch.to(device)
         time = batch.response_ids.shape[1]
         sets = pack_kept([one.sampling_mask or () for one in completions], time).to(device) if kept else None
         others = None if further is None else further[:, :time].to(device)

@@ -7,7 +7,7 @@ and every epoch use the same packing, so that the ratio of the first update is e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -148,7 +148,7 @@ def to_tensors(
     ages = [1 + np.maximum(0, -((c.policy_version - version) // updates_per_step)) for c in completions]
     return MicroBatch(
         rows=tuple(rows),
-        tokens=TokenBatch(**{item.name: getattr(tokens, item.name).to(device) for item in fields(tokens)}),
+        tokens=tokens.to(device),
         mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
         behavior=_pad(behavior, time, 0.0).to(device),
         turn=_pad([c.turn for c in completions], time, -1).to(device),

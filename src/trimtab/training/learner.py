@@ -143,6 +143,7 @@ class Learner:
                 measure = epoch == 0 and (index == 0 or has_proximal)
                 self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
+        stats.to_cpu()
         for feature in self.features:
             feature.after_updates(self)
         stats.counts = {name: count for feature in self.features for name, count in feature.counts().items()}
@@ -166,7 +167,7 @@ class Learner:
         probe = first and any(feature.probes for feature in self.features)
         perturbs = any(feature.perturbs_policy for feature in self.features)
         state = self._prepare(assigned)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once an update, by the step guard
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once an update
         for index, micro in assigned:
             clean = self.logp(micro) if probe else None
             scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
@@ -184,10 +185,10 @@ class Learner:
                 stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
             if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
                 stats.add_drifts(micro, scores.logp.detach())
-            stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
-        self._guarded_step(float(loss_sum), stats)
+            stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
+        self._guarded_step(loss_sum, stats)
 
-    def _guarded_step(self, loss: float, stats: StepStatistics) -> None:
+    def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:
         """Steps the optimizer, or skips the update if the loss or a gradient is not finite.
 
         Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
@@ -201,7 +202,7 @@ class Learner:
         factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
         stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
-        loss = self.ranks.all_reduce_sum(loss)
+        loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if math.isfinite(loss) and math.isfinite(norm) and others_are_finite:

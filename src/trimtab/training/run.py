@@ -35,6 +35,7 @@ from trimtab.rollout.prompts import PromptStream, Survey, smallest_context
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
+from trimtab.seeds import derive
 from trimtab.training import custom_objective
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
@@ -361,7 +362,11 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    return add_lora(model, **config.model.lora.model_dump()) if config.model.lora.rank else model
+    if not config.model.lora.rank:
+        return model
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # peft draws from the global generator
+        torch.manual_seed(derive(config.seed, "adapters"))
+        return add_lora(model, **config.model.lora.model_dump())
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
@@ -33,6 +34,8 @@ class StepStatistics:
             where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
         slots: micro-batches that all ranks had time for; idle_slots: those without a micro-batch.
+
+    Values of rows stay on the device during the updates, which would otherwise wait for it; `to_cpu` copies them.
     """
 
     objective: Metrics | None = None
@@ -48,6 +51,7 @@ class StepStatistics:
     slots: int = 0
     idle_slots: int = 0
     lr: float = 0.0
+    _on_device: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def add_logps(
         self, micro: MicroBatch, logps: Tensor, perturbed: Tensor | None, version: int, *, measure: bool
@@ -58,12 +62,11 @@ class StepStatistics:
         """
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
-        for index, row in enumerate(micro.rows):
-            if row not in self.mismatch_logps:
-                real = micro.tokens.response_mask[index]
-                self.mismatch_logps[row] = logps[index][real].cpu().numpy()
+        for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=True)):
+            if row not in self._on_device["mismatch_logps"]:
+                self._on_device["mismatch_logps"][row] = logps[index, :length]
                 if perturbed is not None:
-                    self.perturbed[row] = perturbed[index][real].cpu().numpy()
+                    self._on_device["perturbed"][row] = perturbed[index, :length]
                 self.versions[row] = version
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
@@ -72,8 +75,15 @@ class StepStatistics:
         trained = Sequences(micro.on_policy)
         parts = [log_ratio(proximal, micro.behavior, trained.mask), log_ratio(current, proximal, trained.mask)]
         drifts = torch.cat([trained.mean(part) for part in parts], dim=1)
-        known = torch.where(trained.trained, drifts, torch.nan).cpu().numpy()
-        self.drifts |= dict(zip(micro.rows, known, strict=True))
+        known = torch.where(trained.trained, drifts, torch.nan)
+        self._on_device["drifts"] |= dict(zip(micro.rows, known, strict=True))
+
+    def to_cpu(self) -> None:
+        """Copies the values of rows from the device, those of each kind at once."""
+        for kind, rows in self._on_device.items():
+            parts = torch.cat(list(rows.values())).cpu().split([len(values) for values in rows.values()])
+            getattr(self, kind).update(zip(rows, (part.numpy() for part in parts), strict=True))
+        self._on_device.clear()
 
 
 def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> Metrics:

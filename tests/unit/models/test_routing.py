@@ -147,7 +147,7 @@ def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) 
     routes = other(free.routes)  # type: ignore[arg-type]
     result = score(model, batch(), routes=routes)
     assert (result.logp - free.logp).abs().max() > 1e-3
-    flat = RoutingLayout(batch().prompt_mask, batch_run()).flatten(routes)
+    flat = layout(batch().prompt_mask, batch_run()).flatten(routes)
     with masked_routers(model, flat):
         reference = score(model, batch()).logp
         expected_grads = grads(model, reference)
@@ -342,6 +342,11 @@ def test_agreement_by_hand() -> None:
     assert routing_agreement(one, one) == (3, 3)
 
 
+def layout(*masks: Tensor) -> RoutingLayout:
+    prompt, run = (mask.flatten().nonzero()[:, 0] for mask in masks)
+    return RoutingLayout(prompt, run, (masks[0].shape, masks[1].shape))
+
+
 @given(
     prompts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     responses=st.lists(st.integers(0, 4), min_size=1, max_size=4),
@@ -355,7 +360,7 @@ def test_order_of_a_forward_and_back(prompts: list[int], responses: list[int]) -
         random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], UNROUTED),
         random[1, : len(responses)].masked_fill(~run[..., None, None], UNROUTED),
     )
-    places = RoutingLayout(prompt_mask, run)
+    places = layout(prompt_mask, run)
     flat = places.flatten(routes)
     assert flat.shape == (sum(prompts) + int(run.sum()), LAYERS, CHOSEN)
     back = places.unflatten(flat)

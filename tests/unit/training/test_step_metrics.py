@@ -46,8 +46,10 @@ def test_both_parts_of_the_drift_of_a_response_by_hand() -> None:
     shift = lambda *values: micro.behavior + torch.tensor([[*values], [5.0, 0, 0]])  # noqa: E731
     stats = StepStatistics()
     stats.add_drifts(micro.with_scores(proximal=shift(0.1, 9.0, 0.3)), shift(0.2, 9.0, 0.2))
+    stats.to_cpu()
     assert stats.drifts[0].tolist() == pytest.approx([0.2, 0.0], abs=1e-6)
     stats.add_drifts(micro.with_scores(proximal=shift(0.1, 9.0, 0.3)), shift(-0.3, 7.0, 0.1))  # a later epoch
+    stats.to_cpu()
     assert stats.drifts[0].tolist() == pytest.approx([0.2, -0.3], abs=1e-6)
     assert np.isnan(stats.drifts[1]).all()
     result = update_metrics(stats, mismatch_policy="proximal", grad_clip=1.0)

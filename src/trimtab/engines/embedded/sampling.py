@@ -7,6 +7,7 @@ the same float32 scores that chose the token, so `exp(logp)` is the probability 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,18 @@ class SampledTokens:
     kept: list[NDArray[np.int64]] | None
     top: tuple[Tensor, Tensor] | None = None
 
+    def to_lists(self) -> tuple[list[int], list[float], list[float]]:
+        """Copies ids, log-probs and entropies to the CPU, in one transfer for each token of a batch.
+
+        Raises:
+            DivergedError: the logits are not finite.
+        """
+        numbers = torch.stack([self.ids.double(), self.logp.double(), self.entropy.double()])
+        ids, logp, entropy = numbers.tolist()  # float64 holds all three exactly
+        if not all(map(math.isfinite, entropy)):
+            raise DivergedError("the model's logits are not finite: its weights have diverged; publish finite weights")
+        return list(map(int, ids)), logp, entropy
+
 
 def uniform_draws(seed: int, prompt: int, sample: int, count: int) -> NDArray[np.float64]:
     """Returns `count` uniform numbers in [0, 1), one per token position of a completion, as float64.
@@ -56,8 +69,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> 
         logits: (rows, vocabulary), any float dtype.
         uniform: (rows,) float64 in [0, 1), the inverse-CDF positions.
 
-    Raises:
-        DivergedError: the logits are not finite.
+    The entropy is NaN where the logits are not finite, which `SampledTokens.to_lists` refuses.
     """
     if sampling.temperature == 0:
         return _greedy(logits, sampling)
@@ -67,15 +79,13 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> 
         sample(_scores(part, sampling.temperature), u, sampling)
         for part, u in zip(logits.split(rows), uniform.split(rows), strict=True)
     ]
-    sampled = SampledTokens(
+    return SampledTokens(
         torch.cat([part.ids for part in parts]),
         torch.cat([part.logp for part in parts]).float(),
         torch.cat([part.entropy for part in parts]).float(),
         [ids for part in parts for ids in part.kept or ()] if sampling.truncated else None,
         _concatenate([part.top for part in parts]),
     )
-    _require_finite(sampled.entropy)
-    return sampled
 
 
 def _concatenate(parts: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor] | None:
@@ -86,21 +96,14 @@ def _concatenate(parts: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Ten
 def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Returns the most likely tokens. At temperature 0 log-prob and entropy are 0 by definition."""
     top, ids = logits.max(-1)
-    _require_finite(top)
-    zero = torch.zeros(len(ids), device=ids.device)
+    zero = torch.where(top.isfinite(), 0.0, torch.nan).float()
     return SampledTokens(ids, zero, zero, [np.array([i]) for i in ids.tolist()] if sampling.truncated else None)
-
-
-def _require_finite(numbers: Tensor) -> None:
-    if not bool(torch.isfinite(numbers).all()):
-        raise DivergedError("the model's logits are not finite: its weights have diverged; publish finite weights")
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:
     """Returns logits / temperature in float32, shifted so that the largest of each row is 0."""
     scores = logits.float()
     peak = scores.amax(-1, keepdim=True)
-    _require_finite(peak)
     scores = scores - peak if scores is logits else scores.sub_(peak)
     return scores if temperature == 1 else scores.div_(temperature)
 
@@ -119,7 +122,7 @@ def _sample_full(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> S
     indices = chunk * CHUNK + torch.arange(CHUNK, device=scores.device)
     inside = mass.gather(-1, indices.clamp(max=vocabulary - 1)).double().masked_fill_(indices >= vocabulary, 0.0)
     index, _ = _locate(inside.cumsum(-1), rest)
-    ids = chunk * CHUNK + index
+    ids = (chunk * CHUNK + index).clamp_(max=vocabulary - 1)  # as in `_locate`
     log_total = total.log()
     mean_score = torch.linalg.vecdot(mass, scores).unsqueeze(-1) / total
     logp = scores.gather(-1, ids) - log_total
@@ -137,7 +140,8 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     is then moved below it.
     """
     target = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros_like(bounds[:, -1:])))
-    index = torch.searchsorted(bounds, target, right=True)
+    # Clamped for bounds that are NaN, which `SampledTokens.to_lists` refuses: a device cannot raise in between.
+    index = torch.searchsorted(bounds, target, right=True).clamp_(max=bounds.shape[-1] - 1)
     below = bounds.gather(-1, (index - 1).clamp(min=0)).masked_fill_(index == 0, 0.0)
     return index, target - below
 

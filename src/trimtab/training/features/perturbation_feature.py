@@ -33,6 +33,7 @@ class PerturbationFeature(Feature):
         self._config, self._lr = config, config.perturbation.lr
         self._start = float(np.mean(config.perturbation.std))  # the mean of the standard deviations
         self.perturbation = Perturbation(model, str(config.perturbation.layers), config.perturbation.std)
+        self._sigmas: Mapping[str, float] | None = None  # as they are since the last update
         self._coverage: PerturbationCoverage | None = None
         self._gradients: list[float] = []
 
@@ -52,11 +53,13 @@ class PerturbationFeature(Feature):
             return
         seed = derive(self._config.seed, "noise", call.update, call.position)
         watched = call.purpose == "train" and call.micro.rows
-        with self.perturbation.attached(seed=seed, coverage=self._coverage if watched else None):
+        coverage = self._coverage if watched else None
+        with self.perturbation.attached(seed=seed, coverage=coverage, sigmas=self._sigmas):
             yield {}
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
+        self._sigmas = self.perturbation.sigmas()
         self._coverage = PerturbationCoverage() if probes else None
         self._gradients = []
 
@@ -68,7 +71,8 @@ class PerturbationFeature(Feature):
         return 1.0
 
     def check_update(self) -> None:
-        if self.perturbation.diverged:
+        self._sigmas = self.perturbation.sigmas()
+        if max(self._sigmas.values()) > MAX_STD:
             raise NonFiniteUpdateError(
                 f"an update made the perturbation's standard deviation larger than {MAX_STD:g}",
                 weights_are_good=False,

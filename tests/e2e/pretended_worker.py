@@ -1,0 +1,90 @@
+"""Runs on the pretended device, in a process of its own: `pretended_worker.py OUT CASE OVERRIDE...` prints JSON.
+
+CASE is a recipe, which is trained on the device and on the CPU; `presets`: loss and gradient of every preset; or
+`refusals`: the messages of two operations that no GPU does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.contract.conftest import NAMES, Batch, Laboratory
+from tests.support.pretended_device import DEVICE, LOG, Event
+from tests.support.run_results import untimed, weights
+
+from trimtab.config import load_config
+from trimtab.training import run
+
+UPDATE, GUARD = "training/learner.py:_one_update", "training/learner.py:_guarded_step"
+
+
+def phase(event: Event) -> str:
+    """The part of a training step that waited for the device."""
+    if GUARD in event.functions:
+        return "update"
+    if UPDATE in event.functions or "training/learner.py:logp" in event.functions:
+        return "micro-batch"
+    if event.functions and event.functions[0].split(":")[1] == "to_lists":
+        return "token"
+    if any(name.endswith(":generate") for name in event.functions):
+        return "generation"
+    return "checkpoint" if any("checkpoint/" in name for name in event.functions) else "step"
+
+
+def trained(recipe: str, out: Path, overrides: list[str]) -> dict[str, Any]:
+    config = load_config(recipe, overrides)
+    run.train(config, out=out / "cpu")
+    run.default_device = lambda: DEVICE
+    LOG.events.clear()
+    run.train(config, out=out / "pretended")
+    rows = {name: untimed(out / name) for name in ("cpu", "pretended")}
+    here, there = weights(out / "cpu"), weights(out / "pretended")
+    return {
+        "rows": rows,
+        "weights": max(float((here[name] - there[name]).abs().max()) for name in here),
+        "counts": Counter(phase(event) for event in LOG.events),
+        "micro": Counter(" < ".join(event.functions[:3]) for event in LOG.events if phase(event) == "micro-batch"),
+    }
+
+
+def presets() -> dict[str, Any]:
+    """The largest difference of loss and gradients between the devices, and the waits of one call."""
+    results = {}
+    for name in NAMES:
+        objective, batch = Laboratory.objective(name), Batch.random(0)
+        here = Laboratory.run(objective, batch)
+        moved = batch.map(lambda tensor: tensor.to(DEVICE))
+        LOG.events.clear()
+        there = Laboratory.run(objective, moved)
+        waits = Counter(" < ".join((event.kind, *event.functions[:2])) for event in LOG.events)
+        pairs = [(here.loss, there.loss), (here.grad, there.grad), (here.entropy_grad, there.entropy_grad)]
+        difference = max(float((a - b.cpu()).abs().max()) for a, b in pairs)
+        results[name] = {"difference": difference, "waits": waits}
+    return results
+
+
+def refusals() -> list[str]:
+    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    messages = []
+    for refused in (lambda: here + there, there.numpy):
+        try:
+            refused()
+        except (RuntimeError, TypeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def main() -> None:
+    out, case, *overrides = sys.argv[1:]
+    torch.set_num_threads(1)
+    known = {"presets": presets, "refusals": refusals}
+    print(json.dumps(known[case]() if case in known else trained(case, Path(out), overrides)))
+
+
+if __name__ == "__main__":
+    main()
