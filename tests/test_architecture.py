@@ -66,7 +66,7 @@ LINES = {
     "bitwise": 729,
     "cli": 2_715,
     "cluster": 1_008,
-    "config": 1_354,
+    "config": 1_410,
     "corrections": 1_654,
     "diagnosis": 8_644,
     "engines": 5_232,
@@ -85,7 +85,7 @@ LINES = {
     "runs": 1_693,
     "sandbox": 2_128,
     "tasks": 1_576,
-    "training": 4_773,
+    "training": 4_978,
     "trimtab": 1_541,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [

@@ -20,7 +20,14 @@ from trimtab.runs.layout import checkpoint_folder
 from trimtab.training import run
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.checkpoint import store
-from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
+from trimtab.training.features.feature import (
+    Feature,
+    ForwardPass,
+    PolicyLearner,
+    ProximalPass,
+    StepRecord,
+    TrainedModule,
+)
 from trimtab.types import Trajectory
 
 pytestmark = pytest.mark.e2e  # it trains
@@ -32,7 +39,7 @@ class CountingFeature(Feature):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.scale = nn.Linear(1, 1, bias=False)
-        self.steps_before = 0
+        self.steps_before = self.steps_loaded = 0
         self._probes = False
 
     @property
@@ -46,6 +53,12 @@ class CountingFeature(Feature):
         assert len(trajectories) == len(micro.rows)
         self.calls["pack"] += 1
         return micro.with_extras(packed=len(trajectories))
+
+    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
+        assert batch[0].extras["packed"]
+        assert updates == self.calls["end_update"] + 2 * self.steps_before
+        self.calls["proximal_passes"] += 1
+        yield ProximalPass()
 
     @contextmanager
     def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
@@ -66,18 +79,18 @@ class CountingFeature(Feature):
         self._probes = step == 2
         learner.lr_factor = 1.0 / step
 
-    def check_update(self) -> None:
-        self.calls["check_update"] += 1
+    def end_update(self) -> None:
+        self.calls["end_update"] += 1
 
     def after_updates(self, learner: PolicyLearner) -> None:
         self.calls["after_updates"] += 1
         assert learner.objective.name == "token-tis"
-        assert self.calls["check_update"] == 2 * self.calls["after_updates"]
+        assert self.calls["end_update"] == 2 * self.calls["after_updates"]
         assert self.calls["counts"] == self.calls["after_updates"] - 1
 
     def counts(self) -> Mapping[str, int]:
         self.calls["counts"] += 1
-        return {"counting/updates": self.calls["check_update"]}
+        return {"counting/updates": self.calls["end_update"]}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         assert record.metrics["step"] == record.step
@@ -92,6 +105,12 @@ class CountingFeature(Feature):
 
     def state(self) -> Mapping[str, Any]:
         return {"counting": self.steps_before + self.calls["end_step"]}
+
+    def tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        return {"counted": {"steps": torch.tensor(self.steps_before + self.calls["end_step"])}}
+
+    def load_tensors(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.steps_loaded = int(sections["counted"]["steps"])
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         assert learner.objective.name == "token-tis"
@@ -116,6 +135,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
     feature = train(2, tmp_path / "run", monkeypatch)
     assert feature.calls == {
         "pack": 4,
+        "proximal_passes": 4,
         "forward proximal": 4,
         "scored proximal": 4,
         "before_updates": 2,
@@ -123,7 +143,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
         "scored train": 4,
         "forward probe": 2,  # in the second step
         "scored probe": 2,
-        "check_update": 4,
+        "end_update": 4,
         "after_updates": 2,
         "counts": 2,
         "end_step": 2,
@@ -145,5 +165,6 @@ def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: p
     assert '"counting.weight"' in groups
     assert '"lr": 0.5' in groups
     second = train(2, tmp_path / "run", monkeypatch, resume=True)
+    assert second.steps_loaded == 1
     assert torch.equal(second.scale.weight, first.scale.weight)
     assert [row["counting/before"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

@@ -22,6 +22,7 @@ def contradictions(config: Config) -> Iterator[str]:
     """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
     yield from _batches(config)
     yield from _special_batches(config)
+    yield from _proximal(config)
     yield from _engines(config)
     yield from _tokens(config)
 
@@ -89,6 +90,22 @@ def _special_batches(config: Config) -> Iterator[str]:
             f"demonstrations.per_group = {demonstrations.per_group} leaves no sampled response among "
             f"{trainer.samples}: lower it"
         )
+
+
+def _proximal(config: Config) -> Iterator[str]:
+    trainer, kind = config.trainer, f'trainer.proximal = "{config.trainer.proximal}"'
+    if trainer.proximal != "current" and config.routing.replay == "proximal":
+        yield (
+            f'{kind} scores with other weights than those whose experts routing.replay = "proximal" replays: set '
+            'replay = "rollout", or leave one of them out'
+        )
+    if trainer.proximal == "snapshot" and trainer.max_lag is None and trainer.oversample > 1:
+        yield (
+            f"{kind} keeps the weights of the oldest tokens, and trainer.oversample leaves groups that may become "
+            "older: set oversample = 1"
+        )
+    if trainer.proximal == "ewma" and config.model.dtype == "bfloat16" and config.model.lora.rank == 0:
+        yield f'{kind} needs model.dtype = "float32": changes of one update are lost in an average in bfloat16'
 
 
 def _engines(config: Config) -> Iterator[str]:
@@ -180,6 +197,12 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         'trainer.max_lag above 0 and in_flight "finish" or "continue"',
         lambda c: bool(c.trainer.max_lag) and c.trainer.unfinished != "discard",
     ),
+    (
+        "trainer.proximal",
+        "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
+        lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
+    ),
+    ("trainer.proximal_decay", 'trainer.proximal = "ewma"', lambda c: c.trainer.proximal == "ewma"),
     ("trainer.oversample", "generation in turn with training", lambda c: not c.is_async),
     (
         "trainer.max_lag",

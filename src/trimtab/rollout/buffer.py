@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.config.schema import TrainerConfig
+from trimtab.config.trainer_section import TrainerConfig
 from trimtab.rollout.collector import Group, RolloutStats, has_reward_variance, oldest
 from trimtab.rollout.schedule import GroupRange, Schedule
 from trimtab.runs import trajectories

@@ -149,11 +149,11 @@ def to_tensors(
     return MicroBatch(
         rows=tuple(rows),
         tokens=tokens.to(device),
-        mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
-        behavior=_pad(behavior, time, 0.0).to(device),
-        turn=_pad([c.turn for c in completions], time, -1).to(device),
-        off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
-        age=_pad(ages, time, 1).to(device),
+        mask=pad([t.loss_mask for t in chosen], time, False).to(device),
+        behavior=pad(behavior, time, 0.0).to(device),
+        turn=pad([c.turn for c in completions], time, -1).to(device),
+        off_policy=pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
+        age=pad(ages, time, 1).to(device),
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
     )
 
@@ -183,7 +183,8 @@ def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: in
     yield piece, size
 
 
-def _pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:
+def pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:
+    """Returns rows of values as one tensor (rows, time), padded on the right."""
     padded = np.full((len(rows), time), value, dtype=rows[0].dtype)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

@@ -23,7 +23,7 @@ from trimtab.models.logprobs import TokenScores, score
 from trimtab.objectives import Objective, PolicyLogps
 from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch, MiniBatch
-from trimtab.training.features.feature import Feature, ForwardPass, Purpose
+from trimtab.training.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.training.optim import NonFiniteUpdateError, check_weights, clip_gradient, learning_rate, set_learning_rate
 from trimtab.training.ranks import RankGroup, current_ranks
 from trimtab.training.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
@@ -80,8 +80,9 @@ class Learner:
         A baseline for each token reads the proximal policy's squares too.
         """
         trainer, objective = self.config.trainer, self.objective
-        # With a single update per batch the proximal policy is the detached current one, which costs no forward.
-        is_current = trainer.minibatches * trainer.epochs == 1 and "proximal" not in objective.prepare_needs
+        # With a single update of a batch the proximal policy is the detached current one, which costs no forward.
+        one_update = trainer.updates_per_step == 1 and trainer.proximal == "current"
+        is_current = one_update and "proximal" not in objective.prepare_needs
         models: dict[Purpose, nn.Module] = {}
         if self.token_baseline or ("proximal" in objective.needs and not is_current):
             models["proximal"] = self.model
@@ -91,18 +92,15 @@ class Learner:
 
     def _score_batch(self, batch: MiniBatch, models: Mapping[Purpose, nn.Module]) -> MiniBatch:
         """`batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all."""
-        scored = list(batch)  # with extras of this rank's micro-batches only: it trains on those that it scores
-        logps: dict[int, dict[str, torch.Tensor]] = {}
-        for index, given in assigned_micro_batches(batch, self.ranks):
-            micro, logps[index] = given, {}
-            for name, model in models.items():
-                squares = self.token_baseline and name == "proximal"
-                scores, micro = self._score(model, ForwardPass(micro, name), squares=squares)
-                logps[index][name] = scores.logp
-                if scores.squares is not None:
-                    logps[index]["squares"] = scores.squares
-            if micro.rows:
-                scored[index] = micro
+        assigned = dict(assigned_micro_batches(batch, self.ranks))
+        logps: dict[int, dict[str, torch.Tensor]] = {index: {} for index in assigned}
+        for name, model in models.items():
+            for one in self._passes(batch, name):
+                with one.weights:
+                    for index, micro in assigned.items():
+                        assigned[index] = self._run_pass(model, ForwardPass(micro, name), one, logps[index])
+        # With extras of this rank's micro-batches only: it trains on those that it scores.
+        scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
             local_logps = {
                 f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
@@ -114,6 +112,28 @@ class Learner:
                 for index in range(len(batch))
             }
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
+
+    def _passes(self, batch: MiniBatch, name: Purpose) -> Sequence[ProximalPass]:
+        """Returns the passes over `batch` that score the policy `name`."""
+        features = self.features if name == "proximal" else ()
+        passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
+        return passes or [ProximalPass()]
+
+    def _run_pass(
+        self, model: nn.Module, call: ForwardPass, one: ProximalPass, logps: dict[str, torch.Tensor]
+    ) -> MicroBatch:
+        """Adds to `logps` what a pass scores of one micro-batch, which is returned with what features add to it."""
+        tokens = one.tokens(call.micro) if one.tokens is not None and call.micro.rows else None
+        if tokens is not None and self.ranks.size == 1 and not tokens.any():
+            return call.micro  # several ranks must run the same number of forwards
+        squares = self.token_baseline and call.purpose == "proximal"
+        scores, micro = self._score(model, call, squares=squares)
+        for name, values in ((call.purpose, scores.logp), ("squares", scores.squares)):
+            if values is not None:
+                if tokens is not None and name in logps:
+                    values = torch.where(tokens.to(self.device), values, logps[name])  # noqa: PLW2901
+                logps[name] = values
+        return micro
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
@@ -209,7 +229,7 @@ class Learner:
             self.optimizer.step()
             check_weights(policy, self.ranks)
             for feature in self.features:
-                feature.check_update()
+                feature.end_update()
             self.updates += 1
             self.bad_in_a_row = 0
             stats.grad_norms.append(norm)

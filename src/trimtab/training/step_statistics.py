@@ -29,7 +29,7 @@ class StepStatistics:
         objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
         mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
         perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
-        versions: for each row, the version of the policy that computed `mismatch_logps`.
+        versions: for each row, the version of the policy that computed `mismatch_logps`; None: an average of several.
         drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
             where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
@@ -42,7 +42,7 @@ class StepStatistics:
     mismatch: Metrics | None = None
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
+    versions: dict[int, int | None] = field(default_factory=dict)
     drifts: dict[int, np.ndarray] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
@@ -58,16 +58,17 @@ class StepStatistics:
     ) -> None:
         """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
 
-        Later ones follow further updates.
+        Later ones follow further updates. `proximal_versions` in the micro-batch's extras replace `version`.
         """
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
+        versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
         for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=True)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]
                 if perturbed is not None:
                     self._on_device["perturbed"][row] = perturbed[index, :length]
-                self.versions[row] = version
+                self.versions[row] = versions[index]
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
         """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""

@@ -45,6 +45,17 @@ REFUSED = {
         ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
         (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
     ],
+    "proximal": [
+        (
+            "trainer.proximal=ewma routing.replay=proximal trainer.epochs=2",
+            'trainer.proximal = "ewma" scores with other weights than those whose experts',
+        ),
+        (
+            "trainer.proximal=snapshot trainer.sync_every=4 trainer.dynamic_sampling=true trainer.oversample=2.0",
+            "trainer.oversample leaves groups that may become older",
+        ),
+        ("trainer.proximal=ewma model.dtype=bfloat16", "lost in an average in bfloat16"),
+    ],
     "one engine": [
         (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
         (f"{SOUP} engine.workers=2", "[prefix] works with one engine: leave out engine.workers = 2"),
@@ -183,6 +194,13 @@ UNUSED = [
         "trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2",
         "trainer.max_lag has no effect without the updates of a step",
     ),
+    ("trainer.proximal=snapshot", "trainer.proximal has no effect without tokens of older weights"),
+    ("trainer.proximal=snapshot trainer.sync_every=4 trainer.minibatches=4", "trainer.proximal has no effect without"),
+    (
+        "trainer.max_lag=2 trainer.proximal_decay=0.5",
+        'trainer.proximal_decay has no effect without trainer.proximal = "ewma"',
+    ),
+    ("objective.name=token-bypass trainer.proximal=ewma", "trainer.proximal has no effect on objective 'token-bypass'"),
     ("sharding.offload=true", "[sharding] has no effect with one process"),
     (f"{RAY} sharding.reshard=false", "[sharding] has no effect with one process"),
     ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
@@ -217,6 +235,11 @@ ACCEPTED = [
     "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
     "objective.name=oapl advantage.value_beta=0.5",
     "objective.name=dapo trainer.max_lag=0",
+    "objective.name=dapo trainer.max_lag=2 trainer.proximal=snapshot",
+    "trainer.proximal=snapshot trainer.sync_every=4",
+    "trainer.proximal=snapshot trainer.max_lag=2 routing.replay=rollout",
+    "trainer.proximal=ewma trainer.proximal_decay=0.9",
+    "trainer.proximal=ewma model.dtype=bfloat16 model.lora.rank=4",
     "advantage.kind=rloo",
     "advantage.kind=optimal-token",
     "objective.name=flash-reinforce trainer.samples=1",

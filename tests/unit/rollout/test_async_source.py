@@ -14,7 +14,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 
 from trimtab import rewards
 from trimtab.config import load_config
-from trimtab.config.schema import TrainerConfig
+from trimtab.config.trainer_section import TrainerConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.environments.formats import Tag

@@ -22,6 +22,7 @@ from trimtab.training.features.feature import Feature
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.features.perturbation_feature import PerturbationFeature
 from trimtab.training.features.policy_kl import PolicyKL
+from trimtab.training.features.proximal_policy import MovingAverage, Snapshots
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.features.sample_size_rate import SampleSizeRate
 from trimtab.training.features.sampling_mask import SamplingMask
@@ -54,6 +55,8 @@ def build_features(
         yield DemonstrationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
+    if config.trainer.proximal != "current" and "proximal" in objective.needs:
+        yield (Snapshots if config.trainer.proximal == "snapshot" else MovingAverage)(config, model)
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)

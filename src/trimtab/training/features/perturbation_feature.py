@@ -70,7 +70,7 @@ class PerturbationFeature(Feature):
             self._gradients.append(float(torch.cat(gradients).norm()))
         return 1.0
 
-    def check_update(self) -> None:
+    def end_update(self) -> None:
         self._sigmas = self.perturbation.sigmas()
         if max(self._sigmas.values()) > MAX_STD:
             raise NonFiniteUpdateError(
