@@ -22,6 +22,7 @@ PEERS = frozenset(
 )
 IMPORT_ALL = f"""
 import importlib, pkgutil
+from trimtab.errors import TrimtabError
 for name in {CORE!r}:
     package = importlib.import_module(name)
     if name == "trimtab" or not hasattr(package, "__path__"):
@@ -31,6 +32,9 @@ for name in {CORE!r}:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             if not (name in ("trimtab.adapters", "trimtab.monitor") and error.name in {PEERS!r}):
+                raise
+        except TrimtabError as error:
+            if not (name == "trimtab.adapters" and "which is not installed: run this where" in str(error)):
                 raise
 """
 NEED_MORE = {

@@ -87,6 +87,11 @@ class PretendedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.detach().clone()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return memo.setdefault(id(self), torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied)
+
     def numpy(self, **_: Any) -> Any:
         raise TypeError("a tensor of the pretended device has no NumPy array: use .cpu()")
 

@@ -1,0 +1,46 @@
+"""`trimtab preflight` asks servers of both dialects, and names what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.server_process import ServerProcess, starter
+
+from trimtab.cli import main
+from trimtab.training.sft import laboratory_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
+    with starter() as start:
+        running = ServerProcess(start, request.param, laboratory_folder(), tmp_path / "server")
+        yield running
+        running.kill()
+
+
+def preflight(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    words = ["preflight", "laboratory", "--sampler", "server", "--url", server.url, "--lengths", "8", "20", "--json"]
+    code = main.run([*words, "--set", f"engine.server.kind={server.kind}"])
+    result = json.loads(capsys.readouterr().out)
+    return code, {check["name"]: check for check in result["checks"]}
+
+
+def test_a_healthy_server_passes(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = preflight(server, capsys)
+    assert {name: check["status"] for name, check in checks.items() if check["status"] != "ok"} == {}
+    assert code == 0
+    print(server.kind, {name: check["detail"] for name, check in checks.items()})
+    assert checks["mismatch"]["figures"]["k3"] < 1e-10
+
+
+def test_one_value_in_place_of_log_probs_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    server.configure(logp=-0.5)
+    code, checks = preflight(server, capsys)
+    assert code == 1
+    assert checks["mismatch"]["status"] == "fail"
