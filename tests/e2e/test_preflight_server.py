@@ -33,9 +33,12 @@ def preflight(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> tupl
 
 def test_a_healthy_server_passes(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     code, checks = preflight(server, capsys)
-    assert {name: check["status"] for name, check in checks.items() if check["status"] != "ok"} == {}
-    assert code == 0
     print(server.kind, {name: check["detail"] for name, check in checks.items()})
+    # These servers report the sampled token alone.
+    assert {name: check["status"] for name, check in checks.items() if check["status"] != "ok"} == {
+        "distribution": "note"
+    }
+    assert code == 0
     assert checks["mismatch"]["figures"]["k3"] < 1e-10
 
 

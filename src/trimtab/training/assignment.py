@@ -40,7 +40,7 @@ def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Ite
     if ranks.size == 1:
         yield from enumerate(batch)
         return
-    sizes = [int(micro.tokens.prompt_mask.sum() + micro.tokens.response_mask.sum()) for micro in batch]
+    sizes = [len(micro.tokens.places.prompt) + len(micro.tokens.places.real) for micro in batch]
     for position in assign_micro_batches(sizes, ranks.size)[ranks.rank]:
         yield (len(batch), empty_micro_batch(batch[0])) if position is None else (position, batch[position])
 

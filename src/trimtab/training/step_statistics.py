@@ -63,7 +63,8 @@ class StepStatistics:
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
         versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
-        for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=True)):
+        # A micro-batch without rows has one token.
+        for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]
                 if perturbed is not None:
