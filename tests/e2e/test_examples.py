@@ -48,11 +48,14 @@ def test_an_example_runs_as_it_says(file: str, tmp_path: Path) -> None:
 
 
 def test_grpo_from_scratch_is_short_and_learns() -> None:
-    """Measured over seeds 0 to 2: .47 to .82, .67 to .87, .40 to .57; the best of the last three gains .19 and more."""
+    """Measured over seeds 0 to 2: .47 to .82, .67 to .87, .40 to .57; the best of the last three gains .19 and more.
+
+    Minutes on a processor without bfloat16 instructions, since its sampler is plain PyTorch in bfloat16.
+    """
     file = EXAMPLES / SCRATCH
     assert commands(SCRATCH) == [f"python examples/{SCRATCH}"]
     assert len(file.read_text().splitlines()) <= 150
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=1500, check=True)
     accuracies = [float(result) for result in re.findall(r"held-out accuracy (\S+)", done.stdout)]
     assert len(accuracies) == 7
     assert max(accuracies[-3:]) > accuracies[0] + 0.08
