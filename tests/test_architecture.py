@@ -73,7 +73,7 @@ LINES = {
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 983,
-    "models": 3_761,
+    "models": 3_764,
     "monitor": 969,
     "objectives": 3_018,
     "pages": 472,

@@ -1,7 +1,8 @@
 """Runs on the pretended device, in a process of its own: `pretended_worker.py OUT CASE OVERRIDE...` prints JSON.
 
-CASE is a recipe, which is trained on the device and on the CPU; `presets`: loss and gradient of every preset; or
-`refusals`: the messages of two operations that no GPU does.
+CASE is a recipe, which is trained on the device and on the CPU; `presets`: loss and gradient of every preset;
+`outside`: whether log-probs are NaN, of three tokens of which the second is outside its sampling mask; or `refusals`:
+the messages of two operations that no GPU does.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tests.contract.conftest import NAMES, Batch, Laboratory
 from tests.support.pretended_device import DEVICE, LOG, Event
 from tests.support.run_results import untimed, weights
 
 from trimtab.config import load_config
+from trimtab.models import laboratory
+from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.training import run
 
 UPDATE, GUARD = "training/learner.py:_one_update", "training/learner.py:_guarded_step"
@@ -79,10 +83,19 @@ def refusals() -> list[str]:
     return messages
 
 
+def outside() -> list[list[bool]]:
+    model, _ = laboratory.build(0)
+    ids = [3, 4, 5]
+    batch = TokenBatch.pack([np.array([1, 2])], [np.array(ids)], [0], pad_id=0).to(DEVICE)
+    kept = pack_kept([[np.array([3, 7]), np.array([6, 7]), np.array([5])]], 3).to(DEVICE)
+    with torch.no_grad():
+        return score(model.to(DEVICE), batch, kept=kept).logp.isnan().tolist()
+
+
 def main() -> None:
     out, case, *overrides = sys.argv[1:]
     torch.set_num_threads(1)
-    known = {"presets": presets, "refusals": refusals}
+    known = {"presets": presets, "outside": outside, "refusals": refusals}
     print(json.dumps(known[case]() if case in known else trained(case, Path(out), overrides)))
 
 

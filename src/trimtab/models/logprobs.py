@@ -158,12 +158,12 @@ def score(
     `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
-    a response token outside its own sampling mask, or routes of another model.
+    a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
     places, chosen = batch.places, None
-    if kept is not None and kept.is_cpu:  # an accelerator would be waited for; a rollout was checked when it came
+    if kept is not None and kept.is_cpu:
         _check_kept(batch, kept)
 
     def real(values: Tensor) -> Tensor:
@@ -192,6 +192,9 @@ def score(
         )
 
     scores = with_full_weights(model, work)
+    if kept is not None and not kept.is_cpu:  # to check it would wait for the device
+        inside = (real(kept) == real(batch.response_ids)[:, None]).any(-1)
+        scores = scores._replace(logp=scores.logp.where(inside, torch.nan))
     return TokenScores(
         logp=padded(scores.logp),
         entropy=None if scores.entropy is None else padded(scores.entropy),
