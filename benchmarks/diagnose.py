@@ -7,7 +7,7 @@ log-normal length around 400 tokens, a third of them of several turns; bf16-like
 staleness) into a temporary folder, or into DIR, where a second run finds them. Then a child process, one thread, goes
 through all stages of the command; its resident high-water mark is its own.
 
-Target: <= 60 s and <= 2 GB on two cores.
+Target: <= 10 s and <= 1 GB on two cores with AVX-512.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_410,
     "corrections": 1_654,
-    "diagnosis": 8_644,
+    "diagnosis": 8_653,
     "engines": 5_232,
     "environments": 1_958,
     "evaluation": 1_127,

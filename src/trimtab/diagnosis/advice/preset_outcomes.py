@@ -11,9 +11,9 @@ would have if trainer and sampler were equal (docs/choosing.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
+
+_Weights = Callable[[Objective, float], Tensor]
 
 EQUAL_TOLERANCE = 1e-5
 """Relative difference up to which two float32 weights count as equal."""
@@ -107,9 +109,8 @@ def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     gradient of one token with equal policies, is the correction. `unknown`: +1 or -1, the sign used where an advantage
     is 0 or unknown.
     """
-    # Factors shared by all tokens, such as those of the aggregation, cancel in a weight.
-    plain = replace(built, name="plain", aggregation=Aggregation(), notes=())
-    return _gradients(plain, data, unknown) * data.trained / _gradients(plain, _one_token(), 1.0)
+    plain = _plain(built)
+    return _gradients(plain, data, unknown) * data.trained / _of_one_token(plain)
 
 
 def _gradients(built: Objective, data: AdviceData, unknown: float) -> Tensor:
@@ -120,17 +121,23 @@ def _gradients(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     return (gradient * sign)[data.logps.mask].double()
 
 
-@cache
-def _one_token() -> AdviceData:
-    """Returns data of one token, of which both policies have the same log-prob."""
+@lru_cache(maxsize=256)
+def _of_one_token(built: Objective) -> Tensor:
+    """Returns the gradient (1,) of one token, of which both policies have the same log-prob."""
     logp = np.full(1, -1.0, dtype=np.float32)
-    return AdviceData.of(TokenTable(np.array([0, 1]), np.ones(1, dtype=np.bool_), logp, proximal=logp))
+    table = TokenTable(np.array([0, 1]), np.ones(1, dtype=np.bool_), logp, proximal=logp)
+    return _gradients(built, AdviceData.of(table), 1.0)
 
 
 def unbounded(built: Objective) -> Objective:
-    """Returns the objective without bounds, masks and clipping."""
+    """Returns the objective without bounds, masks and clipping, equal for presets that differ in nothing else."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    return replace(built, name="unbounded", weight=weight, masks=(), surrogate=built.surrogate.unbounded())
+    return _plain(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
+
+
+def _plain(built: Objective) -> Objective:
+    """Returns the objective with what does not change weights left out, as factors shared by all tokens do not."""
+    return replace(built, name="plain", aggregation=Aggregation(), notes=())
 
 
 def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
@@ -142,7 +149,8 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
     if data.trained == 0:
         return ()
     rated = presets or [name for name in objectives() if not objective(name).centering]
-    return tuple(_outcome(data, name, bounds) for name in rated for bounds in _bounds(data, name))
+    free = cache(lambda built, sign: weights(built, data, sign))  # presets without their bounds are often the same
+    return tuple(_outcome(data, free, name, bounds) for name in rated for bounds in _bounds(data, name))
 
 
 def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
@@ -155,20 +163,21 @@ def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
             return
 
 
-def _outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
+def _outcome(data: AdviceData, free: _Weights, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
     built = objective(preset, **bounds)
     # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
     depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
     signs = (1.0, -1.0) if depends_on_sign and not data.known else (1.0,)
-    kept, changed, ess, bias = np.mean([_shares(built, data, sign) for sign in signs], axis=0).tolist()
+    shares = [_shares(built, data, sign, free(unbounded(built), sign)) for sign in signs]
+    kept, changed, ess, bias = np.mean(shares, axis=0).tolist()
     averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""
     note = "; ".join(filter(None, (NOTES.get(preset, ""), averaged)))
     return PresetOutcome(preset, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
 
-def _shares(built: Objective, data: AdviceData, unknown: float) -> tuple[float, float, float, float]:
-    """Returns kept, changed, ess and bias."""
-    weight, free = weights(built, data, unknown), weights(unbounded(built), data, unknown)
+def _shares(built: Objective, data: AdviceData, unknown: float, free: Tensor) -> tuple[float, float, float, float]:
+    """Returns kept, changed, ess and bias; `free` are the weights without any bound."""
+    weight = weights(built, data, unknown)
     kept = weight != 0
     changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
     square = float(weight.square().mean())

@@ -48,7 +48,7 @@ class ArrowFile:
         behavior = columns["logp_behavior"]
         if isinstance(file, pq.ParquetFile):
             size = min(max(1, int(tokens / self._longest(file.metadata, behavior))), _MAX_ROWS)
-            yield from file.iter_batches(batch_size=size, columns=sorted(set(columns.values())), use_threads=False)
+            yield from file.iter_batches(batch_size=size, columns=sorted(set(columns.values())))
             return
         is_file = isinstance(file, pa.ipc.RecordBatchFileReader)
         for batch in map(file.get_batch, range(file.num_record_batches)) if is_file else file:
