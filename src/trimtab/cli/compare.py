@@ -80,7 +80,7 @@ def compare(
         typer.Option(
             "--model",
             metavar="PATH",
-            help="`laboratory-tools`, or a real model on the task of quickstart. Default: laboratory.",
+            help="`laboratory-long`, `laboratory-tools`, or a real model on quickstart's task. Default: laboratory.",
         ),
     ] = None,
     sets: Sets = None,

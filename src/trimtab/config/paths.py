@@ -18,7 +18,7 @@ PATH_KEYS = {
     "demonstrations.path": ("gold",),
     "engine.server.folder": (),
 }
-LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools")
+LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
     "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),

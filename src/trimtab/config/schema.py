@@ -62,8 +62,8 @@ class ModelConfig(Section):
 
     path: str = Field(
         default="smollm2-135m-instruct",
-        description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe`, `laboratory-switch` or "
-        "`laboratory-tools`",
+        description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe`, `laboratory-switch`, "
+        "`laboratory-tools` or `laboratory-long`",
     )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
@@ -264,6 +264,19 @@ class SftConfig(Section):
     batch: Count = Field(default=128, description="problems of an update")
     lr: float = Field(default=2e-3, gt=0, le=1e38, description="learning rate after the warm-up")
     warmup: Whole = Field(default=0, description="updates of linear warm-up")
+    until: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="ends earlier, at the first batch whose gold answers have this probability on average",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="of the order of problems, and of a laboratory model's first weights; default: `seed`, and weights "
+        "of seed 0",
+    )
 
 
 class ShardingConfig(Section):

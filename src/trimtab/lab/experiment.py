@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trimtab.config import Config, load_config, parse_override, split_overrides
 from trimtab.errors import TrimtabError
-from trimtab.lab.regimes import RECIPE, Regime
+from trimtab.lab.regimes import LEARNING_RATE, RECIPE, UPDATES, Regime
 from trimtab.objectives import objectives
 from trimtab.training.run import check
 
@@ -34,9 +34,12 @@ REGIMES = ("on-policy", "stale-32", "int3", "reuse-16")
 SEEDS = 5
 
 REAL_RECIPE = "quickstart"
-TOOLS_RECIPE = "laboratory-tools"  # the name of its model, too
-# Tuned for the recipe `laboratory`; other models use the values of their recipe.
+LONG_RECIPE = "laboratory-long"
+OWN_RECIPES = ("laboratory-tools", LONG_RECIPE)  # each the name of its model, too
+# Tuned for the recipe `laboratory`. `laboratory-long` has the same in proportion, other models the values of their
+# recipe in every regime.
 BUDGET_KEYS = ("trainer.steps", "optim.lr")
+WARM_STARTS = 3  # of `laboratory-long`, by seed
 EVALUATIONS = 5
 FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
 _EXPERIMENT_KEYS = {
@@ -166,9 +169,7 @@ def _name(method: Method, regime: Regime, seed: int) -> str:
 
 
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
-    recipe = RECIPE  # the laboratory models other than `laboratory-tools` share one
-    if model is not None and (model == TOOLS_RECIPE or not model.startswith(RECIPE)):
-        recipe = TOOLS_RECIPE if model == TOOLS_RECIPE else REAL_RECIPE
+    recipe = _recipe_of(model)
     changes = [
         # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
         "objective.name=another",
@@ -177,7 +178,8 @@ def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | N
         "log.trajectories_every=0",
         "trainer.max_idle_steps=0",  # a collapsing method is a result, not an error
         *([] if model is None else [f"model.path={model}"]),
-        *(setting for setting in regime.settings if recipe == RECIPE or setting.partition("=")[0] not in BUDGET_KEYS),
+        *_regime_settings(regime, recipe),
+        *([f"sft.seed={seed % WARM_STARTS}"] if recipe == LONG_RECIPE else []),
         *sets,
         *method.overrides,
         f"seed={seed}",
@@ -187,6 +189,24 @@ def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | N
         every = max(1, config.trainer.steps // EVALUATIONS)
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": every})})
     return config.model_copy(update={"out": str(out / _name(method, regime, seed))})
+
+
+def _recipe_of(model: str | None) -> str:
+    if model in OWN_RECIPES:
+        return str(model)
+    return RECIPE if model is None or model.startswith(RECIPE) else REAL_RECIPE
+
+
+def _regime_settings(regime: Regime, recipe: str) -> tuple[str, ...]:
+    if recipe == RECIPE:
+        return regime.settings
+    settings = tuple(f"{key}={value}" for key, value in regime.overrides.items() if key not in BUDGET_KEYS)
+    if recipe != LONG_RECIPE:
+        return settings
+    own = load_config(recipe)
+    steps = -(-int(regime.overrides.get("trainer.steps", UPDATES)) * own.trainer.steps // UPDATES)
+    rate = own.optim.lr * float(regime.overrides.get("optim.lr", LEARNING_RATE)) / LEARNING_RATE
+    return (*settings, f"trainer.steps={steps}", f"optim.lr={rate:.3g}")
 
 
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:

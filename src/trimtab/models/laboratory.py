@@ -4,7 +4,8 @@
 Train it with a few supervised steps, then compare objectives under controlled mismatch. Mixtures of experts of the same
 size have another source of mismatch: trainer and sampler may route a token to different experts. It contributes little
 to the mismatch of the shallow mixture, and nearly all to that of the deep one, which uses one expert per token.
-A deeper dense model sorts with a tool, in multi-turn episodes (recipe `laboratory-tools`).
+A deeper dense model sorts with a tool, in multi-turn episodes (recipe `laboratory-tools`); another writes out every
+step, in responses of 120 tokens (recipe `laboratory-long`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from transformers import (
 from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 
 NAME, MIXTURE, SWITCH, TOOLS = "laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools"
-NAMES = (NAME, MIXTURE, SWITCH, TOOLS)
+LONG = "laboratory-long"
+NAMES = (NAME, MIXTURE, SWITCH, TOOLS, LONG)
 # "." ends a response and " " pads; both belong to the 14 characters.
 ALPHABET = "0123456789=. ?"
 PADDING, END, UNKNOWN = " ", ".", "?"
@@ -35,11 +37,11 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
     """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
     `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
-    `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does) or `TOOLS` (Llama, 304k, 6
-    layers of half the width).
+    `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does), `TOOLS` (Llama, 304k, 6
+    layers of half the width) or `LONG` (Llama, 455k, 4 layers of three quarters of the width, a context of 256).
     The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
     """
-    kind = LlamaForCausalLM if name in (NAME, TOOLS) else Qwen3MoeForCausalLM
+    kind = LlamaForCausalLM if name in (NAME, TOOLS, LONG) else Qwen3MoeForCausalLM
     settings = _config(name)
     settings._attn_implementation = PACKED_IMPLEMENTATION
     with torch.random.fork_rng(devices=[]):
@@ -49,20 +51,21 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
+    width, inner, layers = {TOOLS: (64, 176, 6), SWITCH: (64, 336, 6), LONG: (96, 264, 4)}.get(name, (128, 336, 2))
     shared: dict[str, Any] = {
         "vocab_size": len(ALPHABET),
-        "hidden_size": 64 if name in (SWITCH, TOOLS) else 128,
-        "intermediate_size": 176 if name == TOOLS else 336,
-        "num_hidden_layers": 6 if name in (SWITCH, TOOLS) else 2,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 256 if name == LONG else 64,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": ALPHABET.index(END),
         "pad_token_id": ALPHABET.index(PADDING),
     }
-    if name in (NAME, TOOLS):
+    if name in (NAME, TOOLS, LONG):
         return LlamaConfig(**shared)
     # Every layer a mixture; its experts together are about as large as a dense layer of the width. Rows of grouped
     # products want to be aligned to 16 bytes, in bfloat16 too: multiples of 8.

@@ -24,7 +24,7 @@ from trimtab.models.matmul import use_fast_linear
 from trimtab.models.quiet import silence_transformers
 
 BUNDLED = bundled.NAME
-LABORATORY, MIXTURE, SWITCH, TOOLS = laboratory.NAMES
+LABORATORY, MIXTURE, SWITCH, TOOLS, LONG = laboratory.NAMES
 # Files that a tokenizer may be loaded from.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 INDEX = "model.safetensors.index.json"
@@ -45,11 +45,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
+def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) -> LoadedModel:
     """Loads a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
-    `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, seed 0), a
-    local folder, or an HF id.
+    `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, their weights drawn
+    from `seed`), a local folder, or an HF id.
     `dtype` is that of the master weights, whatever the files hold. Dropout is disabled: a log-prob that changes between
     two forwards makes every importance ratio wrong. The tokenizer has a padding token of the vocabulary (its own, or
     else end of text, or else unknown); the embedding is never resized. Without `weights` the model is empty (on the
@@ -58,7 +58,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
     Raises `TrimtabError` for a missing or broken model, with a message of one line.
     """
     if path in laboratory.NAMES:
-        model, tokenizer = laboratory.build(seed=0, name=path)
+        model, tokenizer = laboratory.build(seed, path)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         use_fast_linear(model.base_model)

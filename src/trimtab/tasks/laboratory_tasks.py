@@ -30,9 +30,10 @@ EXACT = RewardSpec("exact")
 
 
 class Sort(TaskOptions):
-    """Digits, sorted: "3141592653=" -> "1123345569."."""
+    """Digits, sorted: "3141592653=" -> "1123345569.", or with every step written out (`insertions`)."""
 
     digits: int = Field(10, ge=2, le=64, description="how many digits are sorted")
+    steps: bool = Field(False, description="write the row after each of the digits - 1 insertions; all must be right")
     holdout: int = Field(512, ge=1, description="test problems")
     seed: int = Field(0, description="draws the problems")
 
@@ -47,9 +48,11 @@ class Sort(TaskOptions):
             return "".join(random.Random(f"sort/{self.seed}/{split}/{index}").choices(DIGITS, k=self.digits))
 
         def make(text: str, name: str) -> Problem:
-            return Problem(id=f"sort-{name}", question=text, answer="".join(sorted(text)) + ".")
+            answer = insertions(text) if self.steps else "".join(sorted(text))
+            return Problem(id=f"sort-{name}", question=text, answer=f"{answer}.")
 
-        return _task("sort", *_drawn_splits(draw, make, self.holdout), self.digits + 1)
+        rows = self.digits - 1 if self.steps else 1
+        return _task("sort", *_drawn_splits(draw, make, self.holdout), rows * (self.digits + 1))
 
 
 class SwapSort(TaskOptions):
@@ -135,6 +138,14 @@ def _drawn_splits(
         return make(text, f"train-{index}")
 
     return Procedural(TRAIN_SIZE, train), [make(text, f"test-{index}") for index, text in enumerate(test)]
+
+
+def insertions(text: str) -> str:
+    """Returns the rows of an insertion sort, joined by "=": "3142" -> "1342=1342=1234".
+
+    Row k has the first k + 1 digits sorted and the others as they were.
+    """
+    return "=".join("".join(sorted(text[:count])) + text[count:] for count in range(2, len(text) + 1))
 
 
 def fewest_swaps(row: str) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from trimtab import tasks
 from trimtab.config import Config, OptimConfig, load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.bundled import cache_root
-from trimtab.models.load import LABORATORY, TOOLS, LoadedModel, default_device, load
+from trimtab.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
 from trimtab.models.logprobs import score
 from trimtab.models.quiet import silence_transformers
 from trimtab.rollout.demonstrations import encode_demonstration
@@ -30,27 +30,32 @@ from trimtab.types import SamplingParams, Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """The folder of the model, in the format of transformers, and the last step's loss in nats per token."""
+    """The folder of the model, in the format of transformers, and the last step's loss in nats per token.
+
+    With `sft.until` also the probability of a gold answer under the model that was saved, a mean over one batch.
+    """
 
     run: Path
     metrics: dict[str, Any]
 
 
 def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
-    """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet."""
+    """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet.
+
+    Raises `TrimtabError` where gold answers have not reached the probability `sft.until` by then.
+    """
     observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
         raise TrimtabError(f"{out} is not empty: choose another --out")
     if config.threads:
         torch.set_num_threads(config.threads)
     task = tasks.build(config.task.name, **config.task.keywords)
-    loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype))
+    loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype), seed=config.sft.seed or 0)
     observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
-    loss = _fit(config, task, loaded, observer)
+    metrics = _fit(config, task, loaded, observer)
     with atomic.new_folder(out) as temporary, silence_transformers():
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
-    metrics = {"step": config.sft.steps, "sft/loss": loss}
     observer.finished(metrics, None)
     return SftResult(out, metrics)
 
@@ -59,9 +64,10 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     """Returns the folder of a warm-started laboratory model; the first call trains it in a few seconds.
 
     The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start, and its task if that
-    is one the model's characters can write; runs that differ only in their seed share one model.
+    is one the model's characters can write; runs that differ only in their seed share one model, unless `sft.seed` is
+    given.
     """
-    config = load_config(name if name == TOOLS else LABORATORY, [f"model.path={name}"])
+    config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
     if run is not None:
         task = run.task if run.task.name in (config.task.name, "program", "mixture") else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
@@ -75,28 +81,43 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     return folder
 
 
-def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) -> float:
+def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) -> dict[str, Any]:
+    """Trains the model in place and returns the metrics of the last step."""
     model, sft = loaded.model.train(), config.sft
     model.to(default_device())  # pyright: ignore[reportArgumentType]
     optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
     optimizer = build_optimizer(model.parameters(), optim)
-    stream, loss = PromptStream(task, loaded.tokenizer, config.seed), float("nan")
+    stream = PromptStream(task, loaded.tokenizer, config.seed if sft.seed is None else sft.seed)
+    metrics: dict[str, Any] = {}
     for step in range(sft.steps):
         set_learning_rate(optimizer, learning_rate(optim, step, sft.steps))
         micros = list(_gold_batch(config, loaded, stream))
         tokens = sum(int(micro.mask.sum()) for micro in micros)
-        loss = 0.0
+        loss = probability = 0.0
         for micro in micros:
-            part = -score(model, micro.tokens).logp.sum() / tokens
+            logp = score(model, micro.tokens).logp
+            part = -logp.sum() / tokens
             part.backward()
             loss += float(part.detach())
+            probability += float(logp.detach().sum(-1).exp().sum()) / sft.batch
+        metrics = {"step": step + 1, "sft/loss": loss}
+        if sft.until is not None:
+            metrics["sft/gold_probability"] = probability
+            if probability >= sft.until:  # of the model before this batch's update, which is left out
+                observer.step(metrics)
+                return metrics
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip))
         if not (np.isfinite(loss) and np.isfinite(norm)):
             raise TrimtabError(f"sft step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower sft.lr")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        observer.step({"step": step + 1, "sft/loss": loss})
-    return loss
+        observer.step(metrics)
+    if sft.until is not None:
+        raise TrimtabError(
+            f"gold answers have probability {metrics['sft/gold_probability']:.3g} after {sft.steps} steps of warm "
+            f"start, sft.until asks for {sft.until}: raise sft.steps or change sft.lr"
+        )
+    return metrics
 
 
 def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:

@@ -168,3 +168,16 @@ def test_the_laboratory_in_several_turns_has_its_own_recipe_and_budget() -> None
     assert config.environment == recipe.environment is not None
     assert (config.trainer.steps, config.optim) == (recipe.trainer.steps, recipe.optim)
     assert (config.engine.quantize, config.trainer.sync_every) == ("int4", 8)
+
+
+def test_the_laboratory_of_long_responses_has_the_budgets_in_proportion() -> None:
+    recipe = load_config("laboratory-long")
+    steps, rate = recipe.trainer.steps, recipe.optim.lr
+    regimes = ["on-policy", "stale-32", "reuse-16"]
+    cells = [cell.config for cell in planned(["grpo"], regimes, model="laboratory-long").runs]
+    assert all((cell.model.path, cell.task) == ("laboratory-long", recipe.task) for cell in cells)
+    warm = [cell.config.sft.seed for cell in planned(["grpo"], ["on-policy"], 4, model="laboratory-long").runs]
+    assert warm == [0, 1, 2, 0]
+    # Of `laboratory`: 80 steps at 1e-4, 128 at 5e-5, and 16 of 16 updates at 1e-4.
+    assert [cell.trainer.steps for cell in cells] == [steps, round(steps * 1.6), round(steps * 0.2)]
+    assert [cell.optim.lr for cell in cells] == pytest.approx([rate, rate / 2, rate])

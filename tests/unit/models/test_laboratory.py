@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from trimtab import tasks
 from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
@@ -33,6 +34,13 @@ def test_the_model_of_episodes_is_deeper_and_reads_the_same_characters() -> None
     assert sum(parameter.numel() for parameter in model.parameters()) == 303_680
     assert len(model.model.layers) == 6  # pyright: ignore[reportArgumentType]
     assert tokenizer.get_vocab() == other.get_vocab()
+
+
+def test_the_model_of_long_responses_holds_a_prompt_and_its_response() -> None:
+    (model, _), task = laboratory.build(seed=0, name=laboratory.LONG), tasks.build("sort", digits=11, steps=True)
+    # embedding and head of 14 x 96, 4 layers of 4 x 96 x 96 + 3 x 96 x 264 + 2 x 96, and the last norm
+    assert sum(parameter.numel() for parameter in model.parameters()) == 455_136
+    assert len(task.prompt_text(task.test[0], None)) + task.max_tokens <= model.config.max_position_embeddings
 
 
 def test_a_seed_fixes_the_weights_and_leaves_the_global_generator_alone() -> None:

@@ -1,11 +1,14 @@
 """Arithmetic and sorting: right answers, splits that share nothing, the same problems for the same seed."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab import tasks
 from trimtab.errors import TrimtabError
+from trimtab.tasks.laboratory_tasks import insertions
 
 
 def test_arithmetic_prompt_is_the_few_shot_format():
@@ -68,6 +71,19 @@ def test_frozen_first_problems():
     swaps = tasks.build("swap-sort")
     assert (len(swaps.train), len(swaps.test)) == (3058, 512)
     assert (swaps.train[0].question, swaps.test[0].question) == ("9167", "8194")
+
+
+def test_every_step_of_a_sort_is_written_out():
+    assert insertions("3142") == "1342=1342=1234"
+    task = tasks.build("sort", digits=11, steps=True)
+    problem = task.test[0]
+    rows = problem.answer.removesuffix(".").split("=")
+    assert len(problem.answer) == task.max_tokens == 120
+    assert rows[-1] == "".join(sorted(problem.question))
+    for count, (before, after) in enumerate(itertools.pairwise([problem.question, *rows]), start=2):
+        assert after == "".join(sorted(before[:count])) + before[count:]
+    plain = tasks.build("sort", digits=11)
+    assert [item.question for item in task.test] == [item.question for item in plain.test]
 
 
 @given(st.integers(0, 999_999), st.integers(0, 5))
