@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.intervals import SEPARABLE_FROM, STUDENT_FROM, UNBOUNDED, SeedMean, interval_method, seed_interval
+from trimtab.intervals import (
+    SEPARABLE_FROM,
+    STUDENT_FROM,
+    UNBOUNDED,
+    SeedMean,
+    contenders,
+    detectable_lead,
+    interval_method,
+    seed_interval,
+)
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 
@@ -21,8 +30,10 @@ class MethodScore:
     accuracy: held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0.
     collapsed: number of runs that ended below half of their initial accuracy, diverged ones included.
     rank: 1 for the highest mean of the regime.
-    behind: accuracy of the regime's best method minus this one, paired by seed; an interval above 0 means that the
-    difference exceeds the spread of seeds.
+    behind: accuracy of the regime's first method minus this one, paired by seed.
+    is_best: as good as the best. From five seeds on no method leads it beyond the spread of seeds, and the choice among
+    all methods is accounted for (`intervals.contenders`); with fewer, its range of `behind` contains 0.
+    detectable: the lead of the first method that these seeds would have shown with a probability of 80%.
     """
 
     seeds: tuple[int, ...]
@@ -30,6 +41,8 @@ class MethodScore:
     accuracy: SeedMean
     rank: int
     behind: SeedMean
+    is_best: bool
+    detectable: float
     collapsed: int
     diverged: int
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
@@ -48,11 +61,6 @@ class MethodScore:
     def rank_text(self) -> str:
         """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
         return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the seeds do not separate it from the best method of the regime."""
-        return self.behind.low <= 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +104,16 @@ def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Meth
     values = {method: {row["seed"]: _value(row) for row in rows} for method, rows in groups.items()}
     means = {method: float(np.mean(list(by_seed.values()))) for method, by_seed in values.items()}
     best = max(means, key=lambda method: means[method], default="")
+    may_be_best = _may_be_best(values, best)
     return {
         method: MethodScore(
             seeds=tuple(values[method]),
             values=tuple(values[method].values()),
             accuracy=_interval(list(values[method].values()), (0.0, 1.0)),
             rank=1 + sum(other > means[method] for other in means.values()),
-            behind=_paired_lead(values[best], values[method]),
+            behind=_interval(_leads(values[best], values[method])),
+            is_best=may_be_best[method],
+            detectable=detectable_lead(_leads(values[best], values[method]), len(groups)),
             collapsed=sum(_value(row) < COLLAPSED * (row["accuracy_before"] or 0.0) for row in rows),
             diverged=sum(row["status"] == "diverged" for row in rows),
             rows=tuple(rows),
@@ -115,16 +126,22 @@ def _value(row: Mapping[str, Any]) -> float:
     return 0.0 if row["accuracy"] is None else float(row["accuracy"])
 
 
-def _paired_lead(best: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
-    """Returns the lead of the best method paired by seed: runs of one seed see the same prompts in the same order."""
-    differences = [best[seed] - other[seed] for seed in best if seed in other]
-    return _interval(differences) if differences else SeedMean(math.nan, -math.inf, math.inf, 0)
+def _may_be_best(values: Mapping[str, Mapping[int, float]], first: str) -> dict[str, bool]:
+    """Returns which methods are as good as the best, from their accuracies by seed; `first` has the highest mean."""
+    if min(map(len, values.values()), default=0) < STUDENT_FROM:
+        return {method: _interval(_leads(values[first], values[method])).low <= 0 for method in values}
+    seeds = sorted(set().union(*values.values()))
+    table = [[by_seed.get(seed, math.nan) for seed in seeds] for by_seed in values.values()]
+    return dict(zip(values, contenders(table), strict=True))
+
+
+def _leads(first: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Returns the leads of the first method paired by seed: runs of one seed see the same prompts in the same order."""
+    return [first[seed] - other[seed] for seed in first if seed in other]
 
 
 def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> SeedMean:
-    result = seed_interval(values, limits)
-    assert result is not None
-    return result
+    return seed_interval(values, limits) or SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
 def markdown(table: ComparisonTable, methods: Sequence[str] | None = None) -> str:
@@ -155,9 +172,21 @@ def legend(table: ComparisonTable) -> str:
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
         f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "
-        "=: as good as the best by the interval of the difference paired by seed, which says little below five seeds; "
-        "†: most runs ended below half of where they started. A diverged run counts as 0."
+        "=: as good as the best by differences paired by seed: from five seeds on the best method is among them with "
+        "95 %, although the same seeds chose the first; below five this says little. "
+        f"†: most runs ended below half of where they started. A diverged run counts as 0.{_power_text(table)}"
     )
+
+
+def _power_text(table: ComparisonTable) -> str:
+    """Returns a sentence on the leads that the seeds would have shown, empty where seeds are too few to tell."""
+    texts = []
+    for regime in table.regimes:
+        others = [score for (_, name), score in table.scores.items() if name == regime and score.rank > 1]
+        known = sorted(score.detectable for score in others if len(score.values) >= STUDENT_FROM)
+        if known:
+            texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
+    return f" A lead of the first that would have been seen with 80 %: {', '.join(texts)}." if texts else ""
 
 
 @dataclass(frozen=True)
@@ -197,7 +226,8 @@ def _margin_text(table: ComparisonTable, complete: Sequence[str]) -> str:
     if not others:
         return "It is the only method that was trained."
     seeds = min(len(table.scores[best, regime].values) for regime in table.regimes)
-    ties = [method for method in others if _indistinguishable(table, best, method)]
+    may_be_best = _may_be_best({method: _by_seed(table, method) for method in complete}, best)
+    ties = [method for method in others if seeds < SEPARABLE_FROM or may_be_best[method]]
     if ties:
         lead = f"Seeds: {seeds}, which cannot tell it from {', '.join(ties)}."
     else:
@@ -205,13 +235,6 @@ def _margin_text(table: ComparisonTable, complete: Sequence[str]) -> str:
         lead = f"Seeds: {seeds}, in which it is ahead of all others, of {others[0]} by {ahead:.3f}."
     more = f" More seeds tell more: the same command with --seeds {STUDENT_FROM} adds them."
     return lead + (more if seeds < STUDENT_FROM else "")
-
-
-def _indistinguishable(table: ComparisonTable, best: str, other: str) -> bool:
-    """Whether the seeds cannot distinguish two methods by their mean accuracy over the regimes."""
-    first, second = _by_seed(table, best), _by_seed(table, other)
-    difference = seed_interval([first[seed] - second[seed] for seed in first.keys() & second.keys()])
-    return difference is None or difference.count < SEPARABLE_FROM or difference.low <= 0
 
 
 def _by_seed(table: ComparisonTable, method: str) -> dict[int, float]:
