@@ -69,7 +69,7 @@ LINES = {
     "config": 1_423,
     "corrections": 1_654,
     "diagnosis": 8_653,
-    "engines": 5_232,
+    "engines": 5_387,
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 1_003,
@@ -78,7 +78,7 @@ LINES = {
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,
-    "preflight": 1_047,
+    "preflight": 1_137,
     "report": 3_534,
     "rewards": 699,
     "rollout": 2_166,
@@ -86,7 +86,7 @@ LINES = {
     "sandbox": 2_128,
     "tasks": 1_587,
     "training": 5_000,
-    "trimtab": 1_580,
+    "trimtab": 1_582,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
     path

@@ -334,6 +334,8 @@ class TurnHandler(Protocol):
 class Engine(Protocol):
     """Samples responses and returns their log-probs. Its only state is the weights: all randomness is in `seed`.
 
+    The engines of this package also score given responses: `EmbeddedEngine.prefill_logps`.
+
     Calls come from one thread at a time. A call during which the engine died raises `EngineDeadError`; after `restart`
     the engine runs again but has no weights, so `update_weights` has to precede `generate`.
     """

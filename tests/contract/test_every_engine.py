@@ -68,6 +68,18 @@ def test_equal_calls_give_equal_tokens(subject: Subject) -> None:
         assert np.isfinite(one.logp_behavior).all()
 
 
+def test_a_prefill_scores_what_was_decoded(subject: Subject) -> None:
+    engine: Any = subject.engine
+    decoded = list(chain(*generate(subject)))
+    rows = engine.prefill_logps([prompt for prompt in ASKED for _ in range(SAMPLES)], decoded)
+    for one, row in zip(decoded, rows, strict=True):
+        assert row.dtype == np.float32
+        np.testing.assert_allclose(row, one.logp_behavior, rtol=0, atol=1e-4)  # the rounding of float32; logits of 20
+    subject.publish(1, 2)
+    others = engine.prefill_logps([prompt for prompt in ASKED for _ in range(SAMPLES)], decoded)
+    assert min(np.abs(a - b).max() for a, b in zip(rows, others, strict=True)) > 1e-2
+
+
 def test_a_response_ends_at_its_first_stop_or_at_its_last_token(subject: Subject) -> None:
     sampling = SamplingParams(max_tokens=9, stop=STOPS.stop, stop_ids=STOPS.stop_ids)
     groups = generate(subject, sampling)

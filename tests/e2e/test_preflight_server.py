@@ -11,6 +11,7 @@ import pytest
 from tests.support.server_process import ServerProcess, starter
 
 from trimtab.cli import main
+from trimtab.preflight.prefill_check import PARTS
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -40,6 +41,7 @@ def test_a_healthy_server_passes(server: ServerProcess, capsys: pytest.CaptureFi
     }
     assert code == 0
     assert checks["mismatch"]["figures"]["k3"] < 1e-10
+    assert max(checks["prefill"]["figures"][f"k3/{name}"] for name in PARTS) < 1e-10
 
 
 def test_one_value_in_place_of_log_probs_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +49,4 @@ def test_one_value_in_place_of_log_probs_is_named(server: ServerProcess, capsys:
     code, checks = preflight(server, capsys)
     assert code == 1
     assert checks["mismatch"]["status"] == "fail"
+    assert checks["prefill"]["detail"].endswith(PARTS["decode/prefill"][0])  # scores of prompts are not replaced

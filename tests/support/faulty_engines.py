@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from trimtab.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
 from trimtab.types import Completion, Engine, Prompt, SamplingParams, TopTokens
 
 
@@ -53,6 +55,36 @@ class StaleTensors(Wrapped):
             if self.part in name:
                 self.first.setdefault(name, tensor.detach().clone())
         return given | self.first
+
+
+class ChangedTensors(StaleTensors):
+    """Loads the tensors whose names contain `part` with `factor` times their values."""
+
+    def __init__(self, engine: Engine, part: str, factor: float) -> None:
+        super().__init__(engine, part)
+        self.factor = factor
+
+    def weights(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.factor * tensor if self.part in name else tensor for name, tensor in given.items()}
+
+
+class PerturbedCache(Wrapped):
+    """Changes the cached value of the first token of every prompt: decoding reads it, a prefill does not."""
+
+    def __init__(self, engine: Engine, size: float) -> None:
+        super().__init__(engine)
+        self.size = size
+
+    def generate(self, *args: Any, **rest: Any) -> list[list[Completion]]:
+        run = SharedPromptDecoder._prefill
+
+        def perturbed(decoder: Any, prompts: Any) -> Any:
+            last = run(decoder, prompts)
+            decoder._prompts[1][:, :, :, 0] += self.size
+            return last
+
+        with mock.patch.object(SharedPromptDecoder, "_prefill", perturbed):
+            return super().generate(*args, **rest)
 
 
 class TopToken(Wrapped):

@@ -108,6 +108,14 @@ class Service:
             return result, [self.options["logp"]] * len(result.response_ids)
         return result, result.logp_behavior.tolist()
 
+    def prefill(self, ids: list[int]) -> list[float]:
+        """Log-probs of all tokens of a prompt but the first."""
+        first, rest = (np.array(part, dtype=np.int64) for part in (ids[:1], ids[1:]))
+        given = replace(Completion.empty(), response_ids=rest)
+        with self._lock:
+            [logp] = self.engine.prefill_logps([Prompt(Problem("p", "", ""), "", first)], [given])
+        return logp.tolist()
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -198,8 +206,13 @@ class Handler(BaseHTTPRequestHandler):
             "top_logprobs": [],
             "text_offset": [],
         }
+        prompt = None
+        if body.get("prompt_logprobs") == 0:
+            logps = zip(body["prompt"][1:], self.service.prefill(body["prompt"]), strict=True)
+            prompt = [None, *({str(id_): {"logprob": one, "rank": 1, "decoded_token": None}} for id_, one in logps)]
         choice = {
             "index": 0,
+            "prompt_logprobs": prompt,
             "text": result.text,
             "logprobs": logprobs,
             "finish_reason": result.finish_reason,
@@ -269,6 +282,11 @@ class Handler(BaseHTTPRequestHandler):
             "weight_version": self.service.label,
             "output_token_logprobs": [[one, i, None] for one, i in zip(logp, ids, strict=True)],
         }
+        if (start := body.get("logprob_start_len", -1)) >= 0:
+            logps = [None, *self.service.prefill(body["input_ids"])[start:]]
+            info["input_token_logprobs"] = [
+                [one, i, None] for one, i in zip(logps, body["input_ids"][start:], strict=True)
+            ]
         if result.finish_reason == "abort" and not ids:  # before prefill
             del info["output_token_logprobs"]
         return {"text": result.text, "output_ids": ids, "meta_info": info}

@@ -9,12 +9,14 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.preflight import mismatch_checks as checks
 from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
+from trimtab.preflight.prefill_check import prefill
 from trimtab.preflight.weight_checks import weights
 
 TOKENS = 1024
 """Tokens that are sampled for each length, in 2 to 16 responses."""
 CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
     "mismatch": checks.mismatch,
+    "prefill": prefill,
     "distribution": checks.distribution,
     "batch sizes": checks.batch_sizes,
     "prefix cache": checks.prefix_cache,

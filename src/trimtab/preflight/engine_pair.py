@@ -127,13 +127,16 @@ class EnginePair:
         )
         return [group[0] for group in groups]
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> ScoredResponses:
-        """Scores responses with the trainer at the configured temperature."""
-        rows = self.trainer.score(prompts, completions, self.sampling.temperature)
-        return ScoredResponses(prompts, completions, [logp for logp, _ in rows], self.sampling.temperature)
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float | None = None
+    ) -> ScoredResponses:
+        """Scores responses with the trainer, by default at the configured temperature."""
+        temperature = self.sampling.temperature if temperature is None else temperature
+        rows = self.trainer.score(prompts, completions, temperature)
+        return ScoredResponses(prompts, completions, [logp for logp, _ in rows], temperature)
 
     def compare(self, prompts: Sequence[Prompt], tokens: int, **changes: Any) -> ScoredResponses:
-        return self.score(prompts, self.sample(prompts, tokens, **changes))
+        return self.score(prompts, self.sample(prompts, tokens, **changes), changes.get("temperature"))
 
     def room(self, prompts: Sequence[Prompt], tokens: int) -> int:
         """Returns `tokens`, or what the context leaves after the longest prompt."""

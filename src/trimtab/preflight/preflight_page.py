@@ -14,10 +14,12 @@ from trimtab.pages.svg import CYCLE, STYLES, VERMILLION, log_scale
 from trimtab.preflight.checklist import Preflight
 from trimtab.preflight.engine_pair import k3
 from trimtab.preflight.mismatch_checks import measured_of
+from trimtab.preflight.prefill_check import PARTS, WHOLE
 from trimtab.runs.atomic import write_output
 
 QUESTIONS = {
     "mismatch": "Do both sides give a sampled token the same probability?",
+    "prefill": "Is it the sampler's decoding that differs, or the engine?",
     "distribution": "And the tokens that were not sampled?",
     "batch sizes": "Does a response depend on what runs beside it?",
     "prefix cache": "Does a cached prompt change the answer?",
@@ -70,11 +72,21 @@ def page(result: Preflight, command: str) -> str:
         sections=[
             Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),
             Section("Checks", [Table(("status", "check", "what was found"), checks)]),
+            *_parts(result),
             *([_size(result)] if result.samples else []),
             Section("Words", [Note(text, label=word) for word, text in WORDS]),
             Section("Again, and in continuous integration", [Note(CODES), Card(code=command)]),
         ],
     ).html()
+
+
+def _parts(result: Preflight) -> list[Section]:
+    """Returns the three comparisons of decode, prefill and trainer, if they were made."""
+    found = next((check.figures for check in result.checks if check.name == "prefill"), None)
+    if not found:
+        return []
+    rows = [[name, short(found[f"k3/{name}"]), f"{found[f'ratio_mean/{name}']:.5g}"] for name in (*PARTS, WHOLE)]
+    return [Section("Decode, prefill and trainer", [Table(("pair", "k3", "mean ratio"), rows, numeric=range(1, 3))])]
 
 
 def _size(result: Preflight) -> Section:

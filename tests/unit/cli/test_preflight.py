@@ -12,7 +12,7 @@ from trimtab.cli import main
 from trimtab.preflight import build_pair
 
 NAMES = [
-    *("mismatch", "distribution", "batch sizes", "prefix cache"),
+    *("mismatch", "prefill", "distribution", "batch sizes", "prefix cache"),
     *("sampling settings", "weights", "end tokens", "null update"),
 ]
 
@@ -22,14 +22,14 @@ def test_a_healthy_pair_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixtu
     command = ["preflight", "laboratory", "--trainer", "transformers", "--lengths", "8", "20", "--github"]
     assert main.run([*command, "--html", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 12
     assert lines[0].endswith("embedded, float32 | transformers, float32 (laboratory)")
-    assert [line[6:].startswith(name) for line, name in zip(lines[1:9], NAMES, strict=True)] == [True] * 8
+    assert [line[6:].startswith(name) for line, name in zip(lines[1:10], NAMES, strict=True)] == [True] * 9
     assert "at 8 tokens" in lines[1]
     assert "at 20 tokens" in lines[1]
     assert lines[-2].split(maxsplit=1) == ["verdict", "fit to train"]
     html = page.read_text()
-    assert all(name in html for name in NAMES)
+    assert all(name in html for name in (*NAMES, "prefill/trainer"))
     assert "fit to train" in html
 
 

@@ -15,6 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.preflight import checklist, mismatch_checks
 from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
 from trimtab.preflight.engine_pair import EnginePair, common_log_ratio, k3
+from trimtab.preflight.prefill_check import PARTS, prefill, verdict
 from trimtab.preflight.weight_checks import weights
 from trimtab.types import Completion, Engine
 
@@ -93,6 +94,69 @@ def test_a_planted_fault_is_named(
     assert found.status == "fail"
     assert words in found.detail
     assert found.next_step
+
+
+@pytest.mark.parametrize("sets", [(), (WARM,)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (lambda e: faults.PerturbedCache(e, 1.0), ("decode/prefill",)),
+        (lambda e: faults.ChangedTensors(e, "layers.1.mlp.down_proj", 2.0), ("prefill/trainer",)),
+        (
+            lambda e: faults.PerturbedCache(faults.ChangedTensors(e, "layers.1.mlp.down_proj", 2.0), 1.0),
+            ("decode/prefill", "prefill/trainer"),
+        ),
+    ],
+)
+def test_decoding_is_told_from_the_engine(
+    make_pair: MakePair, fault: Callable[[Engine], Any], named: Sequence[str], dtype: str, sets: Sequence[str]
+) -> None:
+    pair = plant(make_pair(dtype, sets), fault)
+    found = prefill(pair, {20: pair.compare(pair.prompts[:16], 20)})
+    assert found.status == "fail"
+    assert found.figures is not None
+    for name, (words, advice) in PARTS.items():
+        assert (found.figures[f"k3/{name}"] > pair.bound) == (name in named)
+        assert (words in found.detail, advice in found.next_step) == (name in named, name in named)
+
+
+def test_the_prefill_of_a_healthy_pair(make_pair: MakePair) -> None:
+    """With a quantized sampler, its two computations agree far better than it and the trainer."""
+    pair = make_pair(sets=[INT8, WARM])
+    found = prefill(pair, {500: pair.compare(pair.prompts[:4], 500)})  # up to the context
+    assert found.figures is not None
+    assert found.status == "ok"
+    assert found.figures["k3/decode/prefill"] < 1e-10
+    assert 1e-6 < found.figures["k3/prefill/trainer"] == pytest.approx(found.figures["k3/decode/trainer"], rel=1e-2)
+
+
+def test_the_part_behind_a_difference_by_hand() -> None:
+    log = np.log(1.1)
+    found = verdict(5e-3, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.array([log, 0.0])})
+    assert found.figures == pytest.approx(
+        {f"k3/{name}": (0.1 - log) / 2 for name in PARTS}
+        | {f"ratio_mean/{name}": 1.05 for name in PARTS}
+        | {"k3/decode/trainer": (0.21 - 2 * log) / 2, "ratio_mean/decode/trainer": 1.105}
+    )
+    assert found.status == "fail"  # no part alone is beyond the bound
+    assert verdict(1e-2, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.zeros(2)}).status == "ok"
+    assert verdict(1.0, {"decode/prefill": np.array([np.nan]), "prefill/trainer": np.zeros(1)}).status == "fail"
+
+
+def test_a_sampler_that_cannot_score_is_skipped(make_pair: MakePair) -> None:
+    pair = make_pair()
+    samples = {8: pair.compare(pair.prompts[:2], 8)}
+
+    class Refusing(faults.Wrapped):
+        def prefill_logps(self, *_: object) -> None:
+            raise TrimtabError("start it with --prompt-logprobs")
+
+    pair.engine = Refusing(pair.engine)  # pyright: ignore[reportAttributeAccessIssue]
+    found = prefill(pair, samples)
+    assert (found.status, found.detail) == ("note", "skipped: start it with --prompt-logprobs")
+    pair.engine = object()  # pyright: ignore[reportAttributeAccessIssue]
+    assert prefill(pair, samples).detail == "skipped: this sampler cannot score given responses"
 
 
 def test_an_interrupted_check_gives_the_sampler_its_weights_back(make_pair: MakePair) -> None:

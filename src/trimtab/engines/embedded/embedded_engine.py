@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +37,9 @@ from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
+from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import record_routing, router_info
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
+from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
@@ -139,6 +141,25 @@ class EmbeddedEngine:
                     self.decoded_tokens += loop.decoded
         done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    @torch.inference_mode()
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """Returns the log-probs (tokens,) of each response at temperature 1, from one forward over prompt and response.
+
+        Weights and numerics are those of `generate`; neither its cache nor its decoding is used.
+        """
+        rows = []
+        for prompt, one in zip(prompts, completions, strict=True):
+            if self._invariant:  # these models run packed rows only
+                batch = TokenBatch.pack([prompt.ids], [one.response_ids], [0], pad_id=0)
+                logp = score(self._model, batch.to(self._model.device)).logp[0]
+            else:
+                ids = torch.from_numpy(np.concatenate([prompt.ids, one.response_ids])).to(self._model.device)
+                kept = len(one.response_ids) + 1
+                logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits[0, :-1]
+                logp = logits.float().log_softmax(-1).gather(-1, ids[1 - kept :, None])[:, 0]
+            rows.append(logp.cpu().numpy())
+        return rows
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:

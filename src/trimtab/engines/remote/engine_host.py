@@ -89,6 +89,9 @@ class EngineHost:
         finally:
             self._generating, self._turns = False, None
 
+    def prefill_logps(self, engine: Any, prompts: Any, completions: Any) -> Any:
+        return engine.prefill_logps(prompts, completions)
+
     def send_turn(self, turn: EndedTurn) -> None:
         """Sends a turn to the caller."""
         raise NotImplementedError

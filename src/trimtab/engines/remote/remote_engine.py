@@ -10,7 +10,16 @@ from trimtab.engines.decoding_rows import Prefixes, validate_prefixes
 from trimtab.engines.remote.engine_host import CallResult
 from trimtab.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
+from trimtab.types import (
+    AbortSignal,
+    Completion,
+    FloatArray,
+    Problem,
+    Prompt,
+    SamplingParams,
+    TurnHandler,
+    TurnResult,
+)
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal and of the results of turns
 STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
@@ -144,11 +153,13 @@ class RemoteEngine:
         validate_prefixes(prefixes, prompts, samples, sampling)
         if not self._has_weights:
             raise TrimtabError("the engine has no weights yet: publish before generating")
-        # Answers stay here; what else a problem holds may not be picklable.
-        asked = [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]
         max_turn_tokens = None if turns is None else turns.max_turn_tokens
-        arguments = (asked, samples, sampling, seed, prefixes, max_turn_tokens)
+        arguments = (_asked(prompts), samples, sampling, seed, prefixes, max_turn_tokens)
         return self._call("generate", *arguments, turns=turns, abort=abort)
+
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """See `EmbeddedEngine.prefill_logps`."""
+        return self._call("prefill_logps", _asked(prompts), completions)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`.
@@ -251,3 +262,8 @@ class RemoteEngine:
     def _discard(self) -> None:
         self._alive = False
         self.transport.kill()
+
+
+def _asked(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns prompts without their answers, which stay here; what else a problem holds may not be picklable."""
+    return [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trimtab.config import ServerConfig
 from trimtab.engines.server.http_client import ServerUnavailable, WrongAnswer
@@ -78,7 +79,7 @@ class RequestDispatch:
         self._in_check = set[InferenceServer]()  # servers that failed a request
         self._added = asyncio.Event()  # of this moment: replaced whenever a request is added
 
-    async def run(self, responses: Sequence[Coroutine[None, None, None]], abort: AbortSignal | None) -> None:
+    async def run(self, responses: Sequence[Coroutine[Any, Any, object]], abort: AbortSignal | None) -> None:
         """Runs all responses to their end; they call `ask`.
 
         After `abort`, requests that had been sent are answered with the tokens sampled so far, others with None.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -25,7 +26,7 @@ from trimtab.engines.server.weight_folder import WeightFolder
 from trimtab.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
+from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 
 class ServerEngine:
@@ -137,6 +138,32 @@ class ServerEngine:
         self.prefilled_tokens += sum(len(request.ids) for request in dispatch.results)
         completions = responses.completions()
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """See `EmbeddedEngine.prefill_logps`: each response is sent as a part of a prompt.
+
+        Prompt and response must leave room for one more token in the context.
+
+        Raises:
+            EngineDeadError: all servers were lost and none came back.
+            TrimtabError: a server refuses, or returns no log-probs of prompts.
+        """
+        self._calls += 1
+        requests = [
+            CompletionRequest(
+                name=f"{self._folder.token}-{self._calls}-{index}",
+                ids=(*prompt.ids.tolist(), *one.response_ids.tolist()),
+                max_tokens=len(one.response_ids),
+                seed=0,
+                sampling=SamplingParams(ignore_stop=True),
+                stop_ids=(),
+                scored=len(one.response_ids),
+            )
+            for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
+        ]
+        dispatch = RequestDispatch(self._servers, self._folder.current, self._settings, self.notify, known={})
+        run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
+        return [np.asarray(dispatch.results[request].logp, dtype=np.float32) for request in requests]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; others get them when they are back.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -32,7 +32,11 @@ LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request for one response or turn. `ids` are the tokens of the prompt and of the response so far."""
+    """A request for one response or turn. `ids` are the tokens of the prompt and of the response so far.
+
+    With `scored`, nothing is sampled: the result is the last `scored` of `ids` (that many are `max_tokens`) with their
+    log-probs at temperature 1, as the server computes them for a prompt.
+    """
 
     name: str = field(compare=False)  # unique among all requests of all trainers
     ids: tuple[int, ...]
@@ -40,11 +44,13 @@ class CompletionRequest:
     seed: int  # 63 bits
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    scored: int = 0
 
     @property
     def max_bytes(self) -> int:
         """The largest answer that is read."""
-        return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * self.max_tokens + PROMPT_TOKEN_BYTES * len(self.ids)
+        tokens = len(self.ids) if self.scored else self.max_tokens
+        return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * tokens + PROMPT_TOKEN_BYTES * len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class ServerProtocol(Protocol):
         ...
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
-        """Returns one sampled response."""
+        """Returns one sampled response, or the scores of a given one."""
         ...
 
     def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
@@ -94,6 +100,20 @@ class ServerProtocol(Protocol):
     async def load(self, connection: Connection, folder: Path, label: str) -> None:
         """Loads the weights in `folder`, resets the prefix cache and sets `label`."""
         ...
+
+
+def scored_result(
+    connection: Connection, request: CompletionRequest, prompt: Sequence[Mapping[int, float]]
+) -> CompletionResult:
+    """Returns the scores of the last tokens of a request. prompt: log-probs by id at the last tokens of its `ids`.
+
+    Raises:
+        WrongAnswer: one is missing.
+    """
+    ids, entries = request.ids[-request.scored :], prompt[-request.scored :]
+    if len(entries) < len(ids) or any(id_ not in entry for id_, entry in zip(ids, entries, strict=True)):
+        raise WrongAnswer(f"{connection.url} returned no log-prob for a token of the prompt, which was asked for")
+    return CompletionResult(list(ids), [entry[id_] for id_, entry in zip(ids, entries, strict=True)], "length")
 
 
 def check_result(where: str, result: CompletionResult, request: CompletionRequest, vocabulary: int) -> None:

@@ -28,6 +28,7 @@ from trimtab.engines.server.server_protocol import (
     Model,
     Name,
     TokenId,
+    scored_result,
 )
 from trimtab.errors import TrimtabError
 from trimtab.types import SamplingParams
@@ -65,6 +66,7 @@ class _MetaInfo(Answer):
     # A request that was aborted before it started has neither tokens nor log-probs.
     completion_tokens: int = 0
     output_token_logprobs: Annotated[list[tuple[LogProb, TokenId, Any]], FailFast()] = Field(default_factory=list)
+    input_token_logprobs: Annotated[list[tuple[LogProb | None, TokenId, Any]], FailFast()] = Field(default_factory=list)
 
 
 class _Generation(Answer):
@@ -107,10 +109,17 @@ class SglangProtocol:
         }
         # Without a request id: a retry with the same id is refused until the server notices the broken connection.
         body = {"input_ids": request.ids, "return_logprob": True, "sampling_params": params}
+        if request.scored:
+            params["max_new_tokens"] = 1
+            # The first token returned has no log-prob.
+            body["logprob_start_len"] = len(request.ids) - request.scored - 1
         info = (await connection.ask(_Generation, "/generate", body, request.max_bytes)).meta_info
         reason, where = info.finish_reason, f"{connection.url}/generate"
         if reason.type == "abort" and reason.status_code:
             raise ServerUnavailable(f"{where} gave up: {excerpt(reason.message)}")
+        if request.scored:
+            prompt = [{id_: value} if value is not None else {} for value, id_, _ in info.input_token_logprobs]
+            return scored_result(connection, request, prompt)
         logp = [entry[0] for entry in info.output_token_logprobs]
         ids = [entry[1] for entry in info.output_token_logprobs]
         if len(ids) != info.completion_tokens:

@@ -21,6 +21,7 @@ from trimtab.engines.server.server_protocol import (
     Model,
     Name,
     TokenId,
+    scored_result,
 )
 from trimtab.engines.server.weight_folder import entries
 from trimtab.errors import TrimtabError
@@ -75,6 +76,18 @@ class _Completion(Answer):
     choices: tuple[_Choice]
 
 
+class _PromptToken(Answer):
+    logprob: LogProb
+
+
+class _Scored(Answer):
+    prompt_logprobs: Annotated[list[dict[str, _PromptToken] | None], FailFast()]
+
+
+class _Scores(Answer):
+    choices: tuple[_Scored]
+
+
 class VllmProtocol:
     """The protocol of `vllm serve`. `name`: the served model name; None: the first one the server lists."""
 
@@ -111,6 +124,10 @@ class VllmProtocol:
             "stop_token_ids": list(request.stop_ids),
             "ignore_eos": sampling.ignore_stop,
         }
+        if request.scored:
+            body |= {"max_tokens": 1, "prompt_logprobs": 0}
+            [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
+            return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
         [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
         return CompletionResult(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
 
@@ -135,6 +152,11 @@ class VllmProtocol:
                 await connection.call("/update_weight_version", {"new_version": label})
             finally:
                 await connection.call("/resume", {})
+
+
+def _by_id(entry: dict[str, _PromptToken] | None) -> dict[int, float]:
+    """Returns the log-probs at a token of the prompt by id; the first token has none."""
+    return {int(name): token.logprob for name, token in (entry or {}).items() if name.isdecimal()}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class TokenDelta:
     """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any.
 
     top: for each token, log-probs of the most probable ids by id, the sampled one among them; empty without any.
+    prompt: log-probs of all prompt tokens but the first, where they were asked for.
     """
 
     ids: Sequence[int]
@@ -36,6 +37,7 @@ class TokenDelta:
     kept: Sequence[Sequence[int]] | None
     top: Sequence[Mapping[int, float]]
     cached: int  # prompt tokens that came from the prefix cache
+    prompt: Sequence[float]
     reason: str | None
 
 
@@ -139,5 +141,9 @@ def to_delta(output: Any) -> TokenDelta:
         kept=None if mask is None else mask.token_ids,
         top=top,
         cached=output.num_cached_tokens or 0,
+        prompt=[
+            entry[id_].logprob
+            for id_, entry in zip(output.prompt_token_ids[1:], (output.prompt_logprobs or ())[1:], strict=False)
+        ],
         reason=new.finish_reason,
     )

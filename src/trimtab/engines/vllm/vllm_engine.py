@@ -42,7 +42,7 @@ from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
+from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 
 class VllmEngine:
@@ -123,6 +123,36 @@ class VllmEngine:
         mark_aborted(row for row in rows if not row.complete)
         completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """See `EmbeddedEngine.prefill_logps`: vLLM's `prompt_logprobs`, which temperature does not change.
+
+        Prompt and response must leave room for one more token in the context. The prefix cache is not read.
+        """
+        from vllm.sampling_params import SamplingParams as Parameters  # pyright: ignore[reportMissingImports]
+
+        top_k = self._vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
+        params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
+        pairs = zip(prompts, completions, strict=True)
+        waiting = [
+            Request(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
+            for index, (prompt, one) in enumerate(pairs)
+        ]
+        rows: dict[int, Sequence[float]] = {}
+
+        def joining(_idle: bool) -> list[Request]:
+            joined = waiting.copy()
+            waiting.clear()
+            return joined
+
+        def on_tokens(index: int, delta: TokenDelta) -> bool:
+            rows[index] = rows.get(index) or delta.prompt
+            return True
+
+        self._runner.run(on_tokens, joining, None)
+        return [
+            np.asarray(rows[index][-len(one.response_ids) :], dtype=np.float32) for index, one in enumerate(completions)
+        ]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`. `as_is` has no effect: vLLM's own quantization cannot be switched off.
