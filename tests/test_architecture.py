@@ -68,7 +68,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_423,
     "corrections": 1_654,
-    "diagnosis": 8_653,
+    "diagnosis": 8_691,
     "engines": 5_387,
     "environments": 1_958,
     "evaluation": 1_127,

@@ -18,8 +18,8 @@ class TokenTable:
     """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
     starts: int64 (responses + 1,). Columns from `step` on are (responses,), all others (tokens,).
-    behavior, proximal, current, perturbed, entropy: float32, nats; `behavior` as the sampler reported it, `perturbed`
-    with the noise of the trainer (ALP).
+    behavior, proximal, current, perturbed, prefill, entropy: float32, nats; `behavior` as the sampler reported it,
+    `perturbed` with the noise of the trainer (ALP), `prefill` as the sampler scores the same ids as a prompt.
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
     step, group, proximal_version: int64. prompt: int64, the same for all responses to one prompt, in every step.
@@ -35,6 +35,7 @@ class TokenTable:
     proximal: np.ndarray | None = None
     current: np.ndarray | None = None
     perturbed: np.ndarray | None = None
+    prefill: np.ndarray | None = None
     ids: np.ndarray | None = None
     entropy: np.ndarray | None = None
     version: np.ndarray | None = None

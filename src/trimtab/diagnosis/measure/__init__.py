@@ -11,6 +11,7 @@ from trimtab.diagnosis.measure.bins import plane
 from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
+from trimtab.diagnosis.measure.prefill_parts import PrefillSums
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import (
@@ -43,7 +44,7 @@ def measure(
     different columns, and for padding that cannot be told from tokens.
     """
     constants = PlaceholderSums()
-    sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
+    sizes, drift, sample, ids, prefill = SizeSums(), DriftSums(), Sample(), TokenIdView(), PrefillSums()
     parts = (*map(AxisView, AXES), LengthView(), EntropyView(), VersionView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
@@ -58,7 +59,7 @@ def measure(
             continue
         trained += len(tokens)
         scatter += plane(tokens.q, tokens.p, SCATTER)
-        for part in (sizes, drift, ids, *parts):
+        for part in (sizes, drift, ids, prefill, *parts):
             part.add(tokens)
     summary = origin()
     if not trained:
@@ -66,7 +67,7 @@ def measure(
     drawn = sample.result()
     views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
     return Measured(
-        origin=replace(summary, trained=trained),
+        origin=replace(summary, trained=trained, findings=(*summary.findings, *prefill.findings())),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None},
         split=drift.split(seed),

@@ -206,7 +206,7 @@ def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) ->
     (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
-    for name in (*LOGPS, "logp_perturbed", "entropy"):
+    for name in (*LOGPS, "logp_perturbed", "logp_prefill", "entropy"):
         if name not in tokens.values:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
@@ -262,6 +262,7 @@ def _table(
         proximal=values.get("logp_proximal"),
         current=values.get("logp_current"),
         perturbed=values.get("logp_perturbed"),
+        prefill=values.get("logp_prefill"),
         ids=_integers(values, "response_ids"),
         entropy=values.get("entropy"),
         version=_integers(values, "policy_version"),
