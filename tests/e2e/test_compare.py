@@ -38,7 +38,8 @@ def run(out: Path, *words: str, folder: Path | None = None) -> subprocess.Comple
 def rows(out: Path) -> list[dict[str, Any]]:
     """All that a grid found, without how long it took."""
     return [
-        {k: v for k, v in row.items() if k != "seconds"} for row in pq.read_table(out / "results.parquet").to_pylist()
+        {k: v for k, v in row.items() if "seconds" not in k}
+        for row in pq.read_table(out / "results.parquet").to_pylist()
     ]
 
 
@@ -217,3 +218,24 @@ def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(tmp_path: Path) -> Non
 
     assert largest("reject/floor", "my_masks_floor") < largest("reject/floor", "my_masks_floor_floor_min_0.1")
     assert 0 < largest("clip/half", "my_methods_tanh_gap") < largest("clip/half", "my_methods_tanh_gap_tau_0.1")
+
+
+def test_tuned_rows_stand_beside_the_published_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+    out, few = tmp_path / "out", ("--regimes", "on-policy", "--seeds", "1", "--tune", "1")
+    words = ("--methods", "grpo", "token-tis", *few, *TINY[:-2], "--set", "trainer.steps=1", "--workers", "2")
+    done = run(out, *words, "--markdown", str(tmp_path / "table.md"), "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert [item["method"] for item in values["scores"]] == ["grpo", "grpo (tuned)", "token-tis", "token-tis (tuned)"]
+    assert [(item["method"], item["regime"]) for item in values["tuned"]] == [
+        ("grpo", "on-policy"),
+        ("token-tis", "on-policy"),
+    ]
+    assert len(rows(out / "tuning")) == 12
+    assert all(row["processor_seconds"] > 0 for row in pq.read_table(out / "results.parquet").to_pylist())
+    assert "The seeds and problems of the table had no part in the choice." in (tmp_path / "table.md").read_text()
+    assert "had no part in the choice" in (out / "report.html").read_text()
+    kept = {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}
+    again = run(out, *words)
+    assert again.returncode == 0, again.stderr
+    assert kept == {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,9 @@ from trimtab.errors import TrimtabError, require_extra
 if TYPE_CHECKING:
     from trimtab.lab.experiment import ExperimentPlan
     from trimtab.lab.regimes import Regime
+    from trimtab.lab.tuning import Choice
     from trimtab.report.comparison_table import ComparisonTable
+    from trimtab.runs.summary import RunSummary
 
 EXIT_RUNS_FAILED = 1
 ADVICE_SEEDS = 3
@@ -56,6 +60,16 @@ Regimes = Annotated[
     typer.Option("--regimes", metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3."),
 ]
 
+Tune = Annotated[
+    int | None,
+    typer.Option(
+        "--tune",
+        metavar="N",
+        min=1,
+        help="First tune each method in each regime with six settings and N other seeds; adds rows.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command(
@@ -92,6 +106,7 @@ def compare(
         Path | None,
         typer.Option("--advise", metavar="RUN", help="Rank methods at the mismatch of this run or trajectory file."),
     ] = None,
+    tune: Tune = None,
     columns: Columns = None,
     page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
     as_json: Json = False,
@@ -108,6 +123,8 @@ def compare(
         raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
     if advise is not None and (regimes or model):
         raise TrimtabError("--advise finds the regime for the laboratory model: leave --regimes and --model out")
+    if advise is not None and tune:
+        raise TrimtabError("--advise trains published settings: leave --tune out")
     if advise is None and columns:
         raise TrimtabError("--columns names columns of the file that --advise reads: leave it out")
     if advise is None:
@@ -121,8 +138,37 @@ def compare(
     folder = out or Path("runs/compare" if advise is None else "runs/advise")
     count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
     plan = lab.plan_experiment(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
-    _train(plan, folder, workers or usable_cores(), keep, as_json)
-    _show(plan, folder, page, as_json, advice)
+    train = partial(_train, workers=workers or usable_cores(), keep=keep, as_json=as_json)
+    tuned = None
+    if tune is not None:
+        plan, tuned = _tune(plan, tune, folder, train, model, sets or ())
+    train(plan, folder)
+    _show(plan, folder, page, as_json, advice, tuned)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The settings that were chosen, and lines that describe them and their budget."""
+
+    choices: list[Choice]
+    lines: list[str]
+
+
+def _tune(
+    plan: ExperimentPlan,
+    seeds: int,
+    out: Path,
+    train: Callable[[ExperimentPlan, Path], dict[str, RunSummary]],
+    model: str | None,
+    sets: Sequence[str],
+) -> tuple[ExperimentPlan, Tuned]:
+    """Tunes the methods of a plan; returns it with the chosen settings as further rows."""
+    from trimtab.lab import tuning
+
+    candidates = tuning.plan_tuning(plan, seeds, out, model=model, sets=sets)
+    choices = tuning.choose(candidates, train(candidates.plan, out / tuning.FOLDER))
+    lines = tuning.describe(choices, candidates)
+    return tuning.plan_comparison(plan, choices, out, model=model, sets=sets), Tuned(choices, lines)
 
 
 @dataclass(frozen=True)
@@ -157,18 +203,20 @@ def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
     return Advice(regimes, run_lines + match_lines, caution, advise.as_dict(match, measured))
 
 
-def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
+def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
     from trimtab.cli.display import show_runs
     from trimtab.lab.runner import run_experiment
 
     try:
         with show_runs(to_stderr=as_json) as observer:
-            run_experiment(plan, out, workers=workers, observer=observer, keep=keep)
+            return run_experiment(plan, out, workers=workers, observer=observer, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
-def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
+def _show(
+    plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None, tuned: Tuned | None
+) -> None:
     from trimtab.report.comparison_table import Recommendation, by_accuracy, legend, markdown, recommend, summarize
     from trimtab.report.experiment_page import write_experiment_page
     from trimtab.runs.summary import read_table
@@ -179,8 +227,12 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         order, recommended = by_accuracy(grid), recommend(grid)
         verdict = Recommendation(recommended.method, " ".join(filter(None, [recommended.text, advice.caution])))
         page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
+    if tuned is not None:
+        page_texts = {"notes": tuned.lines}
     report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
+    if tuned is not None:
+        text += "\n" + "".join(f"- {line}\n" for line in tuned.lines)
     if page is not None:
         try:
             page.write_text(text if verdict is None else f"{verdict.text}\n\n{text}")
@@ -189,7 +241,9 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
         recommendation = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
-        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | recommendation)
+        settings = {} if tuned is None else {"tuned": [_choice(choice) for choice in tuned.choices]}
+        values = {} if advice is None else {"advice": advice.values}
+        print_json(_json(grid, out, report) | values | recommendation | settings)
     else:
         echo(text)
         for item in plan.skipped:
@@ -203,6 +257,10 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         raise typer.Exit(EXIT_RUNS_FAILED)
 
 
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {**asdict(choice), "settings": choice.settings}
+
+
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
     scores = [
         {
@@ -213,6 +271,10 @@ def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
             "high": score.accuracy.high,
             "rank": score.rank,
             "tied_with_best": score.is_best,
+            "behind": score.behind.mean,
+            "behind_low": score.behind.low,
+            "behind_high": score.behind.high,
+            "detectable": score.detectable,
             "collapsed": score.collapsed,
             "diverged": score.diverged,
             "seeds": score.seeds,

@@ -211,6 +211,7 @@ class EvalConfig(Section):
 
     every: Whole = Field(default=0, description="steps between evaluations; 0: only before and after")
     problems: Count = Field(default=192, description="the first so many problems of the test split")
+    skip: Whole = Field(default=0, description="problems of the run's own task that are left out before these")
     samples: Whole = Field(default=0, description="sampled responses to each problem, whose mean is avg@n; 0: none")
     best: str | list[str] | None = Field(
         default=None,

@@ -133,6 +133,7 @@ def plan_experiment(
     *,
     model: str | None = None,
     sets: Sequence[str] = (),
+    first_seed: int = 0,
 ) -> ExperimentPlan:
     """Returns every method x regime x seed, validated before anything is trained.
 
@@ -158,7 +159,7 @@ def plan_experiment(
         skipped += reasons
     runs = [
         PlannedRun(_name(method, regime, seed), method, regime, seed, _config(method, regime, seed, out, model, sets))
-        for seed in range(seeds)
+        for seed in range(first_seed, first_seed + seeds)
         for method, regime in pairs
     ]
     return ExperimentPlan(tuple(runs), tuple(skipped))

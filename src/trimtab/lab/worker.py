@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
     SIGTERM. An interrupted run continues from its checkpoint, or starts again if there is none. No error is raised
     except `Stopped`: the result contains the message, and the experiment continues.
     """
-    folder, start = Path(str(config.out)), time.perf_counter()
+    folder, start, used = Path(str(config.out)), time.perf_counter(), time.process_time()
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
     status: Status = "done"
     error = ""
@@ -76,7 +77,10 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
         (folder / TRACEBACK).write_text(traceback.format_exc())
         status, error = "failed", f"{type(exception).__name__}: {exception} ({folder / TRACEBACK})"
     rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
-    result = summarize(rows, config, status, time.perf_counter() - start, error)
+    result = replace(
+        summarize(rows, config, status, time.perf_counter() - start, error),
+        processor_seconds=time.process_time() - used,
+    )
     if not keep and status != "failed":
         for part in ("checkpoints", MODEL):
             shutil.rmtree(folder / part, ignore_errors=True)

@@ -32,6 +32,7 @@ class RunSummary:
     steps: int = 0
     updates: int = 0
     seconds: float = 0.0  # wall clock, with start and evaluations
+    processor_seconds: float = 0.0  # of its process, likewise
     accuracy_before: float | None = None
     accuracy: float | None = None  # the last value of the curve; None unless done
     accuracy_best: float | None = None

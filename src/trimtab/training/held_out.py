@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab import rewards, tasks
 from trimtab.config import Config
+from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.rewards import Scorer
 from trimtab.rollout.collector import Collector
@@ -16,12 +17,16 @@ from trimtab.types import Engine, Problem, SamplingParams, Task
 
 @dataclass(frozen=True)
 class EvalTask:
-    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none)."""
+    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none).
+
+    `skip` problems of the test split are left out before them.
+    """
 
     task: Task
     scorer: Scorer
     problems: int
     samples: int
+    skip: int = 0
 
     @property
     def metrics(self) -> list[str]:
@@ -36,7 +41,7 @@ def eval_metrics(task: str, samples: int) -> list[str]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The first problems of the test split of one task.
+    """Problems of the test split of one task: the first ones, behind those that are skipped.
 
     A problem whose prompt and longest response (of this task) do not fit the context together is not sampled (it is not
     in `problems`) and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
@@ -49,7 +54,7 @@ class HeldOut:
     @classmethod
     def build(cls, evaluated: EvalTask, collector: Collector) -> HeldOut:
         task, tokenizer, context = evaluated.task, collector.stream.tokenizer, collector.context
-        problems = task.test[: evaluated.problems]
+        problems = task.test[evaluated.skip : evaluated.skip + evaluated.problems]
         if context is None:
             return cls(evaluated, problems, 0)
         max_prompt = context - _task_sampling(collector, task, greedy=True).max_tokens
@@ -102,10 +107,18 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
 
 
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
-    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
+    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes.
+
+    Raises `TrimtabError` where `eval.skip` leaves fewer than `eval.problems`.
+    """
     section = config.eval
+    if section.skip and section.skip + section.problems > len(task.test):
+        raise TrimtabError(
+            f"eval.skip = {section.skip} and eval.problems = {section.problems} exceed the {len(task.test)} held-out "
+            "problems: lower them or hold out more"
+        )
     return [
-        EvalTask(task, scorer, section.problems, section.samples),
+        EvalTask(task, scorer, section.problems, section.samples, section.skip),
         *(
             EvalTask(built, rewards.build([], built), other.problems or section.problems, other.samples)
             for built, other in zip(others, section.task, strict=True)

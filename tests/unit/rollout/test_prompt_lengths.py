@@ -14,7 +14,7 @@ from trimtab.models.laboratory import build
 from trimtab.rollout.prompts import MAX_SURVEYED, PromptStream, Survey, smallest_context
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
-from trimtab.training.held_out import EvalTask, HeldOut
+from trimtab.training.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.types import Problem, SamplingParams
 
 _, TOKENIZER = build(0)
@@ -144,6 +144,18 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
     assert held_out.lines() == [
         "2 of 5 held-out problems of file do not fit the context with their response: they count as not solved"
     ]
+
+
+def test_skipped_problems_are_not_evaluated_and_enough_must_be_left() -> None:
+    collector = SimpleNamespace(stream=stream(9), context=None)
+    test = task(3, 3, 3, 3, 3)
+    for skip, problems, ids in ((0, 2, ["p0", "p1"]), (2, 2, ["p2", "p3"]), (4, 1, ["p4"])):
+        config = load_config({"eval": {"skip": skip, "problems": problems}})
+        [evaluated] = eval_tasks(config, test, None, [])  # pyright: ignore[reportArgumentType]
+        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+        assert [problem.id for problem in held_out.problems] == ids
+    with pytest.raises(TrimtabError, match=r"eval\.skip = 4 and eval\.problems = 2 exceed the 5 held-out"):
+        eval_tasks(load_config({"eval": {"skip": 4, "problems": 2}}), test, None, [])  # pyright: ignore[reportArgumentType]
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
