@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -90,13 +91,15 @@ def preflight(
     from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config
     from trimtab.preflight.checklist import run
     from trimtab.preflight.preflight_page import write_page
+    from trimtab.preflight.receipt import receipt
 
     config = pair_config(model, sampler, dtype, url, sets or [])
     limit = default_bound(config, trainer) if bound is None else bound
     with only_json(as_json), tempfile.TemporaryDirectory() as folder, _progress() as notify:
         pair = build_pair(config, trainer, prompts, limit, Path(folder), notify)
         try:
-            result = run(pair, lengths or LENGTHS, facts(config, trainer), notify)
+            record = receipt(config, trainer, pair, lengths or LENGTHS)
+            result = replace(run(pair, lengths or LENGTHS, facts(config, trainer), notify), receipt=record)
         finally:
             pair.engine.close()
     if html is not None:
@@ -120,6 +123,8 @@ def _show(result: Preflight, page: Path | None) -> None:
     rows = [("pair", f"{result.facts['sampler']} | {result.facts['trainer']} ({result.facts['model']})")]
     rows += [(f"{check.status:<6}{check.name}", check.text) for check in result.checks]
     rows.append(("verdict", result.verdict))
+    if result.receipt is not None:
+        rows.append(("receipt", result.receipt["sha256"]))
     if page is not None:
         rows.append(("page", str(page)))
     echo(folded(rows, console.width if console.is_terminal else None))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support import faulty_engines as faults
 
 from trimtab.cli import main
@@ -22,12 +24,15 @@ def test_a_healthy_pair_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixtu
     command = ["preflight", "laboratory", "--trainer", "transformers", "--lengths", "8", "20", "--github"]
     assert main.run([*command, "--html", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert lines[0].endswith("embedded, float32 | transformers, float32 (laboratory)")
     assert [line[6:].startswith(name) for line, name in zip(lines[1:10], NAMES, strict=True)] == [True] * 9
     assert "at 8 tokens" in lines[1]
     assert "at 20 tokens" in lines[1]
-    assert lines[-2].split(maxsplit=1) == ["verdict", "fit to train"]
+    assert lines[-3].split(maxsplit=1) == ["verdict", "fit to train"]
+    record = json.loads((tmp_path / "preflight.receipt.json").read_text())
+    assert lines[-2].split(maxsplit=1) == ["receipt", record["sha256"]]
+    assert (record["lengths"], record["threads"]) == ([8, 20], torch.get_num_threads())
     html = page.read_text()
     assert all(name in html for name in (*NAMES, "prefill/trainer"))
     assert "fit to train" in html
@@ -50,6 +55,10 @@ def test_a_fault_exits_with_1_and_is_annotated(
     assert errors[0].startswith("::error title=trimtab preflight: mismatch::k3 ")
     assert "%25" in errors[0]
     assert "wrong-token" in page.read_text()
+    record = result["receipt"]
+    assert record == json.loads(page.with_suffix(".receipt.json").read_text())
+    choices = json.dumps({name: record[name] for name in record if name != "sha256"}, sort_keys=True).encode()
+    assert hashlib.sha256(choices.replace(b", ", b",").replace(b": ", b":")).hexdigest() == record["sha256"]
 
 
 @pytest.mark.parametrize(
