@@ -61,7 +61,7 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
 
 
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
-    """Returns the folder of a warm-started laboratory model; the first call trains it in a few seconds.
+    """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
 
     The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start, and its task if that
     is one the model's characters can write; runs that differ only in their seed share one model, unless `sft.seed` is
