@@ -78,7 +78,7 @@ LINES = {
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,
-    "preflight": 1_242,
+    "preflight": 1_281,
     "report": 3_534,
     "rewards": 699,
     "rollout": 2_166,

@@ -108,6 +108,7 @@ def build_pair(
         top_logprobs=vocabulary if config.engine.type == "embedded" else TOP_LOGPROBS,
         stop_ids=eos_ids(loaded.tokenizer, model.config, loaded.model.generation_config),
         lora=bool(config.model.lora.rank),
+        weights_in_use=config.engine.type == "embedded" and not config.engine.changes_weights,
     )
 
 

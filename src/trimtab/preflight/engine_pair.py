@@ -90,7 +90,8 @@ class EnginePair:
 
     prompts: at least 64. sampling: as configured. bound: largest k3 in nats per token. top_logprobs: the number of ids
     whose log-probs the sampler can return at a token. stop_ids: where its responses end. lora: whether adapters are
-    trained.
+    trained. weights_in_use: whether `named_weights` of the sampler are the tensors in use, as they were published. vLLM
+    and servers return what was published last; their own tensors are fused, sharded or quantized.
     """
 
     engine: Engine
@@ -103,6 +104,7 @@ class EnginePair:
     top_logprobs: int
     stop_ids: frozenset[int]
     lora: bool = False
+    weights_in_use: bool = False
     version: int = 0
 
     def publish(self) -> None:

@@ -1,5 +1,7 @@
 """Checks that changed weights arrive in the sampler: all of them, and not an earlier cache.
 
+Where the sampler returns the tensors in use, they are compared with the published ones first.
+
 Every trained weight gets seeded noise. Before it is published, the mismatch must grow, or the check could see nothing;
 afterwards it must be back at its old size. A tensor whose old value the sampler still holds is found even where its
 effect is smaller than the rounding: to first order it moves the log-probs by the derivative along the tensor's change.
@@ -9,7 +11,7 @@ derivatives for all tensors. A tensor that stands out is then put back in the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.records import CAUSES
+from trimtab.models.lora import named_weights
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
 
@@ -40,10 +43,14 @@ def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     limit = max(MARGIN * before, EXACT)
     try:
         with changed_weights(pair) as original:
-            withheld = pair.compare(seen, PROBE_TOKENS)
+            withheld, changed = pair.compare(seen, PROBE_TOKENS), _different(pair)
             pair.publish()
+            wrong = _different(pair)
             published, fresh = (pair.compare(prompts, PROBE_TOKENS) for prompts in (seen, unseen))
-            problem, step = _verdict(pair, original, (withheld, published, fresh), limit)
+            if wrong:
+                problem, step = _undelivered(pair, wrong, changed), CAUSES["undelivered"].fix
+            else:
+                problem, step = _verdict(pair, original, (withheld, published, fresh), limit)
     finally:
         pair.publish()  # after an error too: a server goes on with these weights
     detail = (
@@ -56,9 +63,38 @@ def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
         "k3/published": published.k3,
         "k3/new_prompts": fresh.k3,
     }
+    if changed:
+        figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
-        return Check("ok", "weights", detail, "", figures)
-    return Check("note" if withheld.k3 <= limit else "fail", "weights", f"{detail}; {problem}", step, figures)
+        agree = f"; all {len(changed)} changed tensors are equal to the bit" if changed else ""
+        return Check("ok", "weights", f"{detail}{agree}", "", figures)
+    status = "note" if withheld.k3 <= limit and not wrong else "fail"
+    return Check(status, "weights", f"{detail}; {problem}", step, figures)
+
+
+def _different(pair: EnginePair) -> list[str]:
+    """Returns the tensors that the sampler holds with other values than the trainer's, rounded to the sampler's dtype.
+
+    Empty where the sampler does not return the tensors in use.
+    """
+    held = dict(pair.engine.named_weights()) if pair.weights_in_use else {}
+    weights = ((name, tensor) for name, tensor in named_weights(pair.trainer.model) if name in held)
+    return [name for name, tensor in weights if not torch.equal(held[name], tensor.to(held[name]))]
+
+
+def _undelivered(pair: EnginePair, wrong: Sequence[str], changed: Sequence[str]) -> str:
+    """Says which tensors did not arrive. changed: all that the publication had to change."""
+    if set(wrong) >= set(changed):
+        return f"{_nothing_arrived(pair)}: all {len(changed)} changed tensors differ"
+    return f"not published: {_listed(wrong)}; compared tensor by tensor"
+
+
+def _nothing_arrived(pair: EnginePair) -> str:
+    return "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _verdict(
@@ -75,16 +111,16 @@ def _verdict(
         what = "only prompts asked before are wrong: cached under the old weights (stale-cache)"
         return what, CAUSES["stale-cache"].fix
     if _equal(withheld, published):
-        what = "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
-        return f"{what}: the sampler's log-probs are those of before, to the bit", CAUSES["undelivered"].fix
+        return f"{_nothing_arrived(pair)}: the sampler's log-probs are those of before, to the bit", CAUSES[
+            "undelivered"
+        ].fix
     versions = {int(version) for one in published.completions for version in one.policy_version}
     if versions != {pair.version}:
         return f"tokens carry version {sorted(versions)} and not {pair.version}", CAUSES["undelivered"].fix
     stale, left = stale_tensors(pair, fresh, original) if fresh.k3 > EXACT else ([], 0.0)
     if stale:
-        names = f"{', '.join(stale[:3])}{f' and {len(stale) - 3} more' if len(stale) > 3 else ''}"
         others = " and others" if left > limit else ""
-        what = f"not published: {names}{others}; k3 {short(left)} with the old values in the trainer"
+        what = f"not published: {_listed(stale)}{others}; k3 {short(left)} with the old values in the trainer"
         return what, CAUSES["undelivered"].fix
     if max(published.k3, fresh.k3) > limit:
         return "a part of the weights did not arrive", CAUSES["undelivered"].fix

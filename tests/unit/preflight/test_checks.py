@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def make_pair(tmp_path: Path) -> MakePair:
     return make
 
 
-def plant(pair: EnginePair, fault: Callable[[Engine], Any]) -> EnginePair:
-    """The pair with a fault in its engine, after a publication."""
-    pair.engine = fault(pair.engine)
+def plant(pair: EnginePair, fault: Callable[[Engine], Any], *, visible: bool = False) -> EnginePair:
+    """The pair with a fault in its engine, after a publication. visible: whether the engine returns its weights."""
+    pair.engine, pair.weights_in_use = fault(pair.engine), visible
     pair.publish()
     return pair
 
@@ -157,6 +158,43 @@ def test_a_sampler_that_cannot_score_is_skipped(make_pair: MakePair) -> None:
     assert (found.status, found.detail) == ("note", "skipped: start it with --prompt-logprobs")
     pair.engine = object()  # pyright: ignore[reportAttributeAccessIssue]
     assert prefill(pair, samples).detail == "skipped: this sampler cannot score given responses"
+
+
+@pytest.mark.parametrize(
+    ("part", "sets", "words", "tensors"),
+    [
+        ("layers.1.mlp.down_proj", (), "not published: model.layers.1.mlp.down_proj.weight; compared", 1),
+        ("layernorm", (), "model.layers.0.post_attention_layernorm.weight", 4),
+        ("", (), "the update was not taken over: all ", None),
+        ("", (LORA,), "the adapter is not merged or not loaded: all ", None),
+    ],
+)
+def test_tensors_in_use_name_what_was_not_published(
+    make_pair: MakePair, part: str, sets: Sequence[str], words: str, tensors: int | None
+) -> None:
+    pair = plant(make_pair("bfloat16", sets), lambda e: faults.StaleTensors(e, part), visible=True)
+    found = weights(pair, {})
+    assert found.figures is not None
+    assert found.status == "fail"
+    assert words in found.detail
+    expected = found.figures["tensors/changed"] if tensors is None else tensors
+    assert found.figures["tensors/different"] == expected <= found.figures["tensors/changed"]
+
+
+def test_tensors_in_use_need_no_mismatch_that_can_be_seen(make_pair: MakePair) -> None:
+    """A mismatch beside which no change of the weights is seen: without the tensors that is a note."""
+
+    class Noisy(faults.StaleTensors):
+        def answer(self, one: Completion, sampling: Any, batch: int) -> Completion:  # noqa: ARG002
+            noise = np.random.default_rng(batch).normal(0, 1, len(one.logp_behavior))
+            return replace(one, logp_behavior=(one.logp_behavior + noise).astype(np.float32))
+
+    pair = plant(make_pair(), lambda e: Noisy(e, "layers.1.mlp.down_proj"))
+    assert weights(pair, {}).status == "note"
+    pair.weights_in_use = True
+    found = weights(pair, {})
+    assert found.status == "fail"
+    assert "not published: model.layers.1.mlp.down_proj.weight" in found.detail
 
 
 def test_an_interrupted_check_gives_the_sampler_its_weights_back(make_pair: MakePair) -> None:
