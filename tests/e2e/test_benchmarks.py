@@ -84,6 +84,10 @@ ROWS = {
     "overlap": Row("--rounds 1 --steps 7 --prompts 2 --samples 2", "share of the ideal"),
     "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),
     "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
+    "preflight_matrix": Row(
+        "--model laboratory --samplers embedded-invariant --lengths 8 --prompts 2",
+        r"embedded-invariant \| 8 \| 16 \| 0.0e\+00 \| 0.0e\+00 \| 0.0e\+00",
+    ),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
     "routing": Row(
         "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2 --set sft.steps=2",

