@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
 # Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
 # package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
 LINES = {
-    "adapters": 2_566,
+    "adapters": 2_764,
     "bitwise": 729,
     "cli": 2_782,
     "cluster": 1_008,
@@ -74,7 +74,7 @@ LINES = {
     "evaluation": 1_127,
     "lab": 1_206,
     "models": 3_767,
-    "monitor": 969,
+    "monitor": 971,
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,

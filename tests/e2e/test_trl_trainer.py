@@ -82,6 +82,14 @@ def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
     assert "trimtab/mismatch/k3" in result["metrics"]
 
 
+def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:
+    result = run("monitored", tmp_path)
+    assert result["same"]
+    assert result["loss"]
+    assert all(0.02 < k3 < 0.1 for k3 in result["k3"])
+    assert all(name.startswith("trimtab/") for name in result["added"])
+
+
 def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:
     result = run("unscored", tmp_path)
     assert result["unscored"] == [0.25, 0.25]  # One response of each group of four: a first digit is never certain.

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import build, evaluate, peer_module, per_response
+from trimtab.adapters.monitoring import Choice, observations
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
@@ -32,13 +33,14 @@ from trimtab.objectives import Objective
 MODULE, FUNCTION = "areal.trainer.ppo.actor", "grpo_loss_fn"
 
 
-def install(objective: str | Objective, **keywords: Any) -> None:
+def install(objective: str | Objective, *, monitor: Choice = None, **keywords: Any) -> None:
     """Replaces AReaL's loss in this process, which must be one that trains.
 
+    monitor: True, or a folder for the files of each process: the alarms of `trimtab.Monitor`.
     Raises `TrimtabError` in the script that starts the training: unless AREAL_SPMD_MODE is set, AReaL trains in
     processes that the script starts, and AReaL's own loss would train there.
     """
-    loss = actor_loss(objective, **keywords)
+    loss = actor_loss(objective, monitor=monitor, **keywords)
     module = peer_module("AReaL", MODULE)
     if not hasattr(module, FUNCTION):
         raise TrimtabError(f"this version of AReaL has no {MODULE}.{FUNCTION}: use 1.0.4")
@@ -52,7 +54,7 @@ def install(objective: str | Objective, **keywords: Any) -> None:
     setattr(module, FUNCTION, loss)
 
 
-def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Tensor]:
+def actor_loss(objective: str | Objective, *, monitor: Choice = None, **keywords: Any) -> Callable[..., Tensor]:
     """Returns a loss with the signature of AReaL's `grpo_loss_fn`.
 
     AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Settings of its own
@@ -71,7 +73,7 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
         **__: Any,
     ) -> Tensor:
         proximal = input_data.get("prox_logp")
-        _check_policies(built, input_data, use_decoupled_loss)
+        _check_policies(built, input_data, use_decoupled_loss, bool(monitor))
         borders = _borders(built, logprobs, input_data.get("cu_seqlens"))
 
         def rows(values: Tensor) -> Tensor:
@@ -79,14 +81,14 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)
 
         mask, age = rows(input_data["loss_mask"]).bool(), None
-        if "age" in built.needs:
-            versions = input_data.get("versions")
+        versions = input_data.get("versions")
+        if "age" in built.needs or (monitor and versions is not None):
             if versions is None or current_version is None:
                 raise TrimtabError(f"{built.name} reads the age of tokens, and AReaL passes no versions here")
             # AReaL moves log-probs and mask one position back, but not versions.
             sampled = rows(versions.long().roll(-1, dims=-1))
             if bool((sampled[mask] < 0).any()):
-                raise TrimtabError(f"{built.name} reads the age of tokens, and trained tokens have no version")
+                raise TrimtabError(f"trained tokens have no version, which {built.name} or monitor reads")
             age = (current_version - sampled + 1).clamp(min=1)
         return evaluate(
             built,
@@ -96,15 +98,18 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
             behavior=rows(input_data["logprobs"]),
             proximal=None if proximal is None else rows(proximal),
             age=age,
+            monitor=observations(monitor),
+            step=None if current_version is None else current_version + 1,  # AReaL counts an update at its end.
         )[0]
 
     return loss
 
 
-def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bool) -> None:
-    if "behavior" in objective.needs and not decoupled:
+def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bool, monitor: bool) -> None:
+    if ("behavior" in objective.needs or monitor) and not decoupled:
+        reader = objective.name if "behavior" in objective.needs else "monitor"
         raise TrimtabError(
-            f"{objective.name} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
+            f"{reader} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
             "actor.use_decoupled_loss=true"
         )
     if "proximal" in objective.needs and data.get("prox_logp") is None:

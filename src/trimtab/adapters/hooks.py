@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
+from trimtab.adapters.monitoring import OBSERVED, Observations
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, PolicyLogps, State
@@ -44,7 +45,7 @@ OWN_RUN = {
 
 METRICS = (
     *("clip/low", "clip/high", "clip/weight", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences"),
-    *("ratio/bounded", "update/kl", "unscored", "unscored_tokens"),
+    *("ratio/bounded", "update/kl", "unscored", "unscored_tokens", *OBSERVED),
 )
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 
@@ -261,21 +262,25 @@ def evaluate(
     age: Tensor | None = None,
     state: State | None = None,
     dump: Dump | None = None,
+    monitor: Observations | None = None,
+    step: int | None = None,
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
     All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted
-    where the objective reads it; denominators of `state` stay. `dump` receives all tokens.
+    where the objective reads it; denominators of `state` stay. `dump` and `monitor` receive all tokens. step: the
+    number of the update for `monitor`, where the trainer passes it.
     """
     logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
     if dump is not None:
         dump.write_call(logps, advantage)
+    observed = {} if monitor is None else monitor.show(logps, step)
     kept = mask
     if behavior is not None and "behavior" in objective.needs:
         kept = usable_tokens(mask, behavior, current if proximal is None else proximal)
     logps = replace(logps, mask=kept)
     output = objective(logps, per_response(objective, advantage, mask), state=state)
-    return output.loss, output.metrics.finalize() | dropped_shares(mask, kept), logps
+    return output.loss, output.metrics.finalize() | dropped_shares(mask, kept) | observed, logps
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, evaluate, peer_module, per_response
+from trimtab.adapters.monitoring import Choice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
@@ -28,10 +29,19 @@ class ObjectiveLoss:
 
     use_fused_linear_logprobs: as the loss that `setup` returns has it: whether the model returns log-probs in place of
     logits. NeMo-RL divides by its own global counts, so that the aggregation must be token-mean or a mean over
-    sequences. Samples that NeMo-RL masks (`sample_mask`) are not trained.
+    sequences. Samples that NeMo-RL masks (`sample_mask`) are not trained. monitor: True, or a folder for the files of
+    each process: scalars and alarms of `trimtab.Monitor`.
     """
 
-    def __init__(self, objective: str | Objective, *, use_fused_linear_logprobs: bool = False, **keywords: Any) -> None:
+    def __init__(
+        self,
+        objective: str | Objective,
+        *,
+        use_fused_linear_logprobs: bool = False,
+        monitor: Choice = None,
+        **keywords: Any,
+    ) -> None:
+        self._monitor = monitor
         interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")
         normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
@@ -79,6 +89,7 @@ class ObjectiveLoss:
             proximal=proximal,
             reference=behind.get("reference_policy_logprobs"),
             state=state,
+            monitor=observations(self._monitor),
         )
         unfiltered = data.get("curr_logprobs_unfiltered")
         if unfiltered is not None:

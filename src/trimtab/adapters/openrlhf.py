@@ -13,21 +13,23 @@ from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module
+from trimtab.adapters.monitoring import Choice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
 MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
 
 
-def install(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> None:
+def install(objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
-    dump: a folder for the log-probs of every call, which `trimtab diagnose` reads.
+    dump: a folder for the log-probs of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the
+    files of each process: the alarms of `trimtab.Monitor`.
     """
     built = build("openrlhf", objective, keywords)
 
     def policy_loss(*_: Any, **__: Any) -> ObjectiveLoss:
-        return ObjectiveLoss(built, dump=dump)
+        return ObjectiveLoss(built, dump=dump, monitor=monitor)
 
     for name in MODULES:
         module = peer_module("OpenRLHF", name)
@@ -39,8 +41,11 @@ def install(objective: str | Objective, *, dump: str | None = None, **keywords: 
 class ObjectiveLoss(nn.Module):
     """A Trimtab objective with the interface of OpenRLHF's `PolicyLoss`."""
 
-    def __init__(self, objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any
+    ) -> None:
         super().__init__()
+        self._monitor = monitor
         self._dump = None if dump is None else Dump(dump)
         self.objective = build("openrlhf", objective, keywords)
 
@@ -73,6 +78,7 @@ class ObjectiveLoss(nn.Module):
             proximal=old_log_probs,
             state=counted_state(tokens, sequences, like=log_probs),
             dump=self._dump,
+            monitor=observations(self._monitor),
         )
         clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
         old_to_new = ((old_log_probs - log_probs).detach() * mask).sum() / mask.sum().clamp(min=1)

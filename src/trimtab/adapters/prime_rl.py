@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
+from trimtab.adapters.monitoring import Choice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
@@ -41,10 +42,11 @@ class LossOutputs(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> LossOutputs:
+def loss(inputs: LossInputs, *, objective: str = "ipo", monitor: Choice = None, **keywords: Any) -> LossOutputs:
     """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
 
-    objective, keywords: as for `trimtab.objective`; the aggregation must be token-mean. A batch of prime-rl is one
+    monitor: true, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`. objective,
+    keywords: as for `trimtab.objective`; the aggregation must be token-mean. A batch of prime-rl is one
     update, so that the policy at its start is the current one. Raises `TrimtabError` for an objective that needs the
     whole update, and for token weights other than 1.
     """
@@ -65,6 +67,7 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
         proximal=current.detach(),
         reference=None if inputs.ref_logprobs is None else inputs.ref_logprobs[None],
         state=counted_state(1, 1, like=current),
+        monitor=observations(monitor),
     )
     return LossOutputs(value, {key: torch.tensor(number) for key, number in averaged(metrics).items()})
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module
+from trimtab.adapters.monitoring import Choice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective
 
@@ -33,21 +34,30 @@ CORRECTIONS = (
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
-def register(objective: str | Objective, name: str | None = None, *, dump: str | None = None, **keywords: Any) -> str:
+def register(
+    objective: str | Objective,
+    name: str | None = None,
+    *,
+    dump: str | None = None,
+    monitor: Choice = None,
+    **keywords: Any,
+) -> str:
     """Registers an objective with SkyRL and returns its name, `trimtab-NAME` unless given.
 
     Call it before `ray.init`, in the script that starts the training; then set
     `trainer.algorithm.policy_loss_type` to the name. dump: a folder for the log-probs of every call, which `trimtab
-    diagnose` reads.
+    diagnose` reads. monitor: True, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`.
     """
     built = build("skyrl", objective, keywords)
     chosen = name or f"trimtab-{built.name}"
     utils = peer_module("SkyRL", "skyrl.backends.skyrl_train.utils.ppo_utils")
-    utils.PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump))
+    utils.PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump, monitor=monitor))
     return chosen
 
 
-def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> PolicyLoss:
+def policy_loss(
+    objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any
+) -> PolicyLoss:
     """Returns a policy loss with SkyRL's signature.
 
     SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
@@ -82,6 +92,7 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
             proximal=old_log_probs,
             state=counted_state(1, 1, like=log_probs),
             dump=written,
+            monitor=observations(monitor),
         )
         return value, averaged(metrics)
 

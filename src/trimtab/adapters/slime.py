@@ -6,6 +6,7 @@
 with in trimtab.yaml the name of an objective, or a table of its keywords:
 
     trimtab_objective: {name: icepop, weight_min: 0.5}
+    trimtab_monitor: true  # optional, or a folder for the files of each process: `trimtab.Monitor`
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, require_correction, turns_of, usable_tokens
+from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, correct
+from trimtab.objectives import Objective, PolicyLogps, correct
 
 IGNORED = {
     "kl_loss_coef": "set kl_coef in trimtab_objective, with --use-kl-loss, which loads the reference",
@@ -76,6 +78,9 @@ def tis(
         "trimtab/reject/tokens": usable - keep,
         "trimtab/unscored_tokens": trained - usable,
     }
+    if monitor := _monitor(args):
+        shown = monitor.show(PolicyLogps(None, behavior, mask, proximal=trainer))
+        metrics |= {f"trimtab/{key}": torch.full_like(weight, shown[key]).nan_to_num() for key in OBSERVED}
     return pg_loss * weight * keep if args.use_tis else pg_loss, list(loss_masks), metrics
 
 
@@ -106,7 +111,8 @@ def loss(
     policies.setdefault("proximal", current.detach())
     state = counted_state(1, 1, like=current)
     advantage = _pad(batch["advantages"])
-    value, metrics, _ = evaluate(built, mask, advantage, current=current, state=state, **{"behavior": None, **policies})
+    given = {"behavior": None, **policies, "state": state, "monitor": _monitor(args)}
+    value, metrics, _ = evaluate(built, mask, advantage, current=current, **given)
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
@@ -124,6 +130,10 @@ def _objective(args: Namespace, flag: str) -> Objective:
     keywords = dict(keywords)
     trainer = "miles" if importlib.util.find_spec("miles") is not None else "slime"
     return build(trainer, keywords.pop("name"), keywords)
+
+
+def _monitor(args: Namespace) -> Observations | None:
+    return observations(getattr(args, "trimtab_monitor", None))
 
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:

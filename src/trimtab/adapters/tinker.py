@@ -7,6 +7,7 @@ training_client.forward_backward_custom(data, custom_loss("icepop"))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,22 +16,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, evaluate, prefixed_metrics
+from trimtab.adapters.monitoring import Choice, Observations, Observer
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
-def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> CustomLoss:
+def custom_loss(
+    objective: str | Objective, *, dump: str | None = None, monitor: Observer | Choice = None, **keywords: Any
+) -> CustomLoss:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 
     Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's), `advantages`, and `mask` where some
     tokens are not trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
     `old_logprobs`, the policy at its start is the current one. dump: a folder for the log-probs of every call, which
-    `trimtab diagnose` reads.
+    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, True, or a folder for its files; each call is a step.
     """
     built = build("tinker", objective, keywords)
     written = None if dump is None else Dump(dump)
+    observed, steps = Observations(monitor) if monitor else None, count()
 
     def loss(data: Sequence[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         current = pad_sequence(list(logprobs), batch_first=True)
@@ -50,6 +55,8 @@ def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywor
             proximal=current.detach() if proximal is None else proximal,
             reference=_column(fields, "ref_logprobs", current),
             dump=written,
+            monitor=observed,
+            step=next(steps),
         )
         return value, prefixed_metrics(metrics)
 

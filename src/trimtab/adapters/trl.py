@@ -19,8 +19,9 @@ from torch import Tensor
 
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.monitoring import Observer
 from trimtab.adapters.trl_settings import check_settings
-from trimtab.adapters.trl_updates import ObjectiveLoss, Observer, Update
+from trimtab.adapters.trl_updates import ObjectiveLoss, Update
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
@@ -48,8 +49,8 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
     """A `trl.GRPOTrainer` whose loss is a Trimtab objective.
 
     objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
-    update after each generation, which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, which is shown the same
-    batches; its metrics go to TRL's log. Other parameters are those of TRL.
+    update after each generation, which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, or True, which is shown
+    the same batches; its metrics go to TRL's log. Other parameters are those of TRL.
 
     Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
     all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
@@ -63,7 +64,7 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
         *args: Any,
         objective: str | Objective = "grpo",
         dump: str | Path | None = None,
-        monitor: Observer | None = None,
+        monitor: Observer | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl", objective, dump, monitor)

@@ -20,9 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, missing_logps, peer_module, turns_of, usable_tokens
+from trimtab.adapters.monitoring import Observer
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_settings import check_ignored
-from trimtab.adapters.trl_updates import ObjectiveLoss, Observer, Update
+from trimtab.adapters.trl_updates import ObjectiveLoss, Update
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
@@ -35,7 +36,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
 
     objective: a preset, or an `Objective` for other numbers and parts; `token-bypass` is TRL's own loss where an update
     is one micro-batch. dump: a folder for the log-probs of every update, which `trimtab diagnose` reads. monitor: a
-    `trimtab.Monitor`, which is shown the same batches. Other parameters are those of TRL.
+    `trimtab.Monitor`, or True, which is shown the same batches. Other parameters are those of TRL.
 
     A sample serves one update, so that the policy at its start is the current one. Denominators and other statistics
     are those of the whole update: of all micro-batches of an accumulation window, on all processes. A response is a
@@ -49,7 +50,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         *args: Any,
         objective: str | Objective = "token-bypass",
         dump: str | Path | None = None,
-        monitor: Observer | None = None,
+        monitor: Observer | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl-async", objective, dump, monitor)

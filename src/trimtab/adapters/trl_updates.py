@@ -6,20 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, prefixed_metrics
+from trimtab.adapters.monitoring import Observer, opened
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, State
-
-
-class Observer(Protocol):
-    """A `trimtab.Monitor`."""
-
-    def observe(self, **batch: Any) -> dict[str, float]: ...
 
 
 @dataclass
@@ -40,7 +35,7 @@ class ObjectiveLoss:
     _metrics: Any
 
     def _set_parts(
-        self, hook: str, objective: str | Objective, dump: str | Path | None, monitor: Observer | None
+        self, hook: str, objective: str | Objective, dump: str | Path | None, monitor: Observer | bool | None
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
         if "unsloth" in sys.modules:
@@ -49,7 +44,7 @@ class ObjectiveLoss:
             )
         self._objective = build(hook, objective, {})
         self._dump = None if dump is None else Dump(dump)
-        self._monitor = monitor
+        self._monitor = opened(monitor, merge_ranks=True) if monitor else None
         self._update: Update | None = None
 
     def _summed(self, parts: Sequence[State]) -> State:

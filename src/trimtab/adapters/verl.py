@@ -7,6 +7,7 @@ verl imports this module through the entry point `verl.plugins` in every process
 
 TRIMTAB_OBJECTIVES names a TOML file with your objectives: `[mine]` with `name = "icepop"` is `trimtab-mine`.
 TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
+TRIMTAB_MONITOR names a folder for `trimtab.Monitor`, whose scalars join the metrics.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def register() -> list[str]:
                 registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
     _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_correction, named))
+    if folder := os.environ.get(verl_driver.MONITOR):
+        _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_monitored, folder))
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
     _replace("verl.utils.config", "validate_config", partial(verl_driver.wrap_validate_config, named))

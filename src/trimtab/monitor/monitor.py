@@ -40,6 +40,7 @@ class Monitor:
     sample_tokens: trained tokens of the sample, on each rank.
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
         `torch.distributed` is initialized.
+    merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
 
     Memory does not grow with the number of steps. An alarm is raised once, and again when its reason comes back after
     20 steps.
@@ -53,11 +54,12 @@ class Monitor:
         on_alarm: Callable[[Alarm], None] | None = None,
         sample_tokens: int = 200_000,
         process_group: dist.ProcessGroup | None = None,
+        merge_ranks: bool = True,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         self._group = process_group
-        self._distributed = dist.is_available() and dist.is_initialized()
+        self._distributed = merge_ranks and dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if self._distributed else 0
         self._out = None if out is None else Path(out)
         if self._out is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.noisy_batch import ROWS, batch
 
 import trimtab
+from trimtab.adapters.monitoring import opened
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.response_sample import Sample
 
@@ -125,6 +126,9 @@ def ranks(rank: int, folder: str) -> None:
         one = batch(step)
         figures = monitor.observe(**{k: v[part] if isinstance(v, torch.Tensor) else v for k, v in one.items()})
     monitor.close()
+    if rank == 1:  # The other rank does not call.
+        alone = opened(f"{folder}/own", merge_ranks=False).observe(**batch(0))
+        assert alone == Monitor(merge_ranks=False).observe(**batch(0))
     Path(f"{folder}/rank-{rank}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
@@ -148,4 +152,6 @@ def test_two_ranks_have_the_figures_of_the_whole_batch(two_ranks: Path) -> None:
         assert json.loads((two_ranks / f"rank-{rank}.json").read_text()) == pytest.approx(expected)
     rows = [path.read_text().count("\n") for path in sorted((two_ranks / "logs").glob("sample_rank_*.jsonl"))]
     assert rows == [20, 2 * ROWS - 20]
+    assert [path.name for path in (two_ranks / "own").iterdir()] == ["rank_1"]
+    assert "sample.jsonl" in {path.name for path in (two_ranks / "own" / "rank_1").iterdir()}  # Written at the end.
     assert (two_ranks / "logs" / "diagnose.html").exists()

@@ -1,0 +1,104 @@
+"""Shows a `trimtab.Monitor` what the losses of other trainers are given.
+
+The monitor writes a page of the diagnosis, which imports this package. Data flows one way, so that no adapter imports
+the monitor: it is given, or made here by its public name, at the first batch of a process that asks for one.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trimtab.corrections.reduce import nan_below_minimum
+from trimtab.errors import TrimtabError
+from trimtab.objectives import PolicyLogps
+
+OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
+"""Scalars of the monitor that every step has and that a trainer may average over micro-batches and processes."""
+
+
+Choice = str | bool | None
+"""True, a folder for the files of each process that trains, or no monitor."""
+
+
+class Observer(Protocol):
+    """A `trimtab.Monitor`."""
+
+    @property
+    def observe(self) -> Callable[..., dict[str, float]]: ...
+
+
+def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
+    """Returns the given monitor, one without files for True, or one that writes into a folder until the process ends.
+
+    merge_ranks: as for `trimtab.Monitor`. Without it, each rank of `torch.distributed` has the folder `rank_RANK`.
+    Raises `TrimtabError` for a folder with it, because ranks do not end together.
+    """
+    if not isinstance(monitor, bool | str):
+        return monitor
+    import trimtab
+
+    if isinstance(monitor, bool):
+        return trimtab.Monitor(merge_ranks=merge_ranks)
+    if merge_ranks:
+        raise TrimtabError(f"monitor={monitor!r}: give trimtab.Monitor(out={monitor!r}), and close it after training")
+    ranks = dist.is_available() and dist.is_initialized()
+    own = trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if ranks else ""), merge_ranks=False)
+    atexit.register(own.close)
+    return own
+
+
+class Observations:
+    """What a loss is given in one process. An update ends when an optimizer of `torch.optim` steps in it.
+
+    Ranks are not merged: they do not call a loss alike (pipelines, single sequences); a collective would wait for ever.
+    """
+
+    def __init__(self, monitor: Observer | str | bool) -> None:
+        self._monitor = opened(monitor, merge_ranks=False)
+        self._step, self._updated = 0, False
+        register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))
+
+    def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
+        """Adds a micro-batch, and returns the scalars of its update so far.
+
+        step: of the update, where the trainer passes it. Raises `TrimtabError` without log-probs of the sampler.
+        """
+        train = logps.current if logps.proximal is None else logps.proximal
+        if logps.behavior is None or train is None:
+            raise TrimtabError(
+                "monitor: this trainer passes no log-probs of the sampler: turn them on as for an objective that reads "
+                "them (docs/adapters.md), or leave monitor out"
+            )
+        self._step, self._updated = self._step + self._updated, False
+        step = self._step if step is None else step
+        return self._monitor.observe(
+            logp_train=train.detach(),
+            logp_rollout=nan_below_minimum(logps.behavior),
+            mask=logps.mask,
+            step=step,
+            version=None if logps.age is None else step - logps.age,
+        )
+
+
+def observations(monitor: Choice) -> Observations | None:
+    """Returns the observations of this process; losses reach it as copies, so that they hold the setting alone.
+
+    monitor: True, or a folder; None and False are none. Raises `TrimtabError` for other values.
+    """
+    if monitor is None or monitor is False:
+        return None
+    if not isinstance(monitor, bool | str):
+        raise TrimtabError(f"monitor={monitor!r}: give True or a folder, each process that trains makes its monitor")
+    return _of_process(monitor)
+
+
+@cache
+def _of_process(monitor: str | bool) -> Observations:
+    return Observations(monitor)

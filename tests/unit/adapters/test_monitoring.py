@@ -1,0 +1,264 @@
+"""`monitor=` of the adapters: the monitor's figures and alarms, and the same loss and gradient bit for bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.noisy_batch import batch
+from torch import Tensor
+from torch.testing import assert_close
+
+from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
+from trimtab.adapters.hooks import evaluate
+from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.monitor import Monitor
+from trimtab.objectives import objective
+
+FIGURES = ("mismatch/k3", "mismatch/ess_token", "mean_ratio")
+LOST = 4
+"""Step from which the sampler does not get new weights."""
+Called = tuple[Tensor, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+    """What NeMo-RL and slime import, a process without monitors, and the functions that its end would call."""
+    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
+    interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
+    interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
+    interfaces.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    monkeypatch.setattr(
+        slime, "_score_function", lambda: lambda _, unconcat_tokens, **__: {"log_probs": unconcat_tokens}
+    )
+    monitoring._of_process.cache_clear()
+    at_exit: list[Callable[[], Any]] = []
+    monkeypatch.setattr(monitoring, "atexit", SimpleNamespace(register=at_exit.append))
+    monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
+    return at_exit
+
+
+def responses(step: int) -> dict[str, Any]:
+    """Four responses; the sampler stays behind from step `LOST` on."""
+    whole = batch(step, drift=0.0 if step < LOST else 1.5)
+    return {name: value[:4] if isinstance(value, Tensor) else value for name, value in whole.items()}
+
+
+def advantages(current: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, len(current), dtype=current.dtype)[:, None].expand(current.shape)
+
+
+def call_prime_rl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    """Sequence by sequence."""
+    results = [
+        prime_rl.loss(
+            SimpleNamespace(
+                trainer_logprobs=current[row],
+                inference_logprobs=one["logp_rollout"][row],
+                ref_logprobs=None,
+                advantages=advantages(current)[row],
+                loss_mask=one["mask"][row],
+                loss_weights=None,
+            ),
+            objective="icepop",
+            aggregation="token-mean",
+            monitor=monitor,
+        )
+        for row in range(len(current))
+    ]
+    return torch.stack([result.loss for result in results]).sum(), dict(results[-1].metrics)
+
+
+def call_skyrl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
+    behavior, mask = one["logp_rollout"], one["mask"].float()
+    loss = skyrl.policy_loss("icepop", monitor=monitor)
+    return loss(current, current.detach(), advantages(current), config, mask, behavior)
+
+
+def call_nemo_rl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    """A copy of the loss at every call, as Ray makes it."""
+    columns = {"token_mask": one["mask"].double(), "advantages": advantages(current)}
+    columns |= {"prev_logprobs": current.detach(), "generation_logprobs": one["logp_rollout"]}
+    data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in columns.items()}
+    loss = nemo_rl.ObjectiveLoss("icepop", monitor=monitor)
+    size = len(current)
+    return loss(current, {**data, "sample_mask": torch.ones(size)}, torch.tensor(size), one["mask"].sum())
+
+
+def call_slime(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    rows = list(current)
+    fields = {
+        "response_lengths": [len(row) for row in rows],
+        "total_lengths": [len(row) for row in rows],
+        "unconcat_tokens": rows,
+        "loss_masks": list(one["mask"].int()),
+        "advantages": list(advantages(current)),
+        "log_probs": list(current.detach()),
+        "rollout_log_probs": list(one["logp_rollout"]),
+    }
+    args = Namespace(trimtab_objective="icepop", trimtab_monitor=monitor, calculate_per_token_loss=False)
+    loss, metrics = slime.loss(args, fields, current, lambda flat: flat.sum() * 0 + 1)
+    return loss, metrics
+
+
+def call_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    args = Namespace(trimtab_objective="icepop", trimtab_monitor=monitor, use_tis=True)
+    loss, _, metrics = slime.tis(
+        args,
+        pg_loss=current.flatten(),
+        train_log_probs=list(current.detach()),
+        rollout_log_probs=list(one["logp_rollout"]),
+        loss_masks=list(one["mask"].int()),
+        response_lengths=[current.shape[1]] * len(current),
+    )
+    return loss.sum(), {key: value.mean() for key, value in metrics.items()}
+
+
+def call_areal(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    data = {
+        "logprobs": one["logp_rollout"],
+        "prox_logp": current.detach(),
+        "advantages": advantages(current),
+        "loss_mask": one["mask"].float(),
+        "versions": torch.full(current.shape, one["step"]),
+    }
+    loss = areal.actor_loss(objective("icepop", aggregation="token-mean"), monitor=monitor)
+    return loss(current, torch.zeros(()), data, current_version=one["step"], use_decoupled_loss=True), {}
+
+
+def call_openrlhf(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    loss = openrlhf.ObjectiveLoss("icepop", monitor=monitor)
+    return loss(current, current.detach(), advantages(current), one["mask"], one["logp_rollout"])[0], {}
+
+
+CALLS: dict[str, Callable[[dict[str, Any], Tensor, Any], Called]] = {
+    "prime-rl": call_prime_rl,
+    "skyrl": call_skyrl,
+    "nemo-rl": call_nemo_rl,
+    "slime": call_slime,
+    "slime-tis": call_tis,
+    "areal": call_areal,
+    "openrlhf": call_openrlhf,
+}
+
+
+def update() -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+
+
+@pytest.mark.parametrize("trainer", CALLS)
+def test_the_figures_and_alarms_are_those_of_the_monitor(trainer: str, tmp_path: Path, peers: list[Any]) -> None:
+    direct = Monitor(tmp_path / "direct", on_alarm=lambda _: None)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        for step in range(LOST + 3):
+            one = responses(step)
+            current = one["logp_train"].clone().requires_grad_()
+            loss, metrics = CALLS[trainer](one, current, str(tmp_path / "ours"))
+            again = one["logp_train"].clone().requires_grad_()
+            plain, _ = CALLS[trainer](one, again, None)
+            assert torch.equal(loss, plain)
+            assert torch.equal(torch.autograd.grad(loss, current)[0], torch.autograd.grad(plain, again)[0])
+            expected = direct.observe(**{key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step")})
+            for key in FIGURES if metrics else ():
+                assert_close(float(metrics[f"trimtab/{key}"]), expected[key], rtol=1e-6, atol=0)
+            update()
+        peers[0]()  # The process ends.
+    direct.close()
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("ours", "direct")
+    )
+    assert len(ours) == LOST + 3
+    for key in FIGURES:
+        assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs], rel=1e-6)
+    alarms = [str(one.message) for one in raised if issubclass(one.category, TrimtabWarning)]
+    assert any("undelivered" in text if trainer == "areal" else "k3-jump" in text for text in alarms)
+    assert all(row["alarms"] == [] for row in ours[: LOST + 1])
+    assert (tmp_path / "ours" / "sample.jsonl").stat().st_size > 0
+
+
+def test_each_call_of_tinker_is_a_step() -> None:
+    names: list[str] = []
+    monitor, direct = (Monitor(on_alarm=lambda alarm: names.append(alarm.name)) for _ in range(2))
+    loss, plain = tinker.custom_loss("icepop", monitor=monitor), tinker.custom_loss("icepop")
+    for step in range(LOST + 3):
+        one = responses(step)
+        rows = advantages(one["logp_train"])
+        columns = zip(one["logp_rollout"], rows, one["mask"].double(), strict=True)
+        data = [
+            SimpleNamespace(loss_fn_inputs=dict(zip(("logprobs", "advantages", "mask"), column, strict=True)))
+            for column in columns
+        ]
+        value, metrics = loss(data, list(one["logp_train"]))
+        assert torch.equal(value, plain(data, list(one["logp_train"]))[0])
+        expected = direct.observe(**{key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step")})
+        assert {key: metrics[f"trimtab/{key}"] for key in FIGURES} == {key: expected[key] for key in FIGURES}
+    assert names.count("k3-jump") == 2  # That of `direct` too.
+
+
+def test_the_driver_of_verl_shows_a_batch_a_step(tmp_path: Path) -> None:
+    """The function that is wrapped changes the mask: the monitor sees the batch before."""
+
+    def original(shown: Any, _config: Any) -> tuple[Any, dict[str, float]]:
+        shown.batch["response_mask"] = torch.zeros_like(shown.batch["response_mask"])
+        return shown, {"rollout_corr/kl": 0.5}
+
+    add, direct = verl_driver.wrap_monitored(str(tmp_path), original), Monitor()
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        for step in range(LOST + 3):
+            one = responses(step)
+            fields = {"old_log_probs": one["logp_train"], "rollout_log_probs": one["logp_rollout"]}
+            fields |= {"response_mask": one["mask"].long(), "token_level_scores": one["reward"][:, None]}
+            names = one["group"].numpy().astype(str).astype(object)
+            _, metrics = add(SimpleNamespace(batch=fields, non_tensor_batch={"uid": names}), {})
+            given = {key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step", "reward")}
+            expected = direct.observe(**given)
+            assert metrics["rollout_corr/kl"] == 0.5
+            for key in (*FIGURES, "reward/mean"):
+                assert metrics[f"rollout_corr/trimtab/{key}"] == expected[key]
+    assert any("k3-jump" in str(one.message) for one in raised)
+
+
+def test_micro_batches_until_an_optimizer_steps_are_one_update() -> None:
+    one = responses(0)
+    config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
+    loss = skyrl.policy_loss("icepop", monitor=True)
+
+    def shown(part: slice) -> dict[str, float]:
+        train, rollout, mask = (one[name][part] for name in ("logp_train", "logp_rollout", "mask"))
+        return loss(train, train, advantages(train), config, mask, rollout)[1]
+
+    shown(slice(0, 2))
+    whole = Monitor().observe(**one)
+    assert shown(slice(2, None))["trimtab/mismatch/k3"] == pytest.approx(whole["mismatch/k3"], rel=1e-9)
+    update()
+    alone = Monitor().observe(
+        **{name: value[:2] if isinstance(value, Tensor) else value for name, value in one.items()}
+    )
+    assert shown(slice(0, 2))["trimtab/mismatch/k3"] == pytest.approx(alone["mismatch/k3"], rel=1e-9)
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    one = responses(0)
+    train, mask = one["logp_train"], one["mask"]
+    given = {"current": train, "proximal": None, "monitor": monitoring.Observations(Monitor())}
+    with pytest.raises(TrimtabError, match="passes no log-probs of the sampler"):
+        evaluate(objective("reinforce"), mask, advantages(train), behavior=None, **given)
+    with pytest.raises(TrimtabError, match="give True or a folder"):
+        monitoring.observations(Monitor())  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="close it after training"):
+        monitoring.opened("out", merge_ranks=True)
