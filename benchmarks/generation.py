@@ -1,19 +1,25 @@
 """Tokens per second of the embedded engine against `transformers.generate`, interleaved in one run.
 
-    python benchmarks/generation.py [--threads 2] [--rounds 5] [--cases 32x48]
+    python benchmarks/generation.py [--threads 2] [--rounds 5] [--cases 32x48] [--busy]
 
 Both sample at temperature 1 from the same bfloat16 weights and prompts, 8 samples each, with forced length.
 `generate` gets its best setting: SDPA attention, inference mode, no logits processor, no log-probs or scores
 returned, and the better of its dynamic and static caches, chosen here by a first measurement. The engine
 does all of its usual work: it returns log-probs, entropies and text.
+
+With --busy another process keeps one core busy meanwhile: compare it with and without GOMP_SPINCOUNT=1000, which the
+`trimtab` command sets.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,15 +40,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
+    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=torch.bfloat16)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
-    for rows, tokens in options.cases:
-        prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
-        contenders = contest(engine, loaded.model, prompts, tokens)
-        seconds = measure(contenders, options.rounds)
-        report(rows, tokens, prompts, seconds)
+    with busy() if options.busy else contextlib.nullcontext():
+        for rows, tokens in options.cases:
+            prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
+            contenders = contest(engine, loaded.model, prompts, tokens)
+            seconds = measure(contenders, options.rounds)
+            report(rows, tokens, prompts, seconds)
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Keeps one core busy in another process."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def case(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from trimtab.cli import starting
@@ -14,6 +15,10 @@ TRAINING = ("compare", "eval", "export", "sft", "train")
 def main() -> None:
     """Run the command line; entry point of the console script."""
     starting.guard()
+    # Before torch is imported, and for worker processes: waiting threads of libgomp sleep soon. By default they keep a
+    # core busy for milliseconds, and beside one other busy process everything takes several times as long.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         _require_packages(sys.argv[1] if len(sys.argv) > 1 else "")
     except TrimtabError as error:

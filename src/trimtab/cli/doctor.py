@@ -36,6 +36,7 @@ VLLM_IMPORT = (
     "import torch, vllm._custom_ops; torch.ops._C.silu_and_mul"
 )
 VLLM_SECONDS = 180
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 GIB = 1024**3
 # What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
@@ -75,8 +76,8 @@ def doctor(
     ]
     checks += [_library(name, extra) for name, extra in LIBRARIES.items()]
     checks += [_torch_works(), vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
-    limit = os.environ.get("OMP_NUM_THREADS")
-    checks.append(Finding("ok", "cpu cores", f"{usable_cores()}{f' (OMP_NUM_THREADS={limit})' if limit else ''}"))
+    threads = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
+    checks.append(Finding("ok", "cpu cores", " ".join([f"{usable_cores()}", *threads])))
     checks.append(_memory())
     free = shutil.disk_usage(Path.cwd()).free
     checks.append(_enough("free disk here", free, DISK_NEEDED, "a run with checkpoints"))

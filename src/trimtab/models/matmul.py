@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,44 @@ _BFLOAT16 = _ONEDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _FAST_DTYPES = (torch.float32,) * _ONEDNN + (torch.bfloat16,) * _BFLOAT16
 
 
+def product_dtype(values: Tensor) -> torch.dtype:
+    """Returns the dtype in which products of `values` are computed, float32 for bfloat16 that a processor lacks."""
+    lacks = _BFLOAT16 and values.device.type == "cpu" and values.dtype == torch.bfloat16
+    return torch.float32 if lacks else values.dtype
+
+
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; either may be a transposed view. It has no gradient: call it in an autograd function."""
     if a.device.type == "cpu" and a.dtype == b.dtype and a.dtype in _FAST_DTYPES and min(*a.shape, *b.shape) > 0:
         return torch.ops.mkldnn._linear_pointwise(a.float(), b.float(), None, "none", [], "").to(a.dtype)
     return a @ b.T
+
+
+def batched_product(a: Float[Tensor, "batch m k"], b: Float[Tensor, "batch k n"]) -> Float[Tensor, "batch m n"]:
+    """Returns `a @ b` in their dtype. It has no gradient."""
+    dtype = product_dtype(a)
+    return torch.bmm(a.to(dtype), b.to(dtype)).to(a.dtype)
+
+
+class InferenceLinear(NamedTuple):
+    """A linear layer without gradient. Its weight may be packed into the layout that oneDNN multiplies fastest."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, states: Float[Tensor, "rows k"]) -> Float[Tensor, "rows n"]:
+        if not self.weight.is_mkldnn:
+            return fast_linear(states, self.weight, self.bias)
+        result = torch.ops.mkldnn._linear_pointwise(states.to(self.weight.dtype), self.weight, None, "none", [], "")
+        result = result.to(states.dtype)
+        return result if self.bias is None else result + self.bias
+
+    def packed(self, rows: int) -> InferenceLinear:
+        """Returns a copy for products of about `rows` rows, which does not follow later changes of the weight."""
+        dtype = product_dtype(self.weight)
+        if not (_ONEDNN and self.weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)):
+            return self
+        return self._replace(weight=torch.ops.mkldnn._reorder_linear_weight(self.weight.to(dtype), rows))
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
+from trimtab.models.matmul import batched_product
 
 PACKED_IMPLEMENTATION = "trimtab"
 
@@ -325,7 +326,7 @@ def _attend(
     for block in working_blocks(rows, heads, queries, keys):
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
-        product = torch.bmm(probability.view(len(fq), -1, block.keys), fv)
+        product = batched_product(probability.view(len(fq), -1, block.keys), fv)
         out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
         if rows * heads * queries * keys <= MAX_SAVED_SCORES:
             kept.append(probability)
@@ -376,14 +377,14 @@ def _attend_backward(
         else:
             probability = kept[index]
         flat = probability.view(len(fq), -1, block.keys)
-        gv = torch.bmm(flat.transpose(1, 2), fg)
-        inner = torch.bmm(fg, fv.transpose(1, 2)).view_as(probability).to(mask.dtype)
+        gv = batched_product(flat.transpose(1, 2), fg)
+        inner = batched_product(fg, fv.transpose(1, 2)).view_as(probability).to(mask.dtype)
         inner = torch.ops.aten._softmax_backward_data(inner, probability.to(mask.dtype), -1, mask.dtype)
         if slope is not None:
             inner.mul_(slope)
         inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
-        to_q[block.rows, block.queries] = unfold_heads(torch.bmm(inner, fk), len(mask), mask.shape[2])
-        gk = torch.bmm(inner.transpose(1, 2), fq)
+        to_q[block.rows, block.queries] = unfold_heads(batched_product(inner, fk), len(mask), mask.shape[2])
+        gk = batched_product(inner.transpose(1, 2), fq)
         to_k[block.rows, : block.keys] += unfold_heads(gk, len(mask), block.keys)
         to_v[block.rows, : block.keys] += unfold_heads(gv, len(mask), block.keys)
     return to_q, to_k, to_v

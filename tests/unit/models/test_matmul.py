@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.models import matmul
-from trimtab.models.matmul import FastLinear, fast_linear, use_fast_linear
+from trimtab.models.matmul import (
+    FastLinear,
+    InferenceLinear,
+    batched_product,
+    fast_linear,
+    product_dtype,
+    use_fast_linear,
+)
 
 ROWS = [(3, 5, 7), (1, 1, 1), (130, 64, 33), (0, 4, 2)]
 
@@ -78,3 +85,29 @@ def test_under_autocast_a_model_computes_as_before(monkeypatch: pytest.MonkeyPat
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(swapped(states), plain(states))
     torch.testing.assert_close(swapped(states), plain(states), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_layer_is_the_linear_layer_for_any_number_of_rows(dtype: torch.dtype, biased: bool) -> None:
+    torch.manual_seed(3)
+    weight, bias = torch.randn(33, 64, dtype=dtype), torch.randn(33, dtype=dtype) if biased else None
+    layer = InferenceLinear(weight, bias)
+    packed = layer.packed(8)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.06
+    for rows in (1, 8, 130):
+        states = torch.randn(rows, 64, dtype=dtype)
+        for result in (layer(states), packed(states)):
+            assert result.dtype == dtype
+            torch.testing.assert_close(result, F.linear(states, weight, bias), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_batched_product_is_rounded_once(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    monkeypatch.setattr(matmul, "_BFLOAT16", lacks)
+    torch.manual_seed(4)
+    a, b = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64, 7).bfloat16()
+    result, exact = batched_product(a, b), torch.bmm(a.double(), b.double())
+    assert result.dtype == torch.bfloat16
+    assert product_dtype(a) == (torch.float32 if lacks else torch.bfloat16)
+    torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-4)

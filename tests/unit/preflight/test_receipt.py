@@ -33,7 +33,7 @@ def test_the_same_pair_has_the_same_receipt(tmp_path: Path, first: Record) -> No
     assert again == first
     assert first["versions"]["torch"] == torch.__version__
     assert first["hardware"]["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
-    assert first["attention"]["trainer"] == "sdpa"
+    assert first["attention"] == {"sampler": "sdpa", "trainer": "sdpa"}
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,11 @@ class EmbeddedEngine:
         """Returns the weights in use, not copies."""
         return self._model.named_parameters()
 
+    @property
+    def attention(self) -> str:
+        """The implementation of attention in the forward of the model, as in a `transformers` config."""
+        return self._model.config._attn_implementation
+
     def restart(self) -> None:
         """Does nothing: the engine runs in this process."""
 
@@ -203,7 +208,8 @@ class EmbeddedEngine:
         config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        positions, itemsize = longest + max_tokens, self._model.dtype.itemsize
+        dtype = self._fused.cache_dtype if self._fused else self._model.dtype
+        positions, itemsize = longest + max_tokens, dtype.itemsize
         if self._invariant:
             positions, itemsize = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK), 4
         width = 2 * config.num_hidden_layers * heads * size * itemsize
@@ -225,7 +231,7 @@ class EmbeddedEngine:
         steps = max_tokens - min(row.prefix_length for row in rows)
         window = self._fused.window if self._fused else None
         if self._fused and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
-            decoder = SharedPromptDecoder(self._fused, starts, steps, recorder)
+            decoder = SharedPromptDecoder(self._fused.packed(len(rows)), starts, steps, recorder)
         else:
             decoder = CachedDecoder(self._model, starts, steps, recorder)
         if recorder is not None:

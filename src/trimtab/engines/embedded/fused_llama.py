@@ -6,8 +6,9 @@ experts runs through the model's own module. The caller supplies attention (`sha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
-from trimtab.models.matmul import FastLinear, fast_linear
+from trimtab.models.matmul import FastLinear, InferenceLinear, product_dtype
 
 # Exact classes: a subclass may compute something else.
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
@@ -30,18 +31,53 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+# Packed weights of one batch of rows take at most this many bytes; larger models use their weights as they are.
+PACKED_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _GatedMLP:
+    """The dense MLP with its two input projections fused."""
+
+    gate_up: InferenceLinear
+    down: InferenceLinear
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+    def packed(self, rows: int) -> _GatedMLP:
+        return replace(self, gate_up=self.gate_up.packed(rows), down=self.down.packed(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The model's own mixture of experts, which needs a batch dimension."""
+
+    mixture: nn.Module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.mixture(hidden[None])[0]
+
+    def packed(self, _rows: int) -> _Experts:
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The modules of one transformer block; the model's own parameters are views of `qkv`."""
+    """The parts of one transformer block; unless packed, weights are those of the model's own modules."""
 
     norm_in: nn.Module
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: InferenceLinear
     norm_q: nn.Module | None
     norm_k: nn.Module | None
-    out: nn.Linear
+    out: InferenceLinear
     norm_mid: nn.Module
-    feed: Callable[[Tensor], Tensor]
+    feed: _GatedMLP | _Experts
+
+    def packed(self, rows: int) -> _Layer:
+        return replace(self, qkv=self.qkv.packed(rows), out=self.out.packed(rows), feed=self.feed.packed(rows))
 
 
 def supports(model: Any) -> bool:
@@ -49,11 +85,9 @@ def supports(model: Any) -> bool:
     if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
         return False
     # Adapters and quantization replace the linear layers by modules that compute more than a product with `weight`.
+    parts = [part for block in model.model.layers for part in (*block.self_attn.children(), *block.mlp.children())]
     return all(
-        type(part) in (nn.Linear, FastLinear)
-        for block in model.model.layers
-        for part in (*block.self_attn.children(), *block.mlp.children())
-        if hasattr(part, "in_features")
+        type(part) in (nn.Linear, FastLinear) for part in (*parts, model.lm_head) if hasattr(part, "in_features")
     )
 
 
@@ -67,11 +101,25 @@ class FusedLlama:
         config = model.config
         self.model = model
         self.layers = [_fuse_layer(block) for block in model.model.layers]
+        self.head = InferenceLinear(model.lm_head.weight, model.lm_head.bias)
+        self.cache_dtype = product_dtype(model.lm_head.weight)  # of queries, keys and values
         self.kv_heads: int = config.num_key_value_heads
         self.group: int = config.num_attention_heads // config.num_key_value_heads
         self.size: int = model.model.layers[0].self_attn.head_dim
         self.scaling: float = model.model.layers[0].self_attn.scaling
         self.window: int | None = _window(config)
+
+    def packed(self, rows: int) -> FusedLlama:
+        """Returns a copy with weights packed for products of about `rows` rows; it does not follow later updates.
+
+        Packing takes as long as decoding a few tokens, so it is repeated for every batch, and no stale weight is used.
+        """
+        if sum(weight.numel() for weight in self.model.parameters()) * self.cache_dtype.itemsize > PACKED_BYTES:
+            return self
+        result = copy.copy(self)
+        result.layers = [layer.packed(rows) for layer in self.layers]
+        result.head = self.head.packed(rows)
+        return result
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines, and sines signed for `_rotate`, both (tokens, heads + kv heads, head size).
@@ -95,17 +143,18 @@ class FusedLlama:
         heads = self.kv_heads * self.group
         hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
         for i, layer in enumerate(self.layers):
-            qkv = fast_linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
+            qkv = layer.qkv(layer.norm_in(hidden)).view(len(tokens), -1, self.size)
             if layer.norm_q is not None and layer.norm_k is not None:
                 qkv[:, :heads] = layer.norm_q(qkv[:, :heads])
                 qkv[:, heads : -self.kv_heads] = layer.norm_k(qkv[:, heads : -self.kv_heads])
-            query, key = _rotate(qkv[:, : -self.kv_heads], rotary).split([heads, self.kv_heads], 1)
-            hidden = hidden + layer.out(attend(i, query, key, qkv[:, -self.kv_heads :]))
+            query, key = _rotate(qkv[:, : -self.kv_heads], rotary).to(self.cache_dtype).split([heads, self.kv_heads], 1)
+            attended = attend(i, query, key, qkv[:, -self.kv_heads :].to(self.cache_dtype))
+            hidden = hidden + layer.out(attended.to(hidden.dtype))
             hidden = hidden + layer.feed(layer.norm_mid(hidden))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(self.model.model.norm(hidden))
+        return self.head(self.model.model.norm(hidden))
 
 
 def _rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -124,32 +173,23 @@ def _window(config: Any) -> int | None:
 
 def _fuse_layer(block: Any) -> _Layer:
     attention, mlp = block.self_attn, block.mlp
-    qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
     return _Layer(
         norm_in=block.input_layernorm,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
+        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         norm_q=getattr(attention, "q_norm", None),
         norm_k=getattr(attention, "k_norm", None),
-        out=attention.o_proj,
+        out=InferenceLinear(attention.o_proj.weight, attention.o_proj.bias),
         norm_mid=block.post_attention_layernorm,
-        # A mixture of experts needs a batch dimension.
-        feed=(lambda hidden: mlp(hidden[None])[0]) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
+        feed=_Experts(mlp) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
     )
 
 
-def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """Returns the dense MLP with its two input projections fused."""
-    weight, bias = _fuse(mlp.gate_proj, mlp.up_proj)
-
-    def feed(hidden: Tensor) -> Tensor:
-        gate, up = fast_linear(hidden, weight, bias).chunk(2, -1)
-        return mlp.down_proj(mlp.act_fn(gate) * up)
-
-    return feed
+def _gated(mlp: Any) -> _GatedMLP:
+    down = InferenceLinear(mlp.down_proj.weight, mlp.down_proj.bias)
+    return _GatedMLP(_fuse(mlp.gate_proj, mlp.up_proj), down, mlp.act_fn)
 
 
-def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _fuse(*parts: nn.Linear) -> InferenceLinear:
     """Concatenates linear layers of one input; the modules' own parameters become views of the result."""
     weight = torch.cat([part.weight.detach() for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
@@ -160,4 +200,4 @@ def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
         if bias is not None:
             part.bias = nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
-    return weight, bias
+    return InferenceLinear(weight, bias)

@@ -50,7 +50,7 @@ class SharedPromptDecoder:
         weight = model.model.model.embed_tokens.weight
         shape = (len(model.layers), len(prompts), model.kv_heads, int(self._lengths.max()), model.size)
         # Zeros, not empty: padding gets no attention, but 0 * NaN would still be NaN.
-        keys, values = weight.new_zeros(shape), weight.new_zeros(shape)
+        keys, values = (weight.new_zeros(shape, dtype=model.cache_dtype) for _ in range(2))
         last = weight.new_empty(len(prompts), weight.shape[1])
         for block in prefill_blocks(self._lengths.tolist()):
             index = torch.tensor(block, device=weight.device)

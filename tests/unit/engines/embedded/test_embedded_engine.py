@@ -78,6 +78,21 @@ def test_replaced_linear_maps_are_not_bypassed() -> None:
     np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_weights_changed_in_place_are_those_of_the_next_call(name: str) -> None:
+    """Decoding packs its weights: they must not outlive a call."""
+    engine, model, asked = make(name), tiny(name), prompts([9])
+    engine.generate(asked, 2, FORCED, seed=0)
+    with torch.no_grad():
+        for weights in (dict(engine.named_weights()), dict(model.named_parameters())):
+            for part in ("self_attn.q_proj", "self_attn.o_proj"):
+                weights[f"model.layers.1.{part}.weight"].mul_(3)
+    [[completion, _]] = engine.generate(asked, 2, FORCED, seed=0)
+    exact = processed(model, asked[0], completion, FORCED)
+    chosen = exact.gather(-1, torch.from_numpy(completion.response_ids)[:, None])[:, 0].detach()
+    np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
+
+
 def test_greedy_follows_the_model() -> None:
     model, [one] = tiny(), prompts([9])
     [[completion]] = make().generate([one], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), seed=0)
