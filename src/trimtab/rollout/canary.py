@@ -167,7 +167,6 @@ class Canary:
         difference = samples.difference(expected)
         with self._lock:
             last = self._last_checks.get(engine)
-            self._check_changed(samples, expected, last)
             self._difference, bound = difference, self._config.bound
             if bound is None:
                 bound = MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
@@ -177,6 +176,7 @@ class Canary:
                     f"canary: at version {expected.version} the engine's log-probs differ from the trainer's by "
                     f"{difference:.3g} on average (bound {bound:.3g}): {cause}; engine.canary.bound sets another bound"
                 )
+            self._check_changed(samples, expected, last)
             if self.noise is None:
                 self.noise = difference
             first = expected if last is None else last.first
@@ -249,7 +249,7 @@ class Canary:
 
     def _cause(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None, bound: float) -> str:
         fixed, varying = (samples.difference(expected, among) for among in (expected.fixed, ~expected.fixed))
-        if varying <= bound < fixed:
+        if varying <= bound < fixed and varying < fixed / 2:
             return (
                 f"only contexts it had seen before are wrong ({fixed:.3g}, new ones {varying:.3g}), so its prefix "
                 "cache holds keys and values of earlier weights: reset it at every publication"

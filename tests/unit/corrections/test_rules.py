@@ -73,6 +73,7 @@ def test_products_grow_with_length_and_geometric_means_do_not():
 
 def test_a_token_band_drops_tokens_and_a_sequence_band_everything():
     assert kept(Band("token", 0.5, 2.0), 1.0, 3.0, 0.4) == [True, False, False]
+    assert kept(Band("token", 1.0, 2.0), 1.0) == kept(Band("token", 0.5, 1.0), 1.0) == [True]  # bounds are inside
     assert kept(Band("sequence", 0.5, 2.0), 1.0, 3.0, 0.4) == [True] * 3  # product 1.2
     assert kept(Band("sequence", 0.5, 2.0), 3.0, 1.0) == [False] * 2
     assert kept(Band("geometric", 0.5, 2.0), 3.0, 1.0) == [True] * 2  # sqrt 3

@@ -101,7 +101,7 @@ class FusedLlama:
         config = model.config
         self.model = model
         self.layers = [_fuse_layer(block) for block in model.model.layers]
-        self.head = InferenceLinear(model.lm_head.weight, model.lm_head.bias)
+        self.head: Callable[[Tensor], Tensor] = model.lm_head
         self.cache_dtype = product_dtype(model.lm_head.weight)  # of queries, keys and values
         self.kv_heads: int = config.num_key_value_heads
         self.group: int = config.num_attention_heads // config.num_key_value_heads
@@ -118,7 +118,7 @@ class FusedLlama:
             return self
         result = copy.copy(self)
         result.layers = [layer.packed(rows) for layer in self.layers]
-        result.head = self.head.packed(rows)
+        result.head = InferenceLinear(self.model.lm_head.weight, self.model.lm_head.bias).packed(rows)
         return result
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
