@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
 # Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
 # package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
 LINES = {
-    "adapters": 2_764,
+    "adapters": 2_765,
     "bitwise": 729,
     "cli": 2_783,
     "cluster": 1_008,
@@ -78,7 +78,7 @@ LINES = {
     "objectives": 3_018,
     "pages": 472,
     "planning": 858,
-    "preflight": 1_281,
+    "preflight": 1_283,
     "report": 3_534,
     "rewards": 699,
     "rollout": 2_166,

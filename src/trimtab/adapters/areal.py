@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import build, evaluate, peer_module, per_response
-from trimtab.adapters.monitoring import Choice, observations
+from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
@@ -33,7 +33,7 @@ from trimtab.objectives import Objective
 MODULE, FUNCTION = "areal.trainer.ppo.actor", "grpo_loss_fn"
 
 
-def install(objective: str | Objective, *, monitor: Choice = None, **keywords: Any) -> None:
+def install(objective: str | Objective, *, monitor: MonitorChoice = None, **keywords: Any) -> None:
     """Replaces AReaL's loss in this process, which must be one that trains.
 
     monitor: True, or a folder for the files of each process: the alarms of `trimtab.Monitor`.
@@ -54,7 +54,7 @@ def install(objective: str | Objective, *, monitor: Choice = None, **keywords: A
     setattr(module, FUNCTION, loss)
 
 
-def actor_loss(objective: str | Objective, *, monitor: Choice = None, **keywords: Any) -> Callable[..., Tensor]:
+def actor_loss(objective: str | Objective, *, monitor: MonitorChoice = None, **keywords: Any) -> Callable[..., Tensor]:
     """Returns a loss with the signature of AReaL's `grpo_loss_fn`.
 
     AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Settings of its own

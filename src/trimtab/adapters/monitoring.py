@@ -22,8 +22,7 @@ from trimtab.objectives import PolicyLogps
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
 """Scalars of the monitor that every step has and that a trainer may average over micro-batches and processes."""
 
-
-Choice = str | bool | None
+MonitorChoice = str | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
 
 
@@ -87,7 +86,7 @@ class Observations:
         )
 
 
-def observations(monitor: Choice) -> Observations | None:
+def observations(monitor: MonitorChoice) -> Observations | None:
     """Returns the observations of this process; losses reach it as copies, so that they hold the setting alone.
 
     monitor: True, or a folder; None and False are none. Raises `TrimtabError` for other values.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, evaluate, peer_module, per_response
-from trimtab.adapters.monitoring import Choice, observations
+from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
@@ -38,7 +38,7 @@ class ObjectiveLoss:
         objective: str | Objective,
         *,
         use_fused_linear_logprobs: bool = False,
-        monitor: Choice = None,
+        monitor: MonitorChoice = None,
         **keywords: Any,
     ) -> None:
         self._monitor = monitor

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module
-from trimtab.adapters.monitoring import Choice, observations
+from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
 MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
 
 
-def install(objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any) -> None:
+def install(
+    objective: str | Objective, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
+) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
     dump: a folder for the log-probs of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the
@@ -42,7 +44,7 @@ class ObjectiveLoss(nn.Module):
     """A Trimtab objective with the interface of OpenRLHF's `PolicyLoss`."""
 
     def __init__(
-        self, objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any
+        self, objective: str | Objective, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
     ) -> None:
         super().__init__()
         self._monitor = monitor

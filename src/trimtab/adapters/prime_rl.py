@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
-from trimtab.adapters.monitoring import Choice, observations
+from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
@@ -42,7 +42,7 @@ class LossOutputs(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def loss(inputs: LossInputs, *, objective: str = "ipo", monitor: Choice = None, **keywords: Any) -> LossOutputs:
+def loss(inputs: LossInputs, *, objective: str = "ipo", monitor: MonitorChoice = None, **keywords: Any) -> LossOutputs:
     """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
 
     monitor: true, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`. objective,

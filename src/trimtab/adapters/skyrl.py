@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module
-from trimtab.adapters.monitoring import Choice, observations
+from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective
 
@@ -39,7 +39,7 @@ def register(
     name: str | None = None,
     *,
     dump: str | None = None,
-    monitor: Choice = None,
+    monitor: MonitorChoice = None,
     **keywords: Any,
 ) -> str:
     """Registers an objective with SkyRL and returns its name, `trimtab-NAME` unless given.
@@ -56,7 +56,7 @@ def register(
 
 
 def policy_loss(
-    objective: str | Objective, *, dump: str | None = None, monitor: Choice = None, **keywords: Any
+    objective: str | Objective, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
 ) -> PolicyLoss:
     """Returns a policy loss with SkyRL's signature.
 

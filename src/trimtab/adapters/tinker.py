@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, evaluate, prefixed_metrics
-from trimtab.adapters.monitoring import Choice, Observations, Observer
+from trimtab.adapters.monitoring import MonitorChoice, Observations, Observer
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
@@ -24,7 +24,7 @@ CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, flo
 
 
 def custom_loss(
-    objective: str | Objective, *, dump: str | None = None, monitor: Observer | Choice = None, **keywords: Any
+    objective: str | Objective, *, dump: str | None = None, monitor: Observer | MonitorChoice = None, **keywords: Any
 ) -> CustomLoss:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 

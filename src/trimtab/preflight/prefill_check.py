@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses, k3
 
@@ -50,6 +50,8 @@ def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
         ]
         try:
             rows = score(part.prompts, pieces)
+        except EngineDeadError:
+            raise
         except TrimtabError as error:
             return Check("note", "prefill", f"skipped: {error}")
         pairs = zip(pieces, rows, part.logp_trainer, strict=True)
