@@ -4,8 +4,9 @@
 
 For each method and regime six settings are tuned, as by `trimtab compare --tune`; the best and the published one are
 then trained with other seeds. Results are kept in one file (--results): a run that is in it is not trained again, in
-this or another checkout, so that the map may be made in parts. Printed are the table of the runs that are there, the
-processor time they took, and about how much the missing ones will take.
+this or another checkout, so that the map may be made in parts. With each are the metrics that may warn of a collapse,
+step by step. Printed are the table of the runs that are there, the processor time they took, and about how much the
+missing ones will take. Runs with the first seed keep some of their rollouts (--out).
 """
 
 from __future__ import annotations
@@ -30,29 +31,36 @@ from trimtab.lab.regimes import regime
 from trimtab.lab.runner import run_cells
 from trimtab.report.comparison_table import legend, markdown, summarize
 from trimtab.runs import atomic
+from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
 
-METHODS = (
-    "grpo",
-    "gspo",
-    "cispo",
-    "token-bypass",
-    "seq-bypass",
-    "token-tis",
-    "seq-tis",
-    "seq-mis",
-    "icepop",
-    "geo-mask-token-tis",
-    "m2po",
-    "token-alp",
-    "seq-alp",
-)
+METHODS = ("grpo", "token-tis", "seq-mis", "icepop", "geo-mask-token-tis", "token-alp-bypass", "token-alp")
 # int8 is on-policy to the digit here (k3 5e-6 before training, int4 1e-3).
 REGIMES = ("on-policy", "stale-32", "int4", "reuse-16")
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "fair-map.parquet"
 TUNING, MAP = "tuning", "map"
+TUNED = tuning.tuned_name("")  # how the rows with chosen settings end
 RUNS_AT_ONCE = 4  # of each worker: the clock of --hours is read between so many
-SCHEMA_OF_PARTS = SCHEMA.insert(0, pa.field("part", pa.string())).append(pa.field("settings", pa.string()))
+ROLLOUTS_EVERY = 10  # steps between those that a run with the first seed keeps
+WATCHED = (
+    "reward/mean",
+    "length/mean",
+    "length/truncated",
+    "entropy/rollout",
+    "mismatch/k3",
+    "mismatch/ess_token",
+    "mismatch/ess_seq",
+    "optim/grad_norm",
+    "update/kl",
+)
+SCHEMA_OF_PARTS = pa.schema(
+    [
+        pa.field("part", pa.string()),
+        *SCHEMA,
+        pa.field("settings", pa.string()),
+        pa.field("metrics", pa.struct([pa.field(name, pa.list_(pa.float32())) for name in WATCHED])),
+    ]
+)
 Key = tuple[str, str, str, int]  # part, setting of the method, regime, seed
 
 
@@ -83,6 +91,7 @@ class Store:
                 "run": run.name,
                 "planned_steps": run.config.trainer.steps,
                 "settings": digest(run),
+                "metrics": watched(run),
                 **asdict(result),
             }
         table = pa.Table.from_pylist([self.rows[name] for name in sorted(self.rows)], SCHEMA_OF_PARTS)
@@ -107,6 +116,12 @@ class Store:
 
 def key(part: str, run: PlannedRun) -> Key:
     return part, run.method.spec, run.regime.name, run.seed
+
+
+def watched(run: PlannedRun) -> dict[str, list[float | None]]:
+    """The watched metrics of a run by name, one value a step, None where a step has none."""
+    rows = read_metrics(Path(str(run.config.out)) / "metrics.jsonl")
+    return {name: [row.get(name) for row in rows] for name in WATCHED}
 
 
 def digest(run: PlannedRun) -> str:
@@ -181,12 +196,18 @@ def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
     return run
 
 
+def keeps_rollouts(run: PlannedRun) -> PlannedRun:
+    log = run.config.log.model_copy(update={"trajectories_every": ROLLOUTS_EVERY})
+    return replace(run, config=run.config.model_copy(update={"log": log}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both: this part of the map")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
     parser.add_argument("--seeds", type=int, default=8, help="seeds of the map")
-    parser.add_argument("--tune", type=int, default=2, help="seeds of each setting that is tuned")
+    parser.add_argument("--published", type=int, default=4, help="seeds of the map with published settings")
+    parser.add_argument("--tune", type=int, default=1, help="seeds of each setting that is tuned")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--model", default=LONG_RECIPE)
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run; give another --results too")
@@ -207,6 +228,8 @@ def main() -> None:
     errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
     chosen = choices(candidates, store)
     plan = tuning.plan_comparison(published, chosen, given.out, **where)
+    rows = [run for run in plan.runs if run.seed < given.published or run.method.spec.endswith(TUNED)]
+    plan = replace(plan, runs=tuple(keeps_rollouts(run) if run.seed == 0 else run for run in rows))
     runs = list({run.name: original(run, chosen) for run in plan.runs}.values())
     errors += train(MAP, runs, store, given.workers, deadline)
 
