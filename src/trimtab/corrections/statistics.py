@@ -118,12 +118,13 @@ class Histogram(Mergeable):
         position = torch.tensor(levels, dtype=torch.float64).to(cumulative.device) * (size - 1).clamp(min=0)
         ranks = torch.stack([position.floor(), position.ceil()]).to(torch.int64)
         bins = torch.searchsorted(cumulative, ranks, right=True).clamp(max=_BINS - 1)
-        lower, upper = _centers(cumulative.device).exp().take(bins)
+        lower, upper = _centers(bins).exp()
         return torch.where(size > 0, torch.lerp(lower, upper, position - position.floor()), torch.nan)
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> Histogram:
         """Returns the histogram after a function of every ratio; a ratio of 0 goes to the lowest bin."""
-        index = _bin(function(_centers(self.counts.device).exp()).log())
+        bins = torch.arange(_BINS, device=self.counts.device)
+        index = _bin(function(_centers(bins).exp()).log())
         return Histogram(torch.zeros_like(self.counts).scatter_add(0, index, self.counts))
 
     @property
@@ -144,9 +145,9 @@ def _bin(log_ratio: Tensor) -> Int[Tensor, "*shape"]:
     return (position + (_ZERO_BIN + 0.5)).nan_to_num(nan=_BINS - 1.0).to(torch.int64)
 
 
-def _centers(device: torch.device) -> Float[Tensor, "bins"]:
-    """Returns the log-ratio at the center of each bin."""
-    position = torch.arange(_BINS, dtype=torch.float64, device=device) - _ZERO_BIN
+def _centers(bins: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the log-ratio at the center of each of the bins."""
+    position = bins.double() - _ZERO_BIN
     knee = _INNER * _INNER_RATE
     outer = position.sign() * (_INNER + (position.abs() - knee) / _OUTER_RATE)
     return torch.where(position.abs() <= knee, position / _INNER_RATE, outer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,32 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Responses that were observed together. tokens: one column after the other response; rows: a value a response."""
+
+    drawn: np.ndarray
+    ends: np.ndarray  # number of tokens of each response
+    trained: np.ndarray  # how many of these are trained
+    tokens: dict[str, np.ndarray]
+    rows: dict[str, np.ndarray]
+
+    def below(self, threshold: float) -> _Part:
+        """Returns the responses that drew less."""
+        keep = self.drawn < threshold
+        within = np.repeat(keep, self.ends)
+        tokens = {name: values[within] for name, values in self.tokens.items()}
+        rows = {name: values[keep] for name, values in self.rows.items()}
+        return _Part(self.drawn[keep], self.ends[keep], self.trained[keep], tokens, rows)
+
+    def records(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Yields the number that each response drew, and its columns."""
+        stops = self.ends.cumsum()
+        for row, (stop, length) in enumerate(zip(stops, self.ends, strict=True)):
+            tokens = {name: values[stop - length : stop] for name, values in self.tokens.items()}
+            yield self.drawn[row], tokens | {name: values[row] for name, values in self.rows.items()}
 
 
 class Sample:
@@ -26,8 +53,7 @@ class Sample:
         self.limit = limit
         self._random = np.random.default_rng(seed)
         self._threshold = 1.0
-        self._tokens = 0
-        self._rows: list[tuple[float, dict[str, Any]]] = []
+        self._parts: list[_Part] = []
 
     def add(
         self, mask: Bool[Tensor, "batch time"], tokens: Mapping[str, Tensor | None], rows: Mapping[str, Any]
@@ -43,41 +69,56 @@ class Sample:
         index = torch.from_numpy(chosen).to(mask.device)
         here = {"loss_mask": mask, **{name: values for name, values in tokens.items() if values is not None}}
         columns = {name: values.detach()[index].cpu().numpy() for name, values in here.items()}
-        values = {name: _by_response(value, chosen) for name, value in rows.items() if value is not None}
-        for position, number in enumerate(drawn[chosen]):
-            trained = np.flatnonzero(columns["loss_mask"][position])
-            if len(trained):
-                cut = {name: column[position, : trained[-1] + 1].copy() for name, column in columns.items()}
-                self._rows.append((number, cut | {name: column[position] for name, column in values.items()}))
-                self._tokens += len(trained)
+        trained = columns["loss_mask"]
+        positions = np.arange(1, trained.shape[1] + 1)
+        ends = (trained * positions).max(1, initial=0)
+        within = positions <= ends[:, None]
+        part = _Part(
+            np.where(ends > 0, drawn[chosen], 1.0),
+            ends,
+            trained.sum(1),
+            {name: values[within] for name, values in columns.items()},
+            {name: _by_response(value, chosen) for name, value in rows.items() if value is not None},
+        )
+        self._parts.append(part.below(self._threshold))
         if self._tokens > 1.25 * self.limit:
             self._thin_out()
 
+    @property
+    def _tokens(self) -> int:
+        return sum(int(part.trained.sum()) for part in self._parts)
+
     def _thin_out(self) -> None:
         """Drops the responses with the largest numbers until the limit is met."""
-        self._rows.sort(key=lambda pair: pair[0])
-        while self._tokens > self.limit and len(self._rows) > 1:
-            self._threshold, row = self._rows.pop()
-            self._tokens -= int(row["loss_mask"].sum())
+        drawn, trained = (
+            np.concatenate([getattr(part, name) for part in self._parts]) for name in ("drawn", "trained")
+        )
+        order = drawn.argsort()
+        kept = max(1, int(np.searchsorted(trained[order].cumsum(), self.limit, side="right")))
+        if kept == len(order):
+            return
+        self._threshold = drawn[order[kept]]
+        parts = [part.below(self._threshold) for part in self._parts]
+        self._parts = [part for part in parts if len(part.drawn)]
 
     def write(self, path: Path) -> None:
         """Writes JSON lines in the columns of Trimtab's trajectory files, under a temporary name that is renamed."""
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            for _, row in sorted(self._rows, key=lambda pair: (pair[1]["step"], pair[0])):
+            records = (record for part in self._parts for record in part.records())
+            for _, row in sorted(records, key=lambda pair: (pair[1]["step"], pair[0])):
                 file.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(len(part.drawn) for part in self._parts)
 
 
-def _by_response(value: Any, chosen: np.ndarray) -> list[Any]:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    return [value] * len(chosen) if np.ndim(value) == 0 else [value[int(i)] for i in chosen]
+def _by_response(value: Any, chosen: np.ndarray) -> np.ndarray:
+    values = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    return np.broadcast_to(values, len(chosen)) if values.ndim == 0 else values[chosen]
 
 
 def _plain(value: Any) -> Any:

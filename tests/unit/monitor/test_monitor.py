@@ -97,15 +97,30 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
             assert row[name] == pytest.approx(here[f"mismatch/{name}"], rel=1e-5)  # files keep float32
 
 
-def test_the_sample_is_bounded_and_fair() -> None:
+def test_the_sample_is_bounded_and_fair(tmp_path: Path) -> None:
     sample, mask = Sample(limit=2000, seed=0), torch.ones(10, 10, dtype=torch.bool)
     for step in range(1000):
         sample.add(mask, {"logp_behavior": -torch.rand(10, 10)}, {"step": step})
         assert len(sample) <= 260
-    steps = np.array([row["step"] for _, row in sample._rows])
+    sample.write(tmp_path / "sample.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
+    steps = np.array([row["step"] for row in rows])
     assert 190 <= len(sample) <= 260
     # The mean of 200 uniform numbers in [0, 1000) is 500 with a standard error of 20.
     assert abs(steps.mean() - 500) < 80
+
+
+def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Path) -> None:
+    sample = Sample(limit=100, seed=0)
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
+    values = {"step": 7, "reward": torch.tensor([0.5, 1.0, 2.0])}
+    sample.add(mask, {"response_ids": torch.arange(12).view(3, 4)}, values)
+    sample.write(tmp_path / "sample.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
+    assert sorted(rows, key=lambda row: row["reward"]) == [
+        {"loss_mask": [True, False, True], "response_ids": [0, 1, 2], "step": 7, "reward": 0.5},
+        {"loss_mask": [False, True, True, True], "response_ids": [8, 9, 10, 11], "step": 7, "reward": 2.0},
+    ]
 
 
 def test_faults_of_the_caller() -> None:
