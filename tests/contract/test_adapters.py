@@ -5,17 +5,16 @@ TRL's, which is a trainer of its own, is compared in tests/e2e/test_trl_trainer.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -250,13 +249,7 @@ def scored(_logits: Tensor, *, unconcat_tokens: list[Tensor], **_: Any) -> dict[
 @pytest.fixture(autouse=True)
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapters import from NeMo-RL and slime: three enumerations, and the function that scores tokens."""
-    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
-    interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
-    interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
-    interfaces.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
-    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    install_nemo_rl(monkeypatch)
     monkeypatch.setattr(slime, "_score_function", lambda: scored)
 
 

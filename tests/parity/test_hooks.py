@@ -13,14 +13,14 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
@@ -160,14 +160,7 @@ def hooks() -> Peer:
 
 @pytest.fixture(autouse=True)
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The enumerations that the adapter takes from NeMo-RL."""
-    module = ModuleType("nemo_rl.algorithms.loss.interfaces")
-    module.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
-    module.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
-    module.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
-    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install_nemo_rl(monkeypatch)
 
 
 def test_no_frozen_case_is_left_out(hooks: Peer) -> None:

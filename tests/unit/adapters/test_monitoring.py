@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.support.noisy_batch import batch
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -33,13 +32,7 @@ Called = tuple[Tensor, dict[str, Any]]
 @pytest.fixture(autouse=True)
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """What NeMo-RL and slime import, a process without monitors, and the functions that its end would call."""
-    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
-    interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
-    interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
-    interfaces.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
-    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    install_nemo_rl(monkeypatch)
     monkeypatch.setattr(
         slime, "_score_function", lambda: lambda _, unconcat_tokens, **__: {"log_probs": unconcat_tokens}
     )
