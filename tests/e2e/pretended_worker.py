@@ -1,13 +1,15 @@
 """Runs on the pretended device, in a process of its own: `pretended_worker.py OUT CASE OVERRIDE...` prints JSON.
 
-CASE is a recipe, which is trained on the device and on the CPU; `presets`: loss and gradient of every preset;
-`outside`: whether log-probs are NaN, of three tokens of which the second is outside its sampling mask; or `refusals`:
-the messages of two operations that no GPU does.
+CASE is a recipe, which is trained on the device and on the CPU; `continued`: a run on the device, the same resumed
+from its first checkpoint, and the exported model evaluated on both devices; `presets`: loss and gradient of every
+preset; `outside`: whether log-probs are NaN, of three tokens of which the second is outside its sampling mask; or
+`refusals`: the messages of two operations that no GPU does.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,10 +22,14 @@ from tests.support.pretended_device import DEVICE, LOG, Event
 from tests.support.run_results import untimed, weights
 
 from trimtab.config import load_config
-from trimtab.models import laboratory
+from trimtab.evaluation import suite
+from trimtab.models import laboratory, load
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.runs.layout import list_checkpoints
 from trimtab.training import run
+from trimtab.training.export import export
 
+SECTIONS = ("model", "optimizer")
 UPDATE, GUARD = "training/learner.py:_one_update", "training/learner.py:_guarded_step"
 
 
@@ -53,6 +59,27 @@ def trained(recipe: str, out: Path, overrides: list[str]) -> dict[str, Any]:
         "weights": max(float((here[name] - there[name]).abs().max()) for name in here),
         "counts": Counter(phase(event) for event in LOG.events),
         "micro": Counter(" < ".join(event.functions[:3]) for event in LOG.events if phase(event) == "micro-batch"),
+    }
+
+
+def continued(out: Path, overrides: list[str]) -> dict[str, Any]:
+    """Whether the resumed run is the same, and accuracies of its exported model on the CPU and on the device."""
+    load.default_device = run.default_device = lambda: DEVICE
+    config = load_config("laboratory", overrides)
+    run.train(config, out=out / "whole")
+    shutil.copytree(out / "whole", out / "resumed")
+    shutil.rmtree(list_checkpoints(out / "resumed" / "checkpoints")[-1])
+    resumed = run.train(config, out=out / "resumed", resume=True).run
+    tensors = {section: (weights(out / "whole", section), weights(resumed, section)) for section in SECTIONS}
+    model = str(export(resumed, out / "exported"))
+    results = []
+    for device in (DEVICE, torch.device("cpu")):
+        load.default_device = lambda device=device: device
+        results.append(suite.run(model, config.task.name, problems=32, dtype="float32"))
+    return {
+        "rows": [untimed(out / "whole"), untimed(resumed)],
+        "equal": {name: all(torch.equal(a[key], b[key]) for key in a) for name, (a, b) in tensors.items()},
+        "accuracy": [result.accuracy for result in results],
     }
 
 
@@ -96,7 +123,13 @@ def main() -> None:
     out, case, *overrides = sys.argv[1:]
     torch.set_num_threads(1)
     known = {"presets": presets, "outside": outside, "refusals": refusals}
-    print(json.dumps(known[case]() if case in known else trained(case, Path(out), overrides)))
+    if case in known:
+        result = known[case]()
+    elif case == "continued":
+        result = continued(Path(out), overrides)
+    else:
+        result = trained(case, Path(out), overrides)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

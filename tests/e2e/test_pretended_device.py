@@ -76,6 +76,18 @@ def test_waits_do_not_grow_with_micro_batches(tmp_path: Path) -> None:
     assert one == many
 
 
+@pytest.mark.slow
+def test_a_run_is_resumed_exported_and_evaluated_on_the_device(tmp_path: Path) -> None:
+    sizes = ("trainer.steps=4", "trainer.prompts=4", "trainer.samples=4", "eval.problems=8")
+    result = worker(
+        str(tmp_path), "continued", *sizes, "checkpoint.every=2", "model.lora.rank=4", "objective.name=token-alp"
+    )
+    assert result["rows"][0] == result["rows"][1]
+    assert result["equal"] == {"model": True, "optimizer": True}
+    here, there = result["accuracy"]
+    assert here == there > 0
+
+
 def test_every_preset_on_the_device(tmp_path: Path) -> None:
     """Loss and gradients have the CPU's bits, and nothing waits for the device."""
     results = worker(str(tmp_path), "presets")
