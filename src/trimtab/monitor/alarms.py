@@ -10,9 +10,11 @@ from operator import add
 
 from trimtab.findings import Finding
 from trimtab.monitor.metrics_of_step import MeanRatio
+from trimtab.trends import WINDOW, gradient_norm_falls
 
-WINDOW = 20
-"""Steps that the newest ones are compared with."""
+KEPT = 2 * WINDOW
+"""Of the newest steps that the rules read, beside the first `WINDOW`."""
+
 RECENT = 5
 """Steps whose median counts as the present state."""
 EXACT = 1e-7
@@ -31,8 +33,6 @@ LOW_ESS = 0.5
 """Effective sample size of tokens below which weights lose most of a batch, and an error of a mean says nothing."""
 LARGE_K3 = 0.1
 """k3 beyond everything published for a working setup (1e-5 to 1e-1)."""
-NORM_FALL = 0.35
-"""Share of its first median that the gradient norm must fall to. Miles reports .07 to .02 before a collapse."""
 LENGTH_RISE = 2.0
 """How many times their first length responses must reach."""
 TRUNCATED = 0.2
@@ -146,15 +146,9 @@ def effective_sample_size_is_low(steps: Sequence[Step]) -> Finding | None:
     return Finding("note", "ess", detail, "refresh the sampler more often, or lower the mismatch")
 
 
-def gradient_norm_falls(steps: Sequence[Step]) -> Finding | None:
-    """Reported before collapses; compares the last steps with the first ones."""
-    if len(steps) < 2 * WINDOW:
-        return None
-    first, last = median(steps[:WINDOW], "grad_norm"), median(steps[-WINDOW:], "grad_norm")
-    if not last < NORM_FALL * first:
-        return None
-    detail = f"gradient norm {last:.2g} over the last {WINDOW} steps, {first:.2g} over the first {WINDOW}"
-    return Finding("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses")
+def gradient_norm(steps: Sequence[Step]) -> Finding | None:
+    """Reported before collapses; also a check of the report of a run."""
+    return gradient_norm_falls([step["grad_norm"] for step in steps], [step["reward/mean"] for step in steps])
 
 
 def responses_are_truncated(steps: Sequence[Step]) -> Finding | None:
@@ -197,7 +191,7 @@ RULES: tuple[Callable[[Sequence[Step]], Finding | None], ...] = (
     k3_is_large,
     mean_ratio_is_off,
     effective_sample_size_is_low,
-    gradient_norm_falls,
+    gradient_norm,
     responses_are_truncated,
     responses_grow,
     log_probs_are_missing,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
 from trimtab.findings import Finding, Status
-from trimtab.monitor.alarms import WINDOW, Alarm, Step, alarms
+from trimtab.monitor.alarms import KEPT, WINDOW, Alarm, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
@@ -69,7 +69,7 @@ class Monitor:
         self._sample = Sample(sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
         self._first: list[Step] = []
-        self._last: deque[Step] = deque(maxlen=WINDOW)
+        self._last: deque[Step] = deque(maxlen=KEPT)
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
         self._raised: dict[str, Alarm] = {}
         self._steps = 0

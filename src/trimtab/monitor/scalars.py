@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from trimtab.errors import TrimtabError, require_extra
-from trimtab.monitor.alarms import WINDOW, Alarm, Step, alarms, median
+from trimtab.monitor.alarms import KEPT, WINDOW, Alarm, Step, alarms, median
 
 Row = Mapping[str, float]
 STEP = (
@@ -187,7 +187,7 @@ def best_mismatch(curves: Iterable[Curve]) -> Curve | None:
 
 def history(steps: Sequence[Step]) -> list[Step]:
     """Returns the first and the last steps, each once, as `Monitor` keeps them."""
-    return [*steps[: min(WINDOW, max(0, len(steps) - WINDOW))], *steps[-WINDOW:]]
+    return [*steps[: min(WINDOW, max(0, len(steps) - KEPT))], *steps[-KEPT:]]
 
 
 def step_of(row: Row, mismatch: Curve, curves: Iterable[Curve]) -> Step:

@@ -11,9 +11,10 @@ import numpy as np
 from trimtab.findings import Finding
 from trimtab.pages.numbers import beside, number, short
 from trimtab.report.clipping import objective_of
-from trimtab.report.judged_metrics import JudgedMetric, clearly_above, equal_parts, judge_metric
+from trimtab.report.judged_metrics import JudgedMetric, equal_parts, judge_metric
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Run
+from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
@@ -88,6 +89,7 @@ def health(run: Run) -> HealthVerdict:
         *fallen,
         *_losses(run),
         *([] if idle else [*_signal(run, metrics), *_unused(metrics)]),
+        *([] if idle or fallen else _gradient_norm(run)),
         *_clipped(run),
     ]
     found.sort(key=lambda item: ("fail", "note", "ok").index(item.status))
@@ -279,6 +281,20 @@ def _unused(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     for key, name in MILD.items():
         if key in metrics and metrics[key].state == "outside":
             yield Finding("note", "unused data", f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})")
+
+
+def _gradient_norm(run: Run) -> Iterator[Finding]:
+    """Yields the last fall of the gradient norm, unless the norm has come back since (`trimtab.trends`)."""
+    keys = ("step", "optim/grad_norm", "reward/mean")
+    rows = [[row[key] for key in keys] for row in run.rows if all(row.get(key) is not None for key in keys)]
+    steps, norms, rewards = zip(*rows, strict=True) if rows else ((), (), ())
+    for end in range(len(rows), 2 * WINDOW - 1, -1):
+        start = end - 2 * WINDOW
+        if (found := gradient_norm_falls(norms[start:end], rewards[start:end])) is not None:
+            if gradient_norm_falls([*norms[start : start + WINDOW], *norms[-WINDOW:]]) is not None:
+                detail = f"{found.detail} (steps {steps[start]} to {steps[end - 1]})"
+                yield Finding("note", "gradient norm", detail, found.next_step)
+            return
 
 
 def _clipped(run: Run) -> Iterator[Finding]:

@@ -17,7 +17,6 @@ from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
-MIN_STANDARD_ERRORS = 3.0
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,3 @@ def _median(values: np.ndarray) -> float:
 def equal_parts(count: int) -> list[np.ndarray]:
     """Returns the indices of up to four equal parts of a run, each of at least five steps."""
     return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))
-
-
-def clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the mean of one series is above that of the other by more than three standard errors."""
-    standard_error = math.hypot(*(float(values.std(ddof=1)) / math.sqrt(len(values)) for values in (one, other)))
-    return float(one.mean() - other.mean()) > MIN_STANDARD_ERRORS * standard_error

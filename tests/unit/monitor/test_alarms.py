@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,17 @@ def test_gradient_norm() -> None:
     assert names(history(grad_norm=[0.07] * 25 + [0.02] * 25)) == ["gradient-norm"]
     assert names(history(grad_norm=[0.07] * 25 + [0.03] * 25)) == []
     assert names(history(grad_norm=[0.07] * 49 + [math.nan])) == []
+    assert names(history(grad_norm=[0.02] * 10 + [0.07] * 20 + [0.02] * 20)) == ["gradient-norm"]  # a sudden fall
+    assert names(history([1e-4] * 200, grad_norm=list(np.linspace(0.07, 0.01, 200)))) == []  # a slow one
+
+
+def test_a_gradient_that_gets_smaller_because_prompts_are_learned() -> None:
+    fall = [0.07] * 25 + [0.02] * 25
+    noise = [0.05, -0.05] * 25
+    # Means of 20 steps with a spread of .05 differ by .016 (one standard error): three are .048.
+    for rise, expected in ((0.0, ["gradient-norm"]), (0.03, ["gradient-norm"]), (0.2, [])):
+        rewards = [0.4 + spread + rise * (step >= 30) for step, spread in enumerate(noise)]
+        assert names(history(grad_norm=fall, reward__mean=rewards)) == expected
 
 
 def test_responses_that_grow() -> None:

@@ -54,6 +54,7 @@ def phases(*values: float) -> list[float]:
 NOISE = 0.02 * np.random.default_rng(0).standard_normal(80)
 # Every group has equal rewards, and all rewards are 0.
 IDLE = {"groups__no_signal": 16, "reward__std": 0.0, "reward__mean": 0.0, "optim__grad_norm": 0.0}
+FELL = "the gradient norm fell from 0.07 to 0.02, medians of 20 steps each"
 EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward 0"
 
 
@@ -95,6 +96,18 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         # Rewards near 0 that chance halves: .02 with a spread of .03 a step is .007 of a mean over 20.
         ({"reward__mean": list(np.array(phases(0.02, 0.02, 0.02, 0.009)) + 1.5 * NOISE)}, HEALTHY),
         ({"reward__mean": phases(0.1, 0.2, 0.5, 0.4)}, HEALTHY),
+        # Before the reward shows anything; said until the norm is back, and not where prompts were learned.
+        ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02)}, f"{BUT}{FELL} (steps 41 to 80)."),
+        ({"optim__grad_norm": phases(0.07, 0.02, 0.02, 0.02)}, f"{BUT}{FELL} (steps 10 to 49)."),
+        ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.03)}, HEALTHY),
+        ({"optim__grad_norm": phases(0.07, 0.02, 0.07, 0.07)}, HEALTHY),
+        (
+            {
+                "optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02),
+                "reward__mean": list(phases(0.4, 0.4, 0.4, 0.9) + NOISE),
+            },
+            HEALTHY,
+        ),
         (
             {"optim__skipped": [1.0] + [0.0] * 79, "trajectories__dropped": [0.0] * 60 + [3.0] + [0.0] * 19},
             f"{BUT}updates skipped as not finite: 1; responses dropped: 3.",
