@@ -21,6 +21,7 @@ import pytest
 import trimtab
 from trimtab import tasks
 from trimtab.cli.main import app
+from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,13 @@ PLANS = {
     ),
     "trimtab train oapl --set base=laboratory --set trainer.steps=400 --set trainer.sync_every=32": Plan(
         LABORATORY, leaves=("runs/oapl/report.html",)
+    ),
+    "trimtab sft laboratory --set sft.steps=160 --out runs/teacher": Plan(
+        "--set sft.steps=2", leaves=("runs/teacher/model.safetensors",)
+    ),
+    "trimtab train laboratory --set advantage.kind=distillation --set model.reference=runs/teacher "
+    "--out runs/student": Plan(
+        f"{FEW} --set trainer.steps=1", needs=("teacher",), leaves=("runs/student/report.html",)
     ),
     "trimtab train true-on-policy": Plan(TINY, leaves=("runs/true-on-policy/report.html",)),
     "torchrun --nproc-per-node 8 -m trimtab train RECIPE": Plan(
@@ -245,11 +253,16 @@ def make_task(folder: Path) -> None:
     shutil.copy(ROOT / "examples" / "own_task.jsonl", folder)
 
 
+def make_teacher(folder: Path) -> None:
+    shutil.copytree(laboratory_folder(), folder / "runs" / "teacher")
+
+
 MADE: dict[str, Callable[[Path], None]] = {
     "traces": make_traces,
     "gsm8k": make_gsm8k,
     "rule": make_rule,
     "task": make_task,
+    "teacher": make_teacher,
 }
 
 

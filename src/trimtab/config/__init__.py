@@ -1,7 +1,7 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
-from trimtab.config.objective_sections import BATCH_BASELINE, TOKEN_BASELINE
+from trimtab.config.objective_sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE
 from trimtab.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
 from trimtab.config.recipes import is_recipe, load_config, parse_config, parse_override, recipe_names, split_overrides
 from trimtab.config.schema import (
@@ -18,6 +18,7 @@ from trimtab.config.schema import (
 
 __all__ = [
     "BATCH_BASELINE",
+    "DISTILLATION",
     "GOLD",
     "REQUIRED_SECTIONS",
     "TOKEN_BASELINE",

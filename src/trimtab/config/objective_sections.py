@@ -21,6 +21,9 @@ TOKEN_BASELINE = "optimal-token"
 BATCH_BASELINE = "batch-mean"
 """The kind of advantage that compares responses to different prompts with each other."""
 
+DISTILLATION = "distillation"
+"""The kind of advantage that reads no rewards but the log-probs of a teacher, at each token."""
+
 
 class ObjectiveConfig(PluginSection):
     """What is minimized: a named method, or your own `module:function` that returns an `Objective`, and keywords."""
@@ -56,9 +59,10 @@ class ObjectiveConfig(PluginSection):
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages."""
 
-    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token"] | None = Field(
+    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token", "distillation"] | None = Field(
         default=None,
         description="default: the kind the objective expects; `optimal`: the reward less OAPL's soft value; "
-        "`optimal-token`: less the baseline of least variance at each token (OTB), with a proximal pass",
+        "`optimal-token`: less the baseline of least variance at each token (OTB), with a proximal pass; "
+        "`distillation`: log π_ref/π_old of each token, without rewards, where model.reference is the teacher",
     )
     value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")

@@ -22,6 +22,7 @@ LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "labor
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
     "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
     "task.dataset": (),
 }
 TASK_LISTS = ("eval.task", "task.part")

@@ -65,6 +65,11 @@ class ModelConfig(Section):
         description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe`, `laboratory-switch`, "
         "`laboratory-tools` or `laboratory-long`",
     )
+    reference: str | None = Field(
+        default=None,
+        description="a model with the same tokenizer, written as `path`: the anchor of the KL term, or the teacher of "
+        '`advantage.kind = "distillation"`; default: the weights that `path` names',
+    )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
     gradient_checkpointing: bool = Field(

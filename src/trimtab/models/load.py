@@ -75,6 +75,16 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     return _from_folder(path, path, dtype, weights)
 
 
+def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `TrimtabError` where `other`, of the model called `name`, has another id for a token of `tokenizer`."""
+    theirs = other.get_vocab()
+    if wrong := next((token for token, id_ in tokenizer.get_vocab().items() if theirs.get(token) != id_), None):
+        raise TrimtabError(
+            f"{name} has another id for the token {wrong!r} than the trained model, whose ids it scores: use a model "
+            "with the same tokenizer"
+        )
+
+
 def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> LoadedModel:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.corrections.ratios import Number
+from trimtab.corrections.ratios import Number, log_ratio
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.types import MAX_REWARD
 
@@ -95,6 +95,17 @@ def optimal_token_advantages(
     products, weights, members = sums[:, group]
     baseline = torch.where(members > 1, products / (weights + WEIGHT_EPS), 0.0)
     return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
+
+
+def distillation_advantages(
+    teacher: Float[Tensor, "batch time"], student: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
+) -> Float[Tensor, "batch time"]:
+    """Returns log p_teacher - log p_student of the sampled tokens, 0 at untrained ones: on-policy distillation.
+
+    The policy gradient with these advantages is that of -KL(student || teacher) at each position. Thinking Machines
+    2025, "On-policy distillation"; MiMo-V2-Flash, arXiv 2601.02780. A token that the teacher excludes gives -inf.
+    """
+    return log_ratio(teacher, student, mask).detach()
 
 
 def _shape(values: Tensor | NDArray[Any] | Sequence[Any]) -> tuple[int, ...]:

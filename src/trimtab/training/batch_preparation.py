@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from trimtab.config import TOKEN_BASELINE
 from trimtab.objectives import advantages
-from trimtab.objectives.advantages import optimal_token_advantages
+from trimtab.objectives.advantages import distillation_advantages, optimal_token_advantages
 from trimtab.rollout.collector import Group
 from trimtab.runs.trajectories import Row
 from trimtab.training.batching import (
@@ -89,10 +89,12 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
             break
         dropped += len(bad)
         rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
-    values = _advantages(rows, learner)
     if learner.token_baseline:
         values = _set_token_advantages(minibatches, rows)
+    elif learner.distills:
+        values = _set_distillation_advantages(minibatches, len(rows))
     else:
+        values = _advantages(rows, learner)
         for minibatch in minibatches:
             for index, micro in enumerate(minibatch):
                 minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
@@ -119,6 +121,19 @@ def _set_token_advantages(minibatches: Sequence[MiniBatch], rows: Sequence[Traje
         parts = values.split([len(micro.rows) for micro in minibatch])
         for index, (micro, part) in enumerate(zip(list(minibatch), parts, strict=True)):
             minibatch[index] = micro.with_scores(advantage=part[:, : micro.mask.shape[1]])
+    return means
+
+
+def _set_distillation_advantages(minibatches: Sequence[MiniBatch], rows: int) -> torch.Tensor:
+    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1)."""
+    means = torch.zeros(rows, 1)
+    for minibatch in minibatches:
+        for index, micro in enumerate(list(minibatch)):
+            assert micro.reference is not None
+            assert micro.proximal is not None
+            values = distillation_advantages(micro.reference, micro.proximal, micro.mask)
+            means[list(micro.rows)] = (values.sum(1) / micro.mask.sum(1).clamp(min=1))[:, None].cpu()
+            minibatch[index] = micro.with_scores(advantage=values)
     return means
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.config import TOKEN_BASELINE, Config
+from trimtab.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.objectives import Objective, PolicyLogps
 from trimtab.training.assignment import assigned_micro_batches
@@ -69,6 +69,11 @@ class Learner:
         return self.config.advantage.kind == TOKEN_BASELINE
 
     @property
+    def distills(self) -> bool:
+        """Whether advantages are the log-ratio of the reference, which is a teacher, to the proximal policy."""
+        return self.config.advantage.kind == DISTILLATION
+
+    @property
     def mismatch_policy(self) -> str:
         """The policy whose log-probs the mismatch metrics compare with the sampler's: "proximal" or "current"."""
         return "proximal" if "proximal" in self.objective.needs else "current"
@@ -77,14 +82,14 @@ class Learner:
     def score_fixed_policies(self, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Returns `batches` with log-probs of the proximal and the reference policy, as objective and advantages read.
 
-        A baseline for each token reads the proximal policy's squares too.
+        A baseline for each token reads the proximal policy's squares too, distillation its log-probs.
         """
         trainer, objective = self.config.trainer, self.objective
         # With a single update of a batch the proximal policy is the detached current one, which costs no forward.
         one_update = trainer.updates_per_step == 1 and trainer.proximal == "current"
         is_current = one_update and "proximal" not in objective.prepare_needs
         models: dict[Purpose, nn.Module] = {}
-        if self.token_baseline or ("proximal" in objective.needs and not is_current):
+        if self.token_baseline or self.distills or ("proximal" in objective.needs and not is_current):
             models["proximal"] = self.model
         if self.reference is not None:
             models["reference"] = self.reference

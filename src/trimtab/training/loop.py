@@ -235,7 +235,7 @@ class Trainer:
 
     def _observe_idle(self, batch: Batch) -> list[str]:
         """Updates the count of idle steps; returns the message for this step, if there is one."""
-        if self.learner.objective.learns_without_advantage:
+        if self.learner.objective.learns_without_advantage or self.learner.distills:
             return []
         message = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
         return [] if message is None else [f"step {self.step}: {message}"]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trimtab.config import BATCH_BASELINE, GOLD, TOKEN_BASELINE, Config
+from trimtab.config import BATCH_BASELINE, DISTILLATION, GOLD, TOKEN_BASELINE, Config
 from trimtab.config.consistency import contradictions, is_set, refuse, unused_keys
 from trimtab.errors import TrimtabWarning, did_you_mean
 from trimtab.objectives import Objective
@@ -82,17 +82,19 @@ def _advantage_contradictions(config: Config, objective: Objective) -> Iterator[
     kind = config.advantage.kind or expected
     if kind != expected and (expected != "grpo" or kind == "optimal"):
         yield f"advantage.kind = {kind!r} does not fit objective {objective.name!r}, which expects {expected!r}"
-    if kind == TOKEN_BASELINE and objective.one_advantage_per_response:
+    if kind in (TOKEN_BASELINE, DISTILLATION) and objective.one_advantage_per_response:
         yield (
-            f'advantage.kind = "optimal-token" gives each token its own advantage, and objective {objective.name!r} '
+            f'advantage.kind = "{kind}" gives each token its own advantage, and objective {objective.name!r} '
             "judges whole responses: use a token-level objective"
         )
-    if kind == BATCH_BASELINE and config.trainer.dynamic_sampling:
+    if kind == DISTILLATION and config.model.reference is None:
+        yield 'advantage.kind = "distillation" needs a teacher: set model.reference to its folder or HF id'
+    if kind in (BATCH_BASELINE, DISTILLATION) and config.trainer.dynamic_sampling:
         yield (
-            "trainer.dynamic_sampling replaces groups of equal rewards, which advantage 'batch-mean' compares with the "
-            "rest of the batch and learns from: leave it out, or choose another advantage"
+            f"trainer.dynamic_sampling replaces groups of equal rewards, from which advantage {kind!r} learns: leave "
+            "it out, or choose another advantage"
         )
-    if kind != BATCH_BASELINE and config.trainer.samples == 1:
+    if kind not in (BATCH_BASELINE, DISTILLATION) and config.trainer.samples == 1:
         yield (
             f"trainer.samples = 1 gives no training signal: advantage {kind!r} compares the responses to one prompt "
             "with each other; set it to 2 or more"
@@ -104,6 +106,8 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
     trainer, name = config.trainer, objective.name
     if config.advantage.value_beta is not None and objective.advantage != "optimal":
         yield f"advantage.value_beta has no effect on objective {name!r}: leave it out"
+    if config.model.reference and "reference" not in objective.needs and config.advantage.kind != DISTILLATION:
+        yield f"model.reference has no effect on objective {name!r} without objective.kl_coef: leave it out"
     if config.sampling.top_logprobs and "head_behavior" not in objective.needs:
         yield f"sampling.top_logprobs has no effect on objective {name!r}, which centers no scores: leave it out"
     if trainer.proximal != "current" and "proximal" not in objective.needs:

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from trimtab import environments, rewards, tasks
-from trimtab.config import BATCH_BASELINE, Config
+from trimtab.config import BATCH_BASELINE, DISTILLATION, Config, LoraConfig
 from trimtab.config.paths import LABORATORY_MODELS
 from trimtab.engines.factory import build_engines
 from trimtab.environments import BuiltEnvironment
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
-from trimtab.models.load import LoadedModel, default_device, load
+from trimtab.models.load import LoadedModel, check_same_ids, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
@@ -272,7 +272,7 @@ def build_trainer(
     return Trainer(
         config=config,
         source=_build_source(config, parts, loaded, engines, observer, canary),
-        learner=_build_learner(config, parts.objective, model, device, features),
+        learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
         eval_tasks=parts.eval_tasks,
@@ -291,7 +291,7 @@ def _build_source(
     advantage = config.advantage.kind or parts.objective.advantage
     buffer = Buffer(
         config.trainer,
-        relative_to_group=advantage != BATCH_BASELINE,
+        relative_to_group=advantage not in (BATCH_BASELINE, DISTILLATION),
         single_behavior=parts.objective.single_behavior,
     )
 
@@ -304,12 +304,11 @@ def _build_source(
 
 
 def _build_learner(
-    config: Config, built: Objective, model: nn.Module, device: torch.device, features: Sequence[Feature]
+    config: Config, built: Objective, model: nn.Module, loaded: LoadedModel, features: Sequence[Feature]
 ) -> Learner:
     trainer, modules = config.trainer, [module for feature in features for module in feature.modules().values()]
-    reference = None
-    if "reference" in built.needs:  # loaded again: a resumed run must not take its resumed weights
-        reference = shard_model(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)
+    reads_reference = "reference" in built.needs or config.advantage.kind == DISTILLATION
+    reference = _load_reference(config, loaded) if reads_reference else None
     return Learner(
         config=config,
         model=model,
@@ -319,6 +318,17 @@ def _build_learner(
         reference=reference,
         features=features,
     )
+
+
+def _load_reference(config: Config, loaded: LoadedModel) -> nn.Module:
+    """Loads `model.reference`, or `model.path` again: a resumed run must not take its resumed weights."""
+    if config.model.reference is not None:
+        section = config.model.model_copy(update={"path": config.model.reference, "lora": LoraConfig()})
+        config = config.model_copy(update={"model": section})
+    other = load_model(config)
+    check_same_ids(loaded.tokenizer, other.tokenizer, f"model.reference = {config.model.path!r}")
+    device = current_ranks().device or default_device()
+    return shard_model(prepare_model(other.model, config, device), config).requires_grad_(False)
 
 
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:

@@ -22,6 +22,7 @@ from trimtab.training.run import check
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
 VLLM = "engine.type=vllm"
 SETS = f"{VLLM} engine.vllm.sampling_mask=true"
+TEACHER = "advantage.kind=distillation model.reference=laboratory"
 SOUP, LUFFY, RAY = "objective.name=soup", "objective.name=luffy objective.length_max=11", "placement=ray"
 INVARIANT, REPLAY = "numerics=invariant", "routing.replay=rollout"
 
@@ -143,12 +144,16 @@ REFUSED = {
         ),
         (
             "objective.name=flash-reinforce trainer.dynamic_sampling=true",
-            "'batch-mean' compares with the rest",
+            "from which advantage 'batch-mean' learns",
         ),
         (
             "advantage.kind=batch-mean trainer.dynamic_sampling=true",
             "dynamic_sampling replaces groups of equal",
         ),
+        ("advantage.kind=distillation", "needs a teacher: set model.reference"),
+        (f"{TEACHER} trainer.dynamic_sampling=true", "from which advantage 'distillation' learns"),
+        (f"{TEACHER} objective.name=gspo", "objective 'gspo' judges whole responses"),
+        (f"{TEACHER} objective.name=score-centering", "which expects 'dr-grpo'"),
         ("trainer.samples=1", "samples = 1 gives no training signal: advantage 'grpo' compares"),
     ],
     "task": [
@@ -206,6 +211,7 @@ UNUSED = [
     ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
     ("sampling.top_logprobs=8", "top_logprobs has no effect on objective 'token-tis'"),
     ("objective.name=oapl trainer.max_lag=2", "trainer.max_lag has no effect on objective 'oapl'"),
+    ("model.reference=laboratory", "model.reference has no effect on objective 'token-tis' without objective.kl_coef"),
     (
         "objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4",
         "set trainer.sync_every above the updates of a step",
@@ -242,6 +248,8 @@ ACCEPTED = [
     "trainer.proximal=ewma model.dtype=bfloat16 model.lora.rank=4",
     "advantage.kind=rloo",
     "advantage.kind=optimal-token",
+    f"{TEACHER} trainer.samples=1",
+    "objective.kl_coef=0.1 model.reference=laboratory",
     "objective.name=flash-reinforce trainer.samples=1",
     "advantage.kind=batch-mean trainer.samples=1",
     "objective.name=score-centering sampling.top_logprobs=16",

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives import advantages
-from trimtab.objectives.advantages import ADVANTAGE_KINDS, optimal_token_advantages
+from trimtab.objectives import PolicyLogps, advantages, objective
+from trimtab.objectives.advantages import ADVANTAGE_KINDS, distillation_advantages, optimal_token_advantages
 from trimtab.types import MAX_REWARD
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
@@ -201,3 +201,34 @@ def test_a_temperature_of_infinity_is_refused():
     """The mean of the group is its limit, but inf * 0 is not a number."""
     with pytest.raises(TrimtabError, match="value_beta = inf must be finite and more than 0"):
         of("optimal", [1.0, 0.0], [0, 0], value_beta=math.inf)
+
+
+def test_distillation_is_the_log_ratio_of_the_teacher_to_the_student() -> None:
+    """Probabilities .6 / .3, .1 / .4 and .5 / .5 give ln 2, -ln 4 and 0; what is untrained is not read."""
+    teacher = torch.tensor([[0.6, 0.1, 0.5, math.nan]]).log()
+    student = torch.tensor([[0.3, 0.4, 0.5, 0.5]]).log().requires_grad_()
+    values = distillation_advantages(teacher, student, torch.tensor([[True, True, True, False]]))
+    assert values.tolist() == [pytest.approx([math.log(2), -math.log(4), 0.0, 0.0], abs=1e-6)]
+    assert not values.requires_grad
+    excluded = distillation_advantages(torch.tensor([[-math.inf]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
+    assert excluded.item() == -math.inf
+
+
+@pytest.mark.parametrize("term", ["advantage", "kl"])
+def test_distillation_has_the_gradient_of_the_reverse_kl_whatever_sampled(term: str) -> None:
+    """The sampler has 1/2, 1/4, 1/4: its tokens a, a, b, c are its exact mean, with weights pi / mu."""
+    ids = torch.tensor([[0, 0, 1, 2]])
+    behavior = torch.tensor([[0.5, 0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    teacher = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64).log()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(0)
+    current = policy[ids]
+    kl = {"kl": "unbiased", "kl_coef": 1.0} if term == "kl" else {}
+    built = objective("composed", surrogate={"kind": "unclipped"}, ratio={"over": "behavior"}, **kl)
+    values = distillation_advantages(teacher[ids], current, mask) if term == "advantage" else torch.zeros(1, 4)
+    loss = built(PolicyLogps(current, behavior, mask, reference=teacher[ids]), values.double()).loss
+    (ours,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
+    assert_close(ours, exact, rtol=1e-12, atol=1e-14)
+    assert float(exact.abs().max()) > 0.1

@@ -54,6 +54,8 @@ def tokens(
 @pytest.mark.parametrize(
     ("name", "keywords", "advantage", "loss", "slope"),
     [
+        # The clip of TBPO: for A < 0 both sides, where the dual bound is the upper one.
+        ("grpo", {"clip_dual": 1.2}, -1, (1.2, 0.8, 1.05), (0, 0, 1.05)),
         ("dppo", {}, 1, (0, 1.151293, 0.183071), (0, -0.5, -1.05)),
         ("dppo", {}, -1, None, (1.5, 0.5, 1.05)),
         ("dppo-kl", {}, 1, (0, 1.151293, 0.183071), (0, -0.5, -1.05)),
@@ -91,6 +93,28 @@ def test_values_and_slopes(name, keywords, advantage, loss, slope):
     assert slopes == pytest.approx(slope, abs=1e-5)
     if loss is not None:
         assert values == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("token", "geometric", "slope"),
+    [
+        ((0.5, 2.0), (0.996, 1.001), (-1, -1, -1)),
+        ((0.95, 2.0), (0.996, 1.001), (-1, 0, -1)),
+        ((0.5, 1.05), (0.996, 1.001), (0, -1, -1)),
+        ((0.5, 2.0), (0.997, 1.001), (0, 0, 0)),
+    ],
+)
+def test_mis_po_is_the_gradient_of_log_pi_where_two_bands_keep(token, geometric, slope):
+    """Step 3.5 Flash, arXiv 2602.10604 eq. 2. old/mu is 1.1, .9, 1, its geometric mean .99666; pi/mu has no effect."""
+    masks = [
+        {"kind": "band", "level": "token", "min": token[0], "max": token[1]},
+        {"kind": "band", "level": "geometric", "min": geometric[0], "max": geometric[1]},
+    ]
+    values, slopes = tokens("reinforce", 1, mask=masks)
+    assert slopes == pytest.approx(slope)
+    assert values == pytest.approx(
+        [-kept * loss for kept, loss in zip(slope, (-PI[0]).tolist(), strict=True)], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("grpo", 0.0660112), ("token-bypass", 0.0962973)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from trimtab.config import Config
+from trimtab.config import DISTILLATION, Config
 from trimtab.objectives import Objective
 from trimtab.rollout.canary import Canary
 from trimtab.training.features.bitwise_check import BitwiseCheck
@@ -14,6 +14,7 @@ from trimtab.training.features.calibration import Calibration
 from trimtab.training.features.data_features import (
     CanaryFeature,
     DemonstrationMetrics,
+    DistillationMetrics,
     LagMetrics,
     MixtureMetrics,
     PrefixMetrics,
@@ -53,6 +54,8 @@ def build_features(
         yield MixtureMetrics()
     if config.demonstrations is not None:
         yield DemonstrationMetrics()
+    if config.advantage.kind == DISTILLATION:
+        yield DistillationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
     if config.trainer.proximal != "current" and "proximal" in objective.needs:

@@ -1,14 +1,15 @@
-"""Metrics of methods that change the data: prefixes, demonstrations, asynchronous rollouts, and the engines' canary."""
+"""Metrics of methods that change the data: prefixes, demonstrations, a teacher, asynchronous rollouts, the canary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from trimtab.rollout.canary import Canary
+from trimtab.training.batching import MiniBatch
 from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
 
 
@@ -35,6 +36,18 @@ class DemonstrationMetrics(Feature):
             "expert/dropped": record.rollout.traces_dropped,
             "expert/missing": record.rollout.traces_missing,
         }
+
+
+class DistillationMetrics(Feature):
+    """The reverse KL to the teacher of `advantage.kind = "distillation"`, estimated at the sampled tokens."""
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
+        micros = [micro for batch in batches for micro in batch]
+        tokens = sum(int(micro.mask.sum()) for micro in micros)
+        self._kl = -sum(float(micro.advantage.double().sum()) for micro in micros) / max(1, tokens)
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        return {"distillation/kl": self._kl}
 
 
 class MixtureMetrics(Feature):
