@@ -5,7 +5,8 @@
 A step is everything from "no completions yet" to "weights updated and visible to the sampler": 8 chat prompts of about
 45 tokens x 8 completions of exactly 64 tokens (end of text is ignored on both sides) of SmolLM2-135M-Instruct, a reward
 that costs nothing, one AdamW update; bf16, gradient checkpointing off. TRL runs in every variant that could suit it
-(per-device batch 8 and 64, float32 or bf16 weights under `bf16=True`) and its fastest is the one compared with.
+(per-device batch 8 and 64, float32 or bf16 weights under `bf16=True`; on a processor without bfloat16 instructions,
+where these take ten times as long, float32 alone) and its fastest is the one compared with.
 
 Each side lives in its own process and waits while the other steps. The first step of each is a warm-up. Figures are
 medians; the range of the ratio is over rounds. Target: at least 3x TRL's steps per second.
@@ -28,6 +29,7 @@ from typing import Any
 
 PROMPTS, SAMPLES = 8, 8
 TRL_VARIANTS = tuple({"batch": batch, "weights": weights} for batch in (8, 64) for weights in ("float32", "bfloat16"))
+TRL_FLOAT32 = tuple({"batch": batch, "weights": "float32", "bf16": False} for batch in (8, 64))
 ANSWER = "@@"  # marks our lines among whatever a library prints
 
 
@@ -80,7 +82,7 @@ def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        bf16=variant.get("bf16", True),
         model_init_kwargs={"dtype": variant["weights"]},
         per_device_train_batch_size=variant["batch"],
         gradient_accumulation_steps=PROMPTS * SAMPLES // variant["batch"],
@@ -189,7 +191,7 @@ class Worker:
 def fastest_trl(python: str, model: str, tokens: int, steps: int) -> dict[str, Any]:
     """TRL's best variant, each measured alone after one warm-up step."""
     result: list[tuple[float, dict[str, Any]]] = []
-    for variant in TRL_VARIANTS:
+    for variant in TRL_VARIANTS if has_bfloat16() else TRL_FLOAT32:
         worker = Worker(python, "trl", model, tokens, variant)
         worker.step()
         seconds = statistics.median(worker.step()["seconds"] for _ in range(steps))
@@ -221,6 +223,13 @@ def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
+
+
+def has_bfloat16() -> bool:
+    """Whether the device multiplies bfloat16 in hardware."""
+    import torch
+
+    return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def model_folder() -> str:

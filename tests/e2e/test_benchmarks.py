@@ -89,6 +89,7 @@ ROWS = {
         r"embedded-invariant \| 8 \| 16 \| 0.0e\+00 \| 0.0e\+00 \| 0.0e\+00",
     ),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
+    "response_length": Row("--model $TINY --lengths 8 16", r"\| 16 \| \d"),
     "routing": Row(
         "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2 --set sft.steps=2",
         "routers in bfloat16, the rest exact",
