@@ -66,7 +66,7 @@ LINES = {
     "bitwise": 729,
     "cli": 2_783,
     "cluster": 1_008,
-    "config": 1_435,
+    "config": 1_447,
     "corrections": 1_655,
     "diagnosis": 8_691,
     "engines": 5_438,
@@ -85,7 +85,7 @@ LINES = {
     "runs": 1_694,
     "sandbox": 2_128,
     "tasks": 1_587,
-    "training": 5_063,
+    "training": 5_126,
     "trimtab": 1_633,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [

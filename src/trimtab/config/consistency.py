@@ -123,6 +123,12 @@ def _engines(config: Config) -> Iterator[str]:
             f'engine.quantize and engine.noise need engine.type = "embedded"; {engine.type!r} has other options '
             "for quantized weights"
         )
+    section = config.model
+    if section.quantized_forward and (section.gradient_checkpointing or section.lora.rank):
+        yield (
+            "model.quantized_forward does not round what the backward pass computes again, nor adapters: leave out "
+            "model.gradient_checkpointing and model.lora"
+        )
     computed = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
     differences = {
         f'engine.type = "{engine.type}"': engine.type != "embedded",
@@ -180,6 +186,7 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("prefix.ratio", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.whole", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.top", 'prefix.rule = "entropy"', lambda c: c.prefix is not None and c.prefix.rule == "entropy"),
+    ("model.quantized_forward", "engine.quantize", lambda c: c.engine.quantize != "none"),
     ("engine.vllm", 'engine.type = "vllm"', lambda c: c.engine.type == "vllm"),
     ("engine.server", 'engine.type = "server"', lambda c: c.engine.type == "server"),
     ("engine.server.model", 'engine.server.kind = "vllm"', lambda c: c.engine.server.kind == "vllm"),

@@ -74,6 +74,10 @@ REFUSED = {
         (f"{LUFFY} demonstrations.per_group=8", "per_group = 8 leaves no sampled response among 8"),
     ],
     "engines": [
+        *(
+            (f"engine.quantize=int8 model.quantized_forward=true {other}", "quantized_forward does not round")
+            for other in ("model.gradient_checkpointing=true", "model.lora.rank=2")
+        ),
         ("engine.type=server", "engine.server.urls is empty: name at least one"),
         (f"{SERVER} engine.server.urls=['http://a:1','http://b:1','http://a:1/']", "names http://a:1 twice"),
         (f"{RAY} ray.engine_cpus=0", "engine_cpus and engine_gpus are both 0"),
@@ -211,6 +215,7 @@ UNUSED = [
     ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
     ("sampling.top_logprobs=8", "top_logprobs has no effect on objective 'token-tis'"),
     ("objective.name=oapl trainer.max_lag=2", "trainer.max_lag has no effect on objective 'oapl'"),
+    ("model.quantized_forward=true", "model.quantized_forward has no effect without engine.quantize"),
     ("model.reference=laboratory", "model.reference has no effect on objective 'token-tis' without objective.kl_coef"),
     (
         "objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4",
@@ -249,6 +254,7 @@ ACCEPTED = [
     "advantage.kind=rloo",
     "advantage.kind=optimal-token",
     f"{TEACHER} trainer.samples=1",
+    "model.quantized_forward=true engine.quantize=int8 perturbation.std=0.1 objective.name=token-alp",
     "objective.kl_coef=0.1 model.reference=laboratory",
     "objective.name=flash-reinforce trainer.samples=1",
     "advantage.kind=batch-mean trainer.samples=1",

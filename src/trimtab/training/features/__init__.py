@@ -24,6 +24,7 @@ from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.features.perturbation_feature import PerturbationFeature
 from trimtab.training.features.policy_kl import PolicyKL
 from trimtab.training.features.proximal_policy import MovingAverage, Snapshots
+from trimtab.training.features.quantized_forward import QuantizedForward
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.features.sample_size_rate import SampleSizeRate
 from trimtab.training.features.sampling_mask import SamplingMask
@@ -56,6 +57,8 @@ def build_features(
         yield DemonstrationMetrics()
     if config.advantage.kind == DISTILLATION:
         yield DistillationMetrics()
+    if config.model.quantized_forward and config.engine.quantize != "none":
+        yield QuantizedForward(config, model, ranks)
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
     if config.trainer.proximal != "current" and "proximal" in objective.needs:
