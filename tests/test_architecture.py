@@ -68,7 +68,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_447,
     "corrections": 1_655,
-    "diagnosis": 8_691,
+    "diagnosis": 8_760,
     "engines": 5_438,
     "environments": 1_958,
     "evaluation": 1_127,

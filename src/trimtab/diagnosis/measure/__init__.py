@@ -13,6 +13,7 @@ from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.prefill_parts import PrefillSums
 from trimtab.diagnosis.measure.sample import Sample
+from trimtab.diagnosis.measure.teacher_check import teacher_findings
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import (
     AXES,
@@ -67,7 +68,9 @@ def measure(
     drawn = sample.result()
     views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
     return Measured(
-        origin=replace(summary, trained=trained, findings=(*summary.findings, *prefill.findings())),
+        origin=replace(
+            summary, trained=trained, findings=(*summary.findings, *prefill.findings(), *teacher_findings(drawn))
+        ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None},
         split=drift.split(seed),

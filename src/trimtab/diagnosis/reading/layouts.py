@@ -12,8 +12,8 @@ from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
-    *(*LOGPS, "logp_perturbed", "logp_prefill", "response_ids", "loss_mask", "padding_mask", "loss_weight", "entropy"),
-    *("policy_version", "turn"),
+    *(*LOGPS, "logp_perturbed", "logp_prefill", "logp_teacher", "response_ids", "loss_mask", "padding_mask"),
+    *("loss_weight", "entropy", "policy_version", "turn"),
 )
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 ROW_ROLES = (

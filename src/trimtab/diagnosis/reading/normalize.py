@@ -206,7 +206,7 @@ def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) ->
     (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
-    for name in (*LOGPS, "logp_perturbed", "logp_prefill", "entropy"):
+    for name in (*LOGPS, "logp_perturbed", "logp_prefill", "logp_teacher", "entropy"):
         if name not in tokens.values:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
@@ -263,6 +263,7 @@ def _table(
         current=values.get("logp_current"),
         perturbed=values.get("logp_perturbed"),
         prefill=values.get("logp_prefill"),
+        teacher=values.get("logp_teacher"),
         ids=_integers(values, "response_ids"),
         entropy=values.get("entropy"),
         version=_integers(values, "policy_version"),

@@ -1,0 +1,63 @@
+"""Checks the log-probs that a teacher gave to the sampled ids, in distillation: shifted, or of other ids.
+
+A teacher is another model, so that its log-probs may differ from the sampler's by any amount; but both are surprised by
+the same tokens. The correlation of the two lists is therefore highest in place, and near 0 where the teacher scored
+other ids or another context.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.findings import Finding
+from trimtab.pages.numbers import short
+
+FARTHEST = 4  # tokens that a shift is looked for
+MIN_TOKENS = 200  # fewest trained tokens that are judged
+MIN_Z = 6.0  # standard errors by which another offset must correlate better than none
+MIN_LEAD = 0.1  # and the least difference of the two correlations
+MIN_CORRELATION = 0.15  # below it the lists have nothing to do with each other
+LOWEST = -10.0  # log-probs count as at least this
+
+
+def teacher_findings(table: TokenTable) -> tuple[Finding, ...]:
+    """Returns one finding, or none without the column `logp_teacher` or with fewer than `MIN_TOKENS` trained tokens."""
+    if table.teacher is None:
+        return ()
+    places = np.flatnonzero(table.mask)
+    if len(places) < MIN_TOKENS:
+        return ()
+    student, teacher = (
+        np.maximum(values[places], LOWEST).astype(np.float64) for values in (table.behavior, table.teacher)
+    )
+    found = {offset: _correlation(table, places, student, teacher, offset) for offset in range(-FARTHEST, FARTHEST + 1)}
+    best = max(found, key=lambda offset: found[offset])
+    in_place = found[0]
+    z = (np.arctanh(min(found[best], 0.999)) - np.arctanh(min(in_place, 0.999))) * np.sqrt(len(places) / 2)
+    if best and z > MIN_Z and found[best] - in_place > MIN_LEAD:
+        fit = f"correlation {found[best]:.2f}, {in_place:.2f} in place"
+        detail = f"the teacher's log-probs fit the sampler's when moved by {best:+d}: {fit}"
+        return (Finding("fail", "teacher", detail, "cut the teacher's list where the response begins"),)
+    if in_place < MIN_CORRELATION:
+        detail = f"the teacher's log-probs have nothing to do with the sampler's: correlation {in_place:.2f}"
+        step = "score the same ids, with the same tokenizer and prompt"
+        return (Finding("fail", "teacher", detail, step),)
+    kl = short(float((table.behavior[places].astype(np.float64) - table.teacher[places]).mean()))
+    detail = f"reverse KL to the teacher {kl} nats a token; correlation with the sampler {in_place:.2f}"
+    return (Finding("note", "teacher", detail),)
+
+
+def _correlation(table: TokenTable, places: np.ndarray, student: np.ndarray, teacher: np.ndarray, offset: int) -> float:
+    """Returns the correlation of the student's values with the teacher's `offset` tokens later; 0 if undefined."""
+    index = np.arange(max(0, -offset), len(places) - max(0, offset))
+    other = index + offset
+    # Within a response, and not across untrained tokens.
+    index, other = (
+        part[(places[other] - places[index] == offset) & (table.row[places[other]] == table.row[places[index]])]
+        for part in (index, other)
+    )
+    x, y = student[index], teacher[other]
+    if len(x) < MIN_TOKENS // 2 or x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])

@@ -1,0 +1,54 @@
+"""The finding of files with `logp_teacher`: in place, shifted, or of other ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trimtab
+from trimtab.findings import Finding
+
+RESPONSES, TIME = 24, 30
+
+
+def found(path: Path, change: Callable[[np.ndarray], np.ndarray] | None, responses: int = RESPONSES) -> list[Finding]:
+    """From a teacher with 1.3 times the student's surprise, and noise; every eleventh token is an observation."""
+    draw = np.random.default_rng(0)
+    student = -draw.exponential(1.0, (responses, TIME))
+    teacher = 1.3 * student - 0.2 * draw.exponential(1.0, student.shape)
+    mask = np.arange(TIME) % 11 != 10
+    rows = []
+    for index in range(responses):
+        row = {"logp_behavior": student[index].tolist(), "logp_proximal": student[index].tolist()}
+        row |= {} if change is None else {"logp_teacher": change(teacher)[index].tolist()}
+        rows.append(json.dumps(row | {"loss_mask": mask.astype(int).tolist(), "prompt_id": str(index)}))
+    path.write_text("\n".join(rows))
+    return [one for one in trimtab.diagnose([path]).measured.origin.findings if one.name == "teacher"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        # .3 times the mean surprise of 1 and .2 times that of the noise.
+        (lambda teacher: teacher, "note", "reverse KL to the teacher 0.5"),
+        (lambda teacher: np.roll(teacher, 1, axis=1), "fail", "when moved by +1: correlation 0.9"),
+        (lambda teacher: np.roll(teacher, -2, axis=1), "fail", "when moved by -2: correlation 0.9"),
+        (lambda teacher: teacher[::-1], "fail", "nothing to do with the sampler's: correlation "),
+        (np.zeros_like, "fail", "nothing to do with the sampler's: correlation 0.00"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], status: str, words: str
+) -> None:
+    [one] = found(tmp_path / "a.jsonl", change)
+    assert one.status == status
+    assert words in one.detail
+
+
+def test_nothing_is_said_without_the_column_or_of_few_tokens(tmp_path: Path) -> None:
+    assert found(tmp_path / "a.jsonl", None) == []
+    assert found(tmp_path / "b.jsonl", lambda teacher: teacher, responses=4) == []
