@@ -38,6 +38,7 @@ SMALL = [
     "log.trajectories_every=1",
 ]
 ROLLOUT, PROXIMAL = "routing.replay=rollout", "routing.replay=proximal"
+GATES = "routing.replay=rollout-gates"
 COARSE = "engine.quantize=int3"
 # What is measured of lanes only, and what only a replay has.
 APART = ("engine/", "lag/share", "lag/length", "routing/")
@@ -112,6 +113,23 @@ def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(
     assert 0.4 < replayed["routing/agreement"] < 0.75  # measured .52 to .59: half by chance
 
 
+def test_gates_too_lower_the_mismatch_and_leave_the_routers_as_they_are(tmp_path: Path) -> None:
+    """The first batch is the same; engines in eight bits, whose own error remains."""
+    sets = ["engine.quantize=int8", "trainer.prompts=16", "trainer.samples=8", "optim.lr=1e-3", "optim.warmup=0"]
+    ways = {way: run(tmp_path / way, *sets, f"routing.replay={way}") for way in ("none", "rollout", "rollout-gates")}
+    none, experts, gates = (rows(ways[way])[0] for way in ("none", "rollout", "rollout-gates"))
+    assert none["reward/mean"] == experts["reward/mean"] == gates["reward/mean"]
+    assert gates["mismatch/k3"] < experts["mismatch/k3"] < none["mismatch/k3"]
+    assert gates["routing/agreement"] == experts["routing/agreement"] < 1
+    assert gates["routing/bytes"] == 6 * experts["routing/bytes"]  # an index takes two bytes then, a gate four
+    before = dict(load(str(laboratory_folder("laboratory-moe")), dtype=torch.float32).model.named_parameters())
+    for way, moved in (("rollout", True), ("rollout-gates", False)):
+        after = weights(ways[way])
+        for name, weight in before.items():
+            if name.endswith("mlp.gate.weight"):
+                assert torch.equal(after[name], weight) != moved
+
+
 def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path) -> None:
     """One update sees its own batch unclipped and with ratio 1; later ones keep the experts of the proximal pass."""
     sets = [COARSE, "trainer.minibatches=2", "trainer.epochs=2", "optim.lr=1e-3", "optim.warmup=0"]
@@ -124,18 +142,20 @@ def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path)
     assert not [row for row in rows(replayed) if "routing/bytes" in row]
 
 
-def test_workers_hand_the_record_on(tmp_path: Path) -> None:
-    here, apart = run(tmp_path / "here", COARSE, ROLLOUT), run(tmp_path / "apart", COARSE, ROLLOUT, "engine.workers=1")
+@pytest.mark.parametrize("replay", [ROLLOUT, GATES])
+def test_workers_hand_the_record_on(replay: str, tmp_path: Path) -> None:
+    here, apart = run(tmp_path / "here", COARSE, replay), run(tmp_path / "apart", COARSE, replay, "engine.workers=1")
     assert comparable(apart) == comparable(here)
     assert [row["routing/bytes"] for row in rows(apart)] == [row["routing/bytes"] for row in rows(here)]
     assert [row["routing/agreement"] for row in rows(apart)] == [row["routing/agreement"] for row in rows(here)]
 
 
-def test_a_resumed_run_finds_the_record_in_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", [ROLLOUT, GATES])
+def test_a_resumed_run_finds_the_record_in_its_checkpoint(replay: str, tmp_path: Path) -> None:
     """Groups that wait in the buffer are trained on after the resume, experts and all."""
     sets = [
         COARSE,
-        ROLLOUT,
+        replay,
         "trainer.steps=6",
         "trainer.dynamic_sampling=true",
         "trainer.oversample=3",

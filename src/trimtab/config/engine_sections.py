@@ -124,10 +124,20 @@ class RayConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Routing replay. Only the choice of experts is replayed: gates come from the scores of the pass."""
+    """Routing replay. Gates come from the scores of the pass, unless they are replayed too."""
 
-    replay: Literal["none", "proximal", "rollout"] = Field(
+    replay: Literal["none", "proximal", "rollout", "rollout-gates"] = Field(
         default="none",
         description="`proximal`: experts of the proximal pass, replayed in the update (R2); `rollout`: experts the "
-        "engine used, replayed in every pass of the trained policy (R3)",
+        "engine used, replayed in every pass of the trained policy (R3); `rollout-gates`: their gates too, so that "
+        "routers are not trained",
     )
+
+    @property
+    def of_engine(self) -> bool:
+        """Whether the engine records what is replayed."""
+        return self.replay in ("rollout", "rollout-gates")
+
+    @property
+    def gates(self) -> bool:
+        return self.replay == "rollout-gates"

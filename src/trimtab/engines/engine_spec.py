@@ -3,7 +3,7 @@
 The specification is one of
 
     {"type": "embedded", "model": folder, "dtype": "bfloat16", "quantization": {"bits": null, "noise": 0.0, "seed": 0},
-     "routes": false unless given, "numerics": "native" unless given}
+     "routes": false unless given, "gates": likewise, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
 The folder needs no weights (config, generation config and tokenizer are enough): they arrive by
@@ -58,8 +58,8 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
         invariant.make_invariant(model)
     model.to(default_device())
     quantization = WeightQuantization(**spec["quantization"])
-    routes = spec.get("routes", False)
-    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], quantization=quantization, routes=routes)
+    recorded = {name: spec.get(name, False) for name in ("routes", "gates")}
+    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], quantization=quantization, **recorded)
 
 
 def _vllm(spec: Mapping[str, Any], folder: Path) -> Engine:

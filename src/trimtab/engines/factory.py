@@ -48,8 +48,8 @@ def build_engines(
 
         return [VllmEngine(folder, loaded.tokenizer, config.engine)]
     dtype, quantization = getattr(torch, config.engine.dtype), weight_quantization(config)
-    routes = config.routing.replay == "rollout"
-    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, routes=routes)]
+    recorded = {"routes": config.routing.of_engine, "gates": config.routing.gates}
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, **recorded)]
 
 
 def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
@@ -62,7 +62,8 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
         "model": str(folder.absolute()),
         "dtype": config.engine.dtype,
         "quantization": {"bits": quantization.bits, "noise": quantization.noise, "seed": quantization.seed},
-        "routes": config.routing.replay == "rollout",
+        "routes": config.routing.of_engine,
+        "gates": config.routing.gates,
         "numerics": config.numerics,
     }
 

@@ -55,6 +55,7 @@ class EmbeddedEngine:
         dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
         quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
         routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
+        gates: with `routes`, what the experts are weighed with, too.
 
     Raises:
         TrimtabError: an unknown dtype; `routes` for a model without known routers.
@@ -68,6 +69,7 @@ class EmbeddedEngine:
         *,
         quantization: WeightQuantization = NO_QUANTIZATION,
         routes: bool = False,
+        gates: bool = False,
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
@@ -84,7 +86,7 @@ class EmbeddedEngine:
         self._manifest = WeightManifest.of(self._model)
         self._quantization = quantization
         self._quantized_names = matrices(self._model) if quantization.active else ()
-        self._routes = routes
+        self._routes, self._gates = routes, gates
         if routes and router_info(self._model).layers == 0:
             raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
         self._quantize()
@@ -119,14 +121,15 @@ class EmbeddedEngine:
         multi_turn = turns is not None
         validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
         if self._routes:
-            validate_routes(prefixes, prompts, router_info(self._model))
+            validate_routes(prefixes, prompts, router_info(self._model)._replace(gates=self._gates))
         rows = build_rows(len(prompts), samples, sampling, prefixes, multi_turn=multi_turn)
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
         exchange = None if turns is None else TurnExchange(turns, abort)
         if exchange is not None:
             resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
-        with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
+        record = record_routing(self._model, gates=self._gates) if self._routes else contextlib.nullcontext()
+        with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if abort is not None and abort.is_set():
                     mark_aborted(batch)

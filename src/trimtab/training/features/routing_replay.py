@@ -12,7 +12,7 @@ import torch
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import TokenScores
-from trimtab.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
+from trimtab.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement, split_record
 from trimtab.runs.binary_columns import stored_bytes
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
@@ -42,10 +42,10 @@ class RoutingReplay(Feature):
                 f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
                 "a dense model: leave [routing] out"
             )
-        return cls(config.routing.replay, info)
+        return cls(config.routing.replay, info._replace(gates=config.routing.gates))
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        if self.replay != "rollout":
+        if self.replay == "proximal":
             return micro
         prompt_of, time = micro.tokens.prompt_index.tolist(), micro.mask.shape[1]
         return micro.with_extras(routes=pack(trajectories, prompt_of, time, self.experts))
@@ -106,19 +106,23 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
     routes = completion.routed_experts
     if routes is None:
         raise TrimtabError(
-            f'{name} comes without the experts of its tokens, which routing.replay = "rollout" needs: use an engine '
-            "that records them"
+            f"{name} comes without the experts of its tokens, which routing.replay needs: use an engine that records "
+            "them"
         )
-    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.chosen)
+    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.columns)
     if routes.shape != expected:
         raise TrimtabError(
             f"{name}: experts are recorded in the shape {routes.shape}, its tokens in this model need {expected}"
         )
-    if routes.size and (routes.min() < 0 or routes.max() >= routers.experts):
+    experts = routes[..., : routers.chosen]
+    if experts.size and (experts.min() < 0 or experts.max() >= routers.experts):
         raise TrimtabError(
-            f"{name}: expert {routes.min() if routes.min() < 0 else routes.max()} is recorded, this model has "
+            f"{name}: expert {experts.min() if experts.min() < 0 else experts.max()} is recorded, this model has "
             f"{routers.experts}"
         )
+    _, gates = split_record(torch.from_numpy(routes), routers.chosen)
+    if gates is not None and not bool(((gates >= 0) & (gates <= 1)).all()):
+        raise TrimtabError(f"{name}: a gate is recorded that is not between 0 and 1")
     return routes
 
 
@@ -137,7 +141,7 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     records = [check(trajectory, routers) for trajectory in trajectories]
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
-    shape = (routers.layers, routers.chosen)
+    shape = (routers.layers, routers.columns)
     prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
     responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
     for prompt, row in first.items():
