@@ -97,7 +97,7 @@ class Sample:
         kept = max(1, int(np.searchsorted(trained[order].cumsum(), self.limit, side="right")))
         if kept == len(order):
             return
-        self._threshold = drawn[order[kept]]
+        self._threshold = float(drawn[order[kept]])
         parts = [part.below(self._threshold) for part in self._parts]
         self._parts = [part for part in parts if len(part.drawn)]
 
