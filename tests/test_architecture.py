@@ -67,7 +67,7 @@ LINES = {
     "cli": 2_783,
     "cluster": 1_008,
     "config": 1_455,
-    "corrections": 1_655,
+    "corrections": 1_660,
     "diagnosis": 8_760,
     "engines": 5_444,
     "environments": 1_958,

@@ -22,7 +22,12 @@ def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 
     A product with the mask would keep NaN and inf; `where` keeps them out of the value and out of the gradient.
     """
-    return torch.where(mask, widen(values), 0.0)
+    values = widen(values)
+    if values.is_cpu and not (values.requires_grad and torch.is_grad_enabled()):
+        # `where` is a loop with a branch on a CPU, 3 to 10 times slower than a product of the bits with 1 or 0.
+        bits = torch.int64 if values.dtype == torch.float64 else torch.int32
+        return (values.view(bits) * mask).view(values.dtype)
+    return torch.where(mask, values, 0.0)
 
 
 def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -51,6 +51,17 @@ def test_selection_keeps_nan_and_inf_out_of_values_and_gradients():
     assert_close(x.grad, torch.tensor([[torch.e, 0.0, 0.0]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_selection_without_a_gradient_has_the_bits_of_where(dtype: torch.dtype):
+    special = torch.tensor([[float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1.5]])
+    values = torch.cat([special, special]).to(dtype)
+    mask = torch.tensor([[True] * 8, [False] * 8])
+    bits = torch.int64 if dtype == torch.float64 else torch.int32
+    for chosen, given in ((select(values, mask), values), (select(values.T, mask.T).T, values)):
+        wide = given if dtype == torch.float64 else given.float()
+        assert torch.equal(chosen.view(bits), torch.where(mask, wide, 0.0).view(bits))
+
+
 def test_finite_rows_reads_trained_positions_only():
     bad = torch.tensor([[0.0, float("nan"), 0.0], [float("inf"), 0.0, 0.0]])
     assert finite_rows(MASK, bad).tolist() == [[False], [True]]
