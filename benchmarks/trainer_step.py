@@ -220,9 +220,32 @@ def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict
     print(f"{'trimtab':<36} {statistics.median(trimtab):7.2f} s a step")
     for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
         print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
+    rate, floor = products_alone(model, tokens)
+    print(f"  products of the update alone: {floor:.1f} s at {rate:.0f} GFLOP/s (float32, feed-forward's shape)")
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
+
+
+def products_alone(model: str, tokens: int) -> tuple[float, float]:
+    """Returns the rate of float32 products here (GFLOP/s), and the seconds that those of an update take at it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trimtab.models.matmul import product
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
+    rows = PROMPTS * SAMPLES * tokens
+    states, weight = torch.randn(rows, width), torch.randn(inner, width)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        product(states, weight)
+        seconds.append(time.perf_counter() - start)
+    rate = 2 * rows * width * inner / statistics.median(seconds)
+    parameters = sum(parameter.numel() for parameter in loaded.parameters())
+    return rate / 1e9, 6 * parameters * rows / rate  # forward, and both products of backward
 
 
 def has_bfloat16() -> bool:
