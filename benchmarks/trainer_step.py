@@ -6,7 +6,7 @@ A step is everything from "no completions yet" to "weights updated and visible t
 45 tokens x 8 completions of exactly 64 tokens (end of text is ignored on both sides) of SmolLM2-135M-Instruct, a reward
 that costs nothing, one AdamW update; bf16, gradient checkpointing off. TRL runs in every variant that could suit it
 (per-device batch 8 and 64, float32 or bf16 weights under `bf16=True`; on a processor without bfloat16 instructions,
-where these take ten times as long, float32 alone) and its fastest is the one compared with.
+where bfloat16 takes several times as long, float32 alone) and its fastest is the one compared with.
 
 Each side lives in its own process and waits while the other steps. The first step of each is a warm-up. Figures are
 medians; the range of the ratio is over rounds. Target: at least 3x TRL's steps per second.

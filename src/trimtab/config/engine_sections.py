@@ -140,4 +140,5 @@ class RoutingConfig(Section):
 
     @property
     def gates(self) -> bool:
+        """Whether gates are recorded and replayed beside the experts."""
         return self.replay == "rollout-gates"

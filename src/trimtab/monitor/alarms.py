@@ -13,7 +13,7 @@ from trimtab.monitor.metrics_of_step import MeanRatio
 from trimtab.trends import WINDOW, gradient_norm_falls
 
 KEPT = 2 * WINDOW
-"""Of the newest steps that the rules read, beside the first `WINDOW`."""
+"""Number of newest steps that the rules read, beside the first `WINDOW` steps."""
 
 RECENT = 5
 """Steps whose median counts as the present state."""

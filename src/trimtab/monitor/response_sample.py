@@ -53,6 +53,7 @@ class Sample:
         self.limit = limit
         self._random = np.random.default_rng(seed)
         self._threshold = 1.0
+        self._tokens = 0
         self._parts: list[_Part] = []
 
     def add(
@@ -74,19 +75,18 @@ class Sample:
         ends = (trained * positions).max(1, initial=0)
         within = positions <= ends[:, None]
         part = _Part(
-            np.where(ends > 0, drawn[chosen], 1.0),
+            np.where(ends > 0, drawn[chosen], 1.0),  # without a trained token it is never below the threshold
             ends,
             trained.sum(1),
             {name: values[within] for name, values in columns.items()},
             {name: _by_response(value, chosen) for name, value in rows.items() if value is not None},
         )
+        if not (ends > 0).any():
+            return
         self._parts.append(part.below(self._threshold))
+        self._tokens += int(part.trained.sum())
         if self._tokens > 1.25 * self.limit:
             self._thin_out()
-
-    @property
-    def _tokens(self) -> int:
-        return sum(int(part.trained.sum()) for part in self._parts)
 
     def _thin_out(self) -> None:
         """Drops the responses with the largest numbers until the limit is met."""
@@ -100,6 +100,7 @@ class Sample:
         self._threshold = float(drawn[order[kept]])
         parts = [part.below(self._threshold) for part in self._parts]
         self._parts = [part for part in parts if len(part.drawn)]
+        self._tokens = sum(int(part.trained.sum()) for part in self._parts)
 
     def write(self, path: Path) -> None:
         """Writes JSON lines in the columns of Trimtab's trajectory files, under a temporary name that is renamed."""

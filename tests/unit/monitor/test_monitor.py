@@ -116,7 +116,9 @@ def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Pat
     values = {"step": 7, "reward": torch.tensor([0.5, 1.0, 2.0])}
     sample.add(mask, {"response_ids": torch.arange(12).view(3, 4)}, values)
     sample.write(tmp_path / "sample.jsonl")
+    sample.add(torch.zeros_like(mask), {"response_ids": torch.arange(12).view(3, 4)}, values)
     rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
+    assert len(sample) == 2
     assert sorted(rows, key=lambda row: row["reward"]) == [
         {"loss_mask": [True, False, True], "response_ids": [0, 1, 2], "step": 7, "reward": 0.5},
         {"loss_mask": [False, True, True, True], "response_ids": [8, 9, 10, 11], "step": 7, "reward": 2.0},
