@@ -34,9 +34,19 @@ from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
 
-METHODS = ("grpo", "token-tis", "seq-mis", "icepop", "geo-mask-token-tis", "token-alp-bypass", "token-alp")
+METHODS = (
+    "grpo",
+    "token-tis",
+    "icepop",
+    "geo-mask-token-tis",
+    "m2po",
+    "opsm",
+    "seq-bypass",
+    "token-alp-bypass",
+    "token-alp",
+)
 # int8 is on-policy to the digit here (k3 5e-6 before training, int4 1e-3).
-REGIMES = ("on-policy", "stale-32", "int4", "reuse-16")
+REGIMES = ("stale-32", "int4", "reuse-16")
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "fair-map.parquet"
 TUNING, MAP = "tuning", "map"
 TUNED = tuning.tuned_name("")  # how the rows with chosen settings end

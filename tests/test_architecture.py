@@ -74,7 +74,7 @@ LINES = {
     "evaluation": 1_127,
     "lab": 1_206,
     "models": 3_843,
-    "monitor": 1_007,
+    "monitor": 1_048,
     "objectives": 3_029,
     "pages": 472,
     "planning": 858,

@@ -79,6 +79,7 @@ ROWS = {
     ),
     "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
     "monitor": Row("--seeds 1 --steps 6 --lost-at 3 --batches 20 --runs $OUT", "relative difference to diagnose"),
+    "monitor_trl": Row("--model $TINY --steps 1 --tokens 4", r"a step .* s: \d", made_by="bench-install"),
     "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),
     "oapl_lag": Row("--out $OUT --lags 1 --seeds 0 --workers 1 --updates 1 --samples 4", r"1 \| token-tis \| \d"),
     "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),

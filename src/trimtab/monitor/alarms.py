@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from trimtab.findings import Finding
+from trimtab.findings import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
 from trimtab.trends import WINDOW, gradient_norm_falls
 
@@ -21,6 +22,17 @@ EXACT = 1e-7
 """k3 below which trainer and sampler compute the same up to rounding of float32."""
 JUMP = 4.0
 """How many times the largest k3 of the window both of the last two steps must reach (`benchmarks/monitor.py`)."""
+SHIFT_STEPS = 3
+"""Steps whose mean log k3 is compared with the spread before them: a sampler of four bits hides the first lost weights
+from `JUMP`."""
+SHIFT = 2.0
+"""How many times the geometric mean of k3 before them theirs must reach."""
+SHIFT_ERRORS = 4.0
+"""Standard errors that the difference of logarithms must reach; clean runs reached 3.7 (`benchmarks/monitor.py`)."""
+LARGEST = 4.0
+"""Standard deviations from the mean as which a step counts at most, so that one of them is not enough."""
+LEAST_SPREAD = 0.25
+"""Standard deviation of log k3 from step to step that is taken at least, where rounding hardly varies."""
 RISE = 5.0
 """How many times its median in the first steps the median k3 of the last ones must reach."""
 RATIO_STEPS = 10
@@ -76,26 +88,53 @@ def alarms(steps: Sequence[Step]) -> list[Alarm]:
 
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:
-    """Two steps in a row far above all before them: the sampler stays behind, whatever its versions say."""
-    k3 = [max(step["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
-    if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
+    """k3 rises within two or three steps: the sampler stays behind, whatever its versions say."""
+    found = _jump(steps) or _shift(steps)
+    if found is None:
         return None
-    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
+    status, count, detail = found
     ages = [step["age"] for step in steps[-WINDOW:]]
     if any(map(math.isnan, ages)):
         return Finding(
-            "fail", "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
+            status, "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
         )
-    if max(ages[-2:]) > max(ages[:-2]) + 0.5:
+    if max(ages[-count:]) > max(ages[:-count]) + 0.5:
         return Finding(
             "note", "stale", f"{detail}; the sampler's weights got older", "publish weights more often, or correct"
         )
     return Finding(
-        "fail",
+        status,
         "undelivered",
         f"{detail}, while the version says that the sampler's weights are as new as before",
         "compare the weights in the sampler with the trainer's: a checksum, or log-probs of a fixed text",
     )
+
+
+def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
+    """Two steps in a row far above all before them; their status, number and description."""
+    k3 = [max(step["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
+    if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
+        return None
+    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
+    return "fail", 2, detail
+
+
+def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
+    """Three steps whose mean is beyond the spread of those before them; weaker evidence than a jump."""
+    logs = [math.log(max(step["mismatch/k3"], EXACT)) for step in steps[-KEPT:]]
+    before, last = logs[:-SHIFT_STEPS], logs[-SHIFT_STEPS:]
+    if len(before) < WINDOW or any(map(math.isnan, logs)):
+        return None
+    middle, spread = statistics.fmean(before), max(statistics.stdev(before), LEAST_SPREAD)
+    error = spread * math.sqrt(1 / len(before) + 1 / SHIFT_STEPS)
+    now = statistics.fmean(min(value, middle + LARGEST * spread) for value in last)
+    if not now - middle > max(SHIFT_ERRORS * error, math.log(SHIFT)):
+        return None
+    detail = (
+        f"k3 {math.exp(now):.1e} per token over the last {SHIFT_STEPS} steps, {math.exp(middle):.1e} over the "
+        f"{len(before)} before, {(now - middle) / error:.1f} standard errors less"
+    )
+    return "note", SHIFT_STEPS, detail
 
 
 def k3_rises(steps: Sequence[Step]) -> Finding | None:

@@ -42,8 +42,8 @@ class Monitor:
         `torch.distributed` is initialized.
     merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
 
-    Memory does not grow with the number of steps. An alarm is raised once, and again when its reason comes back after
-    20 steps.
+    Memory does not grow with the number of steps. An alarm is raised once, again when it gets
+    worse, and when its reason comes back after 20 steps.
     """
 
     def __init__(
@@ -161,10 +161,12 @@ class Monitor:
             self._first.append(step)
         found = alarms(self._history())
         for alarm in found:
-            if self._steps - self._last_seen.get(alarm.name, -WINDOW) >= WINDOW:
-                self._raised.setdefault(alarm.name, alarm)
-                if self._rank == 0:
-                    self._on_alarm(alarm)
+            earlier = self._raised.get(alarm.name)
+            worse = earlier is None or STATUSES.index(alarm.status) > STATUSES.index(earlier.status)
+            if worse:
+                self._raised[alarm.name] = alarm
+            if self._rank == 0 and (worse or self._steps - self._last_seen[alarm.name] >= WINDOW):
+                self._on_alarm(alarm)
             self._last_seen[alarm.name] = self._steps
         if self._out is not None and self._rank == 0:
             names = [alarm.name for alarm in found]

@@ -68,6 +68,28 @@ def test_one_step_or_a_smaller_jump_is_noise() -> None:
     assert names(history([1e-4] * 9 + [2e-4, 7e-4, 7e-4], age=[0.0] * 12)) == []
 
 
+@pytest.mark.parametrize(
+    ("ages", "name"),
+    [([0.0] * 43, "undelivered"), ([0.0] * 40 + [1.0, 2.0, 3.0], "stale"), ([math.nan] * 43, "k3-jump")],
+)
+def test_three_steps_beyond_the_spread_of_those_before(ages: list[float], name: str) -> None:
+    """The logarithms before are 0 and .6 in turn: mean .3, deviation .304; four standard errors are 1.22 / sqrt(3)."""
+    before = [1e-3, 1e-3 * math.exp(0.6)] * 20
+    beyond, within = (1e-3 * math.exp(0.3 + distance) for distance in (0.75, 0.7))
+    steps = history([*before, *[beyond] * 3], age=ages)
+    assert [(one.name, one.status) for one in alarms(steps)] == [(name, "note")]
+    assert "1.3e-03 over the 37 before" not in alarms(steps)[0].detail
+    assert names(steps[:-1]) == []
+    assert names(history([*before, *[within] * 3], age=ages)) == []
+    assert names(steps[-22:]) == []  # fewer than 20 steps before
+    assert names(history([*before, before[1], before[1], 1.0], age=ages)) == []  # one step is not enough
+
+
+def test_less_than_twice_as_much_is_no_shift() -> None:
+    assert names(history([1e-3] * 40 + [1.95e-3] * 3, age=[0.0] * 43)) == []
+    assert names(history([1e-3] * 40 + [2.05e-3] * 3, age=[0.0] * 43)) == ["undelivered"]
+
+
 def test_rounding_of_float32_does_not_count_as_a_reference() -> None:
     assert names(history([1e-13] * 5 + [9e-13, 9e-13], age=[0.0] * 7)) == []
     assert names(history([1e-13] * 5 + [1e-5, 1e-5], age=[0.0] * 7)) == ["undelivered"]
