@@ -1,8 +1,9 @@
 """The fair map: methods x kinds of mismatch on responses of 120 tokens, each with tuned and with published settings.
 
-    python benchmarks/fair_map.py [--hours 2] [--only stale-32 token-tis] [--table fair-map.md]
+    python benchmarks/fair_map.py [--hours 2] [--only stale-32 token-tis] [--table fair-map.md] [--figure map.png]
+    python benchmarks/fair_map.py --hours 0 --figure map.png    # of the runs that are there
 
-For each method and regime six settings are tuned, as by `trimtab compare --tune`; the best and the published one are
+For each method and regime six settings are tried, as by `trimtab compare --tune`; the best and the published one are
 then trained with other seeds. Results are kept in one file (--results): a run that is in it is not trained again, in
 this or another checkout, so that the map may be made in parts. With each are the metrics that may warn of a collapse,
 step by step. Printed are the table of the runs that are there, the processor time they took, and about how much the
@@ -20,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -47,11 +49,14 @@ METHODS = (
 )
 # int8 is on-policy to the digit here (k3 5e-6 before training, int4 1e-3).
 REGIMES = ("stale-32", "int4", "reuse-16")
+# Where trainer and sampler agree all weights are 1, so that these are `grpo` and `token-tis` there, to the digit.
+LEFT_OUT = {("icepop", "reuse-16"), ("geo-mask-token-tis", "reuse-16")}
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "fair-map.parquet"
+BLUE = "#0072B2"
 TUNING, MAP = "tuning", "map"
 TUNED = tuning.tuned_name("")  # how the rows with chosen settings end
 RUNS_AT_ONCE = 4  # of each worker: the clock of --hours is read between so many
-ROLLOUTS_EVERY = 10  # steps between those that a run with the first seed keeps
+KEPT_STEPS = 4  # whose rollouts a run with the first seed keeps
 WATCHED = (
     "reward/mean",
     "length/mean",
@@ -172,12 +177,20 @@ def choices(candidates: tuning.Candidates, store: Store) -> list[tuning.Choice]:
     return found
 
 
+def rows_of(plan: ExperimentPlan, chosen: Sequence[tuning.Choice], store: Store) -> list[dict[str, Any]]:
+    """The runs of the map that are there, by the names of its rows."""
+    found = [(run, store.row(MAP, original(run, chosen))) for run in plan.runs]
+    return [{**row, "method": run.method.spec} for run, row in found if row is not None]
+
+
 def page(
-    plan: ExperimentPlan, missing: int, chosen: Sequence[tuning.Choice], tuned: tuning.Candidates, store: Store
+    rows: Sequence[dict[str, Any]],
+    missing: int,
+    chosen: Sequence[tuning.Choice],
+    tuned: tuning.Candidates,
+    store: Store,
 ) -> str:
     """The table, what was tuned, and the processor time, of all runs that are there."""
-    found = [(run, store.row(MAP, original(run, chosen))) for run in plan.runs]
-    rows = [{**row, "method": run.method.spec} for run, row in found if row is not None]
     hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
     mean = hours / max(len(store.rows), 1)
     cost = (
@@ -198,6 +211,31 @@ def page(
     return "\n".join(lines)
 
 
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy with intervals: a panel for each regime, published settings hollow and tuned ones filled."""
+    table = summarize(rows)
+    methods = [name for name in METHODS if {name, tuning.tuned_name(name)} & set(table.methods)]
+    size = (3.2 * len(table.regimes) + 1.8, 0.36 * len(methods) + 1.5)
+    figure, panels = plt.subplots(1, len(table.regimes), figsize=size, sharey=True, layout="constrained", squeeze=False)
+    for axes, name in zip(panels[0], table.regimes, strict=True):
+        start = [row["accuracy_before"] for row in rows if row["regime"] == name]
+        axes.axvline(sum(start) / len(start), color="#8c8c8c", linewidth=1, linestyle=":")
+        for place, method in enumerate(methods):
+            for spec, below, face in ((method, -0.15, "white"), (tuning.tuned_name(method), 0.15, BLUE)):
+                if (score := table.scores.get((spec, name))) is not None:
+                    mean, low, high = score.accuracy.mean, score.accuracy.low, score.accuracy.high
+                    axes.plot([low, high], [place + below] * 2, color=BLUE, linewidth=1.2)
+                    axes.plot(mean, place + below, "o", color=BLUE, markerfacecolor=face, markersize=5)
+        axes.set(title=name, xlim=(-0.02, 1), xlabel="held-out accuracy")
+        axes.grid(axis="x", color="#eeeeee")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_yticks(range(len(methods)), methods)
+    panels[0, 0].invert_yaxis()
+    figure.suptitle("filled: tuned; hollow: published settings; dotted: before training", fontsize=9, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+
+
 def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
     """The run of a row: that of the chosen setting for a row of a tuned method."""
     for choice in chosen:
@@ -207,7 +245,8 @@ def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
 
 
 def keeps_rollouts(run: PlannedRun) -> PlannedRun:
-    log = run.config.log.model_copy(update={"trajectories_every": ROLLOUTS_EVERY})
+    every = max(1, run.config.trainer.steps // KEPT_STEPS)
+    log = run.config.log.model_copy(update={"trajectories_every": every})
     return replace(run, config=run.config.model_copy(update={"log": log}))
 
 
@@ -224,6 +263,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/fair-map"), help="where runs in progress are")
     parser.add_argument("--table", type=Path, help="write the table there too")
+    parser.add_argument("--figure", type=Path, help="draw the table there")
     given = parser.parse_args()
     if unknown := set(given.only) - {*METHODS, *REGIMES}:
         parser.error(f"--only {' '.join(sorted(unknown))}: neither a method nor a regime of the map")
@@ -233,6 +273,8 @@ def main() -> None:
     regimes = [regime(name) for name in REGIMES if name in given.only] or [regime(name) for name in REGIMES]
     where = {"model": given.model, "sets": given.set}
     published = plan_experiment(methods, regimes, given.seeds, given.out, **where)
+    trained = [run for run in published.runs if (run.method.spec, run.regime.name) not in LEFT_OUT]
+    published = replace(published, runs=tuple(trained))
     candidates = tuning.plan_tuning(published, given.tune, given.out, **where)
     store = Store.open(given.results)
     errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
@@ -245,10 +287,13 @@ def main() -> None:
 
     wanted = [*((TUNING, run) for run in candidates.plan.runs), *((MAP, run) for run in runs)]
     missing = sum(store.row(part, run) is None for part, run in wanted)
-    text = page(plan, missing, chosen, candidates, store)
+    found = rows_of(plan, chosen, store)
+    text = page(found, missing, chosen, candidates, store)
     print(f"\n{text}")
     if given.table:
         given.table.write_text(text + "\n")
+    if given.figure and found:
+        draw(found, given.figure)
     for line in errors:
         print(f"failed: {line}")
 

@@ -64,8 +64,8 @@ def test_tuning_has_other_seeds_and_problems_than_the_comparison() -> None:
         "token-tis:weight_max=5.0",
         "token-tis:optim.lr=2.5e-05",
         "token-tis:weight_max=5.0,optim.lr=2.5e-05",
-        "token-tis:optim.lr=0.0001",
-        "token-tis:weight_max=5.0,optim.lr=0.0001",
+        "token-tis:optim.lr=1.25e-05",
+        "token-tis:weight_max=5.0,optim.lr=1.25e-05",
     )
     rates = [run.config.optim.lr for run in found.plan.runs if run.method.objective == "grpo" and run.seed == 1000]
     assert sorted(rates)[:6] == pytest.approx([1.25e-5, 2.5e-5, 2.5e-5, 3.5e-5, 5e-5, 5e-5])
