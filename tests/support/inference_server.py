@@ -198,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
             stop_ids=tuple(body.get("stop_token_ids", ())),
             ignore_stop=body["ignore_eos"],
         )
-        result, logp = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
+        result, logp = self.service.sample(body["prompt"], sampling, body.get("seed") or 0)
         self.service.log(answered=body.get("seed"))
         logprobs = {
             "token_logprobs": logp,
@@ -208,6 +208,7 @@ class Handler(BaseHTTPRequestHandler):
         }
         prompt = None
         if body.get("prompt_logprobs") == 0:
+            assert body["seed"] is None  # vLLM fails with one on a CPU where it reads a prompt in several steps
             logps = zip(body["prompt"][1:], self.service.prefill(body["prompt"]), strict=True)
             prompt = [None, *({str(id_): {"logprob": one, "rank": 1, "decoded_token": None}} for id_, one in logps)]
         choice = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,7 @@ class Sample:
         if kept == len(order):
             return
         self._threshold = float(drawn[order[kept]])
-        parts = [part.below(self._threshold) for part in self._parts]
-        self._parts = [part for part in parts if len(part.drawn)]
+        self._parts = _joined([part.below(self._threshold) for part in self._parts])
         self._tokens = sum(int(part.trained.sum()) for part in self._parts)
 
     def write(self, path: Path) -> None:
@@ -115,6 +114,24 @@ class Sample:
 
     def __len__(self) -> int:
         return sum(len(part.drawn) for part in self._parts)
+
+
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """Returns one part for all that have the same columns, so that their number does not grow with the run."""
+    alike: dict[tuple[str, ...], list[_Part]] = {}
+    for part in parts:
+        alike.setdefault((*part.tokens, "", *part.rows), []).append(part)
+    return [
+        _Part(**{field.name: _merged([getattr(part, field.name) for part in group]) for field in fields(_Part)})
+        for group in alike.values()
+    ]
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    """Returns arrays, or dicts of arrays with equal keys, one behind the other."""
+    if isinstance(values[0], dict):
+        return {name: np.concatenate([one[name] for one in values]) for name in values[0]}
+    return np.concatenate(values)
 
 
 def _by_response(value: Any, chosen: np.ndarray) -> np.ndarray:

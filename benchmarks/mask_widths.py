@@ -1,0 +1,89 @@
+"""How wide the bounds of a mask on whole responses must be, by the length of responses: do they follow 1/sqrt(T)?
+
+    python benchmarks/mask_widths.py [--regimes int4 int3 noise stale-8] [--lengths 10 28 64 120] [--seeds 2]
+
+Trains `laboratory-long` for some steps without a correction and takes the responses of the last ones. Of each T tokens
+count, so that all lengths have the same prompts and weights: the first ones (as if the response ended there) and, in
+the second table, ones drawn from the whole response (so that all lengths have the same kind of tokens). Printed are the
+bounds that hold 95 % of the geometric means of the ratio trainer/sampler, the standard deviation of their logarithms,
+and the power of T that fits it: -.5 for independent tokens, 0 for a shift common to the response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+
+from grid import table
+from trimtab.lab.experiment import LONG_RECIPE, plan_experiment
+from trimtab.lab.regimes import regime
+from trimtab.lab.runner import run_cells
+from trimtab.runs import trajectories
+
+SETS = ("trainer.steps=8", "eval.every=0", "eval.problems=8", "log.trajectories_every=1")
+LAST = 4  # steps whose responses count
+INSIDE = 0.95
+
+
+def log_ratios(run: Path, longest: int) -> np.ndarray:
+    """(responses, longest): trainer minus sampler, of the responses that are long enough."""
+    found = []
+    for file in sorted((run / "trajectories").glob("step-*.parquet"))[-LAST:]:
+        for row in trajectories.read(file):
+            trainer = row.logp_current if row.logp_proximal is None else row.logp_proximal
+            sampler = row.trajectory.completion.logp_behavior
+            if trainer is not None and len(sampler) >= longest:
+                found.append((trainer - sampler)[:longest])
+    return np.stack(found).astype(np.float64)
+
+
+def power(lengths: list[int], spreads: list[float]) -> float:
+    return float(np.polyfit(np.log(lengths), np.log(spreads), 1)[0])
+
+
+def drawn(values: np.ndarray) -> np.ndarray:
+    """The tokens of each response in random order."""
+    return np.random.default_rng(0).permuted(values, axis=1)
+
+
+def cells(values: np.ndarray, lengths: list[int]) -> list[str]:
+    means = [values[:, :n].mean(1) for n in lengths]
+    tail = (1 - INSIDE) / 2
+    bounds = [np.exp(np.quantile(mean, [tail, 1 - tail])) for mean in means]
+    spreads = [float(mean.std()) for mean in means]
+    texts = [f"[{low:.3f}, {high:.3f}] {spread:.1e}" for (low, high), spread in zip(bounds, spreads, strict=True)]
+    return [*texts, f"{power(lengths, spreads):+.2f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regimes", nargs="+", default=["int4", "int3", "noise", "stale-8"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[10, 28, 64, 120])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
+    parser.add_argument("--out", type=Path, default=Path("runs/mask-widths"))
+    given = parser.parse_args()
+    regimes = [regime(name) for name in given.regimes]
+    sets = [*SETS, *given.set]
+    plan = plan_experiment(["grpo"], regimes, given.seeds, given.out, model=LONG_RECIPE, sets=sets)
+    run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=None)
+    rows = {}
+    for name in given.regimes:
+        folders = [Path(str(run.config.out)) for run in plan.runs if run.regime.name == name]
+        values = np.concatenate([log_ratios(folder, max(given.lengths)) for folder in folders])
+        k3 = float((np.exp(values) - 1 - values).mean())
+        rows[name] = (values, [name, str(len(values)), f"{k3:.1e}"])
+    heads = ["regime", "responses", "k3", *(f"T = {n}" for n in given.lengths), "power of T"]
+    for what, order in (("first", np.asarray), ("drawn", drawn)):
+        print(f"T tokens, {what}: bounds that hold {INSIDE:.0%}, standard deviation of the logarithm\n")
+        print(table(heads, [[*head, *cells(order(values), given.lengths)] for values, head in rows.values()]))
+        print()
+    print(f"1/sqrt(T) would narrow bounds from {given.lengths[0]} to {given.lengths[-1]} tokens by", end=" ")
+    print(f"{math.sqrt(given.lengths[-1] / given.lengths[0]):.2f}")
+
+
+if __name__ == "__main__":
+    main()
