@@ -19,14 +19,13 @@ from trimtab.runs.summary import RunSummary
 
 FOLDER = "tuning"
 FIRST_SEED = 1000  # those of the comparison begin with 0
-# Factors of the regime's learning rate, the published one first: with two bounds, and alone. Equally many settings, and
-# the same lowest one: under lag and reuse that is the best for most, and without it a method would lose to its grid.
+# Factors of the regime's learning rate, the published one first: with two bounds, and alone. Equally many, equally low.
 RATES = (1.0, 0.5, 0.25)
 RATES_ALONE = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0)
 BUDGET = len(RATES_ALONE)
 # The other value of the bound that a method has of its own; the published one is its default (objectives/presets.py).
-# Most are wider: published bounds of whole responses are for other lengths. A method that is not named has its rate
-# alone, as has one whose keywords are given.
+# Most are wider: published bounds of whole responses are for other lengths. Methods not named here, or with keywords,
+# have their rate alone.
 OTHER_BOUND = {
     "dapo": "clip_high=0.5",
     "gspo": "clip_low=3e-3,clip_high=4e-3",

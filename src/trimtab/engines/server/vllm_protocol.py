@@ -125,7 +125,7 @@ class VllmProtocol:
             "ignore_eos": sampling.ignore_stop,
         }
         if request.scored:
-            body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # with one vLLM on a CPU fails on long prompts
+            body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # one ends vLLM on a CPU at long prompts
             [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
             return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
         [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
