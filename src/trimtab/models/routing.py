@@ -159,18 +159,19 @@ def record_routing(model: Any, *, gates: bool = False) -> Iterator[RoutingTape]:
 
 
 @contextmanager
-def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"]) -> Iterator[None]:
+def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, check: bool = True) -> Iterator[None]:
     """Replays these experts, and their gates where recorded, in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
-    run outside: gradient checkpointing recomputes each forward with its own routes, whatever is replayed meanwhile.
+    run outside: gradient checkpointing recomputes each forward with its own routes. A check waits for their device.
 
     Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
     token, and when a layer runs more or less than once inside.
     """
     mixtures = _require_mixture_layers(model)
     info = router_info(model)
-    _check(info, routes)
+    if check:
+        _check(info, routes)
     layers = []
     for index, mixture in enumerate(mixtures):
         experts, gates = split_record(routes[:, index].to(mixture.router.weight.device), info.chosen)
@@ -283,17 +284,16 @@ class Routes(NamedTuple):
     responses: Int16[Tensor, "batch time layers columns"]
 
 
-def routing_agreement(one: Routes, other: Routes) -> tuple[int, int]:
+def routing_agreement(one: Routes, other: Routes) -> Int[Tensor, "2"]:
     """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both.
 
-    `one` has no gates; those of the other are not compared.
+    They are on the device of `one`, which has no gates; those of the other are not compared.
     """
-    same = known = 0
-    for a, b in zip(one, (part[..., : one.prompts.shape[-1]] for part in other), strict=True):
+    counts = []
+    for a, b in zip(one, (part[..., : one.prompts.shape[-1]].to(one.prompts.device) for part in other), strict=True):
         both = ((a != UNROUTED) & (b != UNROUTED)).all(-1)
-        same += int(((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum())
-        known += int(both.sum())
-    return same, known
+        counts.append(torch.stack([((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum(), both.sum()]))
+    return counts[0] + counts[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,10 +310,10 @@ class RoutingLayout:
 
     @contextmanager
     def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
-        """Replays `routes`, records the routers' own choices, or both, in one forward inside."""
+        """Replays `routes`, which were checked, records the routers' own choices, or both, in one forward inside."""
         with ExitStack() as stack:
             if routes is not None:
-                stack.enter_context(replay_routing(model, self.flatten(routes)))
+                stack.enter_context(replay_routing(model, self.flatten(routes), check=False))
             yield stack.enter_context(record_routing(model)) if record else None
 
     def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers columns"]:

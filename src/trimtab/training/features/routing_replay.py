@@ -26,12 +26,12 @@ class RoutingReplay(Feature):
         routes: the replayed experts, in CPU memory. For a large model they are its largest tensors, and are on the
             device only during the forward.
         agreed: where the engine's experts are replayed in a proximal pass, the number of (token, layer) pairs there
-            whose routers would have chosen them too, and the number of all pairs.
+            whose routers would have chosen them too, and the number of all pairs, (2,).
     """
 
     def __init__(self, replay: str, experts: RouterInfo) -> None:
         self.replay, self.experts = replay, experts
-        self._agreed = self._compared = 0
+        self._counts: list[torch.Tensor] = []  # of the micro-batches, on their device: nothing waits for it
 
     @classmethod
     def build(cls, config: Config, model: Any) -> RoutingReplay:
@@ -67,24 +67,24 @@ class RoutingReplay(Feature):
         in every epoch.
         """
         micro = call.micro
-        chosen = None if scores.routes is None else Routes(*(part.cpu() for part in scores.routes))
-        replayed: Routes | None = micro.extras.get("routes")
+        chosen, replayed = scores.routes, micro.extras.get("routes")
         if call.purpose == "proximal" and chosen is not None:
             if replayed is None:
-                return micro.with_extras(routes=chosen)
+                return micro.with_extras(routes=Routes(*(part.cpu() for part in chosen)))
             return micro.with_extras(agreed=routing_agreement(chosen, replayed))
         counts = micro.extras.get("agreed") if call.first_epoch else None
         if chosen is not None and replayed is not None:
             counts = routing_agreement(chosen, replayed)
         if counts is not None:
-            self._agreed, self._compared = self._agreed + counts[0], self._compared + counts[1]
+            self._counts.append(counts)
         return micro
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
-        self._agreed = self._compared = 0
+        self._counts = []
 
     def counts(self) -> Mapping[str, int]:
-        return {"routing/agreed": self._agreed, "routing/compared": self._compared}
+        agreed, compared = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
+        return {"routing/agreed": agreed, "routing/compared": compared}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         """How often routers would have chosen the replayed experts themselves, and the size of the engine's record."""
