@@ -74,7 +74,7 @@ LINES = {
     "evaluation": 1_127,
     "lab": 1_206,
     "models": 3_843,
-    "monitor": 1_085,
+    "monitor": 1_067,
     "objectives": 3_029,
     "pages": 472,
     "planning": 858,

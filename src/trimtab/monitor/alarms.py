@@ -24,13 +24,12 @@ EXACT = 1e-7
 JUMP = 4.0
 """How many times the largest k3 of the window both of the last two steps must reach (`benchmarks/monitor.py`)."""
 SHIFT_STEPS = 3
-"""Steps whose mean is compared with such means before: a sampler of four bits hides the first lost weights from
+"""Steps whose mean log k3 is compared with such means before: a sampler of four bits hides the first lost weights from
 `JUMP`."""
-SHIFT_ERRORS = 3.6
-"""Standard errors that their distance must reach, as a mean over the metrics of `SHIFTED`. Of 20 runs without a fault
-none reached 3.2, and lost weights reached 4.0 (`benchmarks/monitor.py`)."""
-SHIFTED = {"mismatch/k2": (EXACT, 0.25), "logit_shift": (1e-4, 0.05)}
-"""Metric -> the value below which it is rounding, and the least standard deviation of its logarithm between steps."""
+SHIFT_ERRORS = 4.6
+"""Standard errors that their distance must reach; 40 runs without a fault reached 4.1 (`benchmarks/monitor.py`)."""
+LEAST_SPREAD = 0.25
+"""Standard deviation of log k3 between steps that is assumed at least, where rounding hardly varies."""
 LARGEST = 4.0
 """Standard deviations from the mean as which a step counts at most, so that one of them is not enough."""
 RISE = 5.0
@@ -121,32 +120,23 @@ def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
 
 def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     """Three steps whose mean is beyond the spread of such means before; weaker evidence than a jump."""
-    steps = steps[-KEPT:]
-    if len(steps) < WINDOW + SHIFT_STEPS:
+    logs = np.log(np.maximum([step["mismatch/k3"] for step in steps[-KEPT:]], EXACT))
+    before, last = logs[:-SHIFT_STEPS], logs[-SHIFT_STEPS:]
+    if len(before) < WINDOW:
         return None
-    distances = [_distance([step[name] for step in steps], *limits) for name, limits in SHIFTED.items()]
-    distance = sum(distances) / len(distances)
+    middle, spread = before.mean(), np.maximum(before.std(ddof=1), LEAST_SPREAD)
+    now = np.minimum(last, middle + LARGEST * spread).mean()
+    # Means of as many steps, and not steps alone: k3 of neighboring steps is alike.
+    means = np.convolve(before, np.full(SHIFT_STEPS, 1 / SHIFT_STEPS), "valid")
+    error = np.maximum(means.std(ddof=1), LEAST_SPREAD / math.sqrt(SHIFT_STEPS))
+    distance = (now - middle) / (error * math.sqrt(1 + SHIFT_STEPS / len(before)))
     if not distance > SHIFT_ERRORS:
         return None
-    k3 = np.array([step["mismatch/k3"] for step in steps])
-    now, before = k3[-SHIFT_STEPS:].mean(), k3[:-SHIFT_STEPS].mean()
     detail = (
-        f"k3 {now:.1e} per token over the last {SHIFT_STEPS} steps, {before:.1e} over the {len(k3) - SHIFT_STEPS} "
-        f"before, {distance:.1f} standard errors from it"
+        f"k3 {np.exp(now):.1e} per token over the last {SHIFT_STEPS} steps, {np.exp(middle):.1e} over the "
+        f"{len(before)} before, {distance:.1f} standard errors less"
     )
     return "note", SHIFT_STEPS, detail
-
-
-def _distance(values: Sequence[float], floor: float, least: float) -> float:
-    """Returns how many standard errors the mean logarithm of the last steps is above that of the others."""
-    logs = np.log(np.maximum(values, floor))
-    before, last = logs[:-SHIFT_STEPS], logs[-SHIFT_STEPS:]
-    middle, deviation = before.mean(), np.maximum(before.std(ddof=1), least)
-    now = np.minimum(last, middle + LARGEST * deviation).mean()
-    # Means of as many steps, and not steps alone: metrics of neighboring steps resemble each other.
-    means = np.convolve(before, np.full(SHIFT_STEPS, 1 / SHIFT_STEPS), "valid")
-    error = np.maximum(means.std(ddof=1), least / math.sqrt(SHIFT_STEPS))
-    return float((now - middle) / (error * math.sqrt(1 + SHIFT_STEPS / len(before))))
 
 
 def k3_rises(steps: Sequence[Step]) -> Finding | None:

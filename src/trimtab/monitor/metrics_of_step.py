@@ -52,9 +52,6 @@ def step_metrics(
 ) -> Metrics:
     """Returns the statistics of a batch.
 
-    `logit_shift` is the mean of |log-ratio| / (1 - p), at most 1 a token: how far logits are apart. Other weights move
-    it at probable tokens, too, whose log-ratios are small.
-
     means: values (batch,), or (batch, time) of which the trained tokens count, by the name of their mean; None is left
     out. Trained tokens without a finite log-prob are left out and counted. Raises `ValueError` for a mask that is not
     bool and for shapes that differ.
@@ -70,7 +67,6 @@ def step_metrics(
     parts: dict[str, Mergeable] = {
         "mismatch/": mismatch(train, rollout, finite).parts[""],
         "mean_ratio": MeanRatio.of(train - rollout, finite),
-        "logit_shift": Mean.of(_logit_shift(train, rollout).double(), finite),
         "nonfinite": Count(total(mask & ~finite)),
         "response/length": Mean(total(mask), total(trained)),
     }
@@ -79,10 +75,6 @@ def step_metrics(
             where = mask if values.shape == mask.shape else torch.isfinite(values)
             parts[name] = Mean.of(torch.where(where, values, 0).double(), where)
     return Metrics(parts)
-
-
-def _logit_shift(train: Float[Tensor, "batch time"], rollout: Float[Tensor, "batch time"]) -> Tensor:
-    return ((train - rollout).abs() / (-rollout.expm1()).clamp(min=0.01)).clamp(max=1)
 
 
 def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:

@@ -69,35 +69,24 @@ def test_one_step_or_a_smaller_jump_is_noise() -> None:
 
 
 def shifted(distance: float, ages: Sequence[float], steps: int = 3) -> list[Step]:
-    """k2 of logarithms 0 and .6 in turn and 40 steps before its mean plus `distance`, and a logit shift alike."""
+    """k3 of logarithms 0 and .6 in turn, and steps above its mean by `distance`."""
     before = [1e-3, 1e-3 * math.exp(0.6)] * 20
-    k2 = [*before, *[1e-3 * math.exp(0.3 + distance)] * steps]
-    return history([1e-3] * len(k2), age=ages, mismatch__k2=k2, logit_shift=[10 * value for value in k2])
+    return history([*before, *[1e-3 * math.exp(0.3 + distance)] * steps], age=ages)
 
 
-# The 37 values before have mean .3 and deviation .304, means of three of them .2 or .4: deviation .102, which is below
-# .25 / sqrt(3) = .144. With sqrt(1 + 3 / 37) the errors are .150 (k2) and .106 (logit shift).
+# The 37 values before have deviation .304, means of three of them (.2 or .4) .102, which is below .25 / sqrt(3) = .144.
+# With sqrt(1 + 3 / 37) an error is .150.
 @pytest.mark.parametrize(
     ("ages", "name"),
     [([0.0] * 43, "undelivered"), ([0.0] * 40 + [1.0, 2.0, 3.0], "stale"), ([math.nan] * 43, "k3-jump")],
 )
 def test_three_steps_beyond_the_spread_of_such_means_before(ages: list[float], name: str) -> None:
-    steps = shifted(0.47, ages)
+    steps = shifted(0.71, ages)
     assert [(one.name, one.status) for one in alarms(steps)] == [(name, "note")]
-    assert names(shifted(0.42, ages)) == []
+    assert names(shifted(0.67, ages)) == []
     assert names(steps[:-1]) == []
     assert names(steps[-22:]) == []  # 19 steps before them
     assert names(shifted(5.0, ages, steps=1)) == []  # one step counts as four deviations: a third of them is .405
-
-
-def test_a_shift_needs_both_metrics() -> None:
-    steps = shifted(0.47, [0.0] * 43)
-    alone = [Step(one.number, {**one.metrics, "logit_shift": 0.01}, one.ratio) for one in steps]
-    assert names(alone) == []
-    missing = [
-        Step(one.number, {k: v for k, v in one.metrics.items() if k != "logit_shift"}, one.ratio) for one in steps
-    ]
-    assert names(missing) == []
 
 
 def test_rounding_of_float32_does_not_count_as_a_reference() -> None:
