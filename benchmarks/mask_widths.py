@@ -69,7 +69,9 @@ def main() -> None:
     regimes = [regime(name) for name in given.regimes]
     sets = [*SETS, *given.set]
     plan = plan_experiment(["grpo"], regimes, given.seeds, given.out, model=LONG_RECIPE, sets=sets)
-    run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=None)
+    results = run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=None)
+    if failed := [f"{name}: {result.error}" for name, result in results.items() if result.status == "failed"]:
+        parser.exit(1, "\n".join(failed) + "\n")
     rows = {}
     for name in given.regimes:
         folders = [Path(str(run.config.out)) for run in plan.runs if run.regime.name == name]
