@@ -81,7 +81,7 @@ ROWS = {
     "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
     "mask_widths": Row(
         "--regimes int4 --seeds 1 --lengths 2 4 --out $OUT "
-        "--set trainer.steps=1 trainer.prompts=1 task.digits=2 sft.steps=2 sft.until=1e-9",
+        "--set trainer.steps=1 trainer.prompts=1 task.digits=4 sft.steps=2 sft.until=1e-25",
         r"int4 \| \d+ .* \| [+-]",
     ),
     "monitor": Row("--seeds 1 --steps 6 --lost-at 3 --batches 20 --runs $OUT", "relative difference to diagnose"),
