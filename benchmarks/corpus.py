@@ -22,8 +22,8 @@ from grid import table
 
 MISMATCH = {
     "on-policy": {"-", "precision"},
-    # They agree when a batch is sampled. Without a proximal pass the trainer's log-probs are of the first update of each
-    # mini-batch, which for later ones is some updates after.
+    # They agree when a batch is sampled. Without a proximal pass the trainer's log-probs are of the first update of a
+    # mini-batch, some updates later.
     "reuse-16": {"-", "precision", "stale"},
     "int4": {"quantized"},
     "stale-32": {"stale"},
