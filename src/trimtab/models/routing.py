@@ -163,7 +163,7 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, 
     """Replays these experts, and their gates where recorded, in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
-    run outside: gradient checkpointing recomputes each forward with its own routes. A check waits for their device.
+    run outside. check: False for routes that were checked before, since looking at them waits for their device.
 
     Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
     token, and when a layer runs more or less than once inside.

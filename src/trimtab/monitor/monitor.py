@@ -42,8 +42,8 @@ class Monitor:
         `torch.distributed` is initialized.
     merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
 
-    Memory does not grow with the number of steps. An alarm is raised once, again when it gets
-    worse, and when its reason comes back after 20 steps.
+    Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
+    reason comes back after 20 steps.
     """
 
     def __init__(

@@ -55,6 +55,20 @@ def test_lost_weights_are_an_alarm_within_three_steps_and_only_once() -> None:
     assert verdict.status == "fail"
 
 
+def test_an_alarm_that_gets_worse_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {1: "note", 2: "note", 3: "fail", 4: "fail", 5: "note"}
+    monkeypatch.setattr(
+        "trimtab.monitor.monitor.alarms",
+        lambda steps: [Alarm(planted[n], "undelivered", "", step=n) for n in [steps[-1].number] if n in planted],
+    )
+    raised: list[Alarm] = []
+    monitor = Monitor(on_alarm=raised.append)
+    for step in range(6):
+        monitor.observe(**batch(step))
+    assert (monitor.close().status, monitor.verdict.detail) == ("fail", "undelivered at step 3")
+    assert [(one.step, one.status) for one in raised] == [(1, "note"), (3, "fail")]
+
+
 def test_no_alarm_without_a_fault_and_a_verdict_after_twenty_steps() -> None:
     raised: list[Alarm] = []
     monitor = Monitor(on_alarm=raised.append)
