@@ -2,9 +2,9 @@
 
 With versions, the shift of logits must grow with age. Without them there are three indications. Updates raise the
 probability of what had positive advantage, so that a response's log-ratio correlates with its advantage beyond what its
-log-prob explains; rounding is independent of the reward. Lag varies between steps; rounding does not. Drift shifts a
-token the same way in every context; rounding errors are nearly independent between contexts (tested for vocabularies of
-words, not of characters).
+log-prob explains; rounding is independent of the reward, unless it is so coarse that the sampler earns less. Lag varies
+between steps; rounding does not. Drift shifts a token the same way in every context; rounding errors are nearly
+independent between contexts (tested for vocabularies of words, not of characters).
 
 Versions are those of the weights that were loaded, which says nothing of weights that never arrive, nor of keys and
 values of a prompt that older weights left in a cache. Then the shift grows from step to step, or is larger where a
@@ -40,9 +40,11 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, tokens.age, noise, z, text)
-    is_strong = corr > STRONG_CORRELATION and noise.coarseness > 0
-    needed = STRONG_CORRELATION if tokens.age is not None else MIN_CORRELATION
-    if corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
+    is_coarse, needed = noise.coarseness > 0, MIN_CORRELATION if tokens.age is None else STRONG_CORRELATION
+    is_strong = corr > STRONG_CORRELATION and is_coarse
+    # A sampler of four bits earns less where it errs: at age 0 that explains the correlation.
+    explained = is_coarse and tokens.age is not None
+    if not explained and corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
         text += "" if tokens.age is None else ", although the file says that all weights are current"
         return [_everywhere(tokens, text, confidence(z, CORRELATION_Z))]
     if tokens.age is not None or context.direction:

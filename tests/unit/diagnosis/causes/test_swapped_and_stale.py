@@ -55,6 +55,19 @@ def test_a_correlation_with_the_advantage_has_the_z_of_its_spread() -> None:
     assert 0.5 < float(match[2]) / (expected * np.sqrt(400 / (1 + expected**2))) < 1.5
 
 
+def test_coarse_noise_of_age_0_explains_a_correlation_with_the_advantage() -> None:
+    """A sampler of four bits earns less where it errs; fine noise does not, and is drift whatever versions say."""
+    rng = np.random.default_rng(2)
+    advantage = rng.standard_normal(400)
+    behavior = -rng.exponential(1.0, (400, 12)) - 0.1
+    noise = rng.standard_normal((400, 12))
+    versions = {"version": np.zeros((400, 12), np.int64), "proximal_version": np.zeros(400, np.int64)}
+    for scale, columns, causes in ((0.6, versions, []), (0.02, versions, ["stale"]), (0.6, {}, ["stale"])):
+        ratios = scale * (noise + 0.5 * advantage[:, None])
+        pairs = LogprobPairs.of(table(ratios, behavior=behavior, advantage=advantage, **columns))
+        assert [cause.name for cause in find_drift(pairs, CONTEXT)] == causes
+
+
 def test_advantages_without_correlation_are_no_drift() -> None:
     rng = np.random.default_rng(3)
     ratios = 0.02 * rng.standard_normal((400, 12))
