@@ -138,6 +138,7 @@ def computed(case: Case) -> dict[str, float]:
         response=case.response,
         compute=2 if case.autocast else 4,
         recompute=case.recompute,
+        cpu=True,
     )
     return rank_memory(find_shape(case.model), rank)
 

@@ -22,10 +22,13 @@ from trimtab.models.architecture import ModelParts
 from trimtab.models.invariant.invariant_layers import add_exponentials, batch_invariant_matmul, compute_dtype
 from trimtab.models.matmul import product
 from trimtab.models.noise import normals
+from trimtab.models.packed_attention import on_accelerator
 
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
+# On an accelerator both are larger by this factor: it would compute a small tile faster than start its dozen kernels.
+ACCELERATED = 4
 
 
 class _Noise(NamedTuple):
@@ -145,7 +148,7 @@ class _TiledScores(torch.autograd.Function):
         hidden_cast = hidden.to(options.product_dtype)
         multiply = batch_invariant_matmul if options.invariant else product
         for vocab, columns in _vocabulary(weight, options):
-            for tokens in _tokens(count):
+            for tokens in _tiles(count, TILE_TOKENS, hidden.device):
                 noise = _draw(tokens, vocab, options, hidden.device)
                 logits, _ = _logits(multiply(hidden_cast[tokens], columns), bias, vocab, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], vocab)
@@ -179,7 +182,7 @@ class _TiledScores(torch.autograd.Function):
         to_log_sigma = hidden.new_zeros(1, dtype=options.dtype) if need_log_sigma else None
         for vocab, columns in _vocabulary(weight, options):
             gathered = torch.zeros(columns.shape, dtype=options.dtype, device=weight.device) if need_weight else None
-            for tokens in _tokens(len(hidden)):
+            for tokens in _tiles(len(hidden), TILE_TOKENS, hidden.device):
                 noise = _draw(tokens, vocab, options, hidden.device)
                 logits, slope = _logits(product(hidden_cast[tokens], columns), bias, vocab, noise, options)
                 if kept is not None:
@@ -213,13 +216,14 @@ def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor,
 
 
 def _vocabulary(weight: Tensor, options: _ScoreOptions) -> Iterator[tuple[slice, Tensor]]:
-    for start in range(0, len(weight), TILE_VOCABULARY):
-        vocab = slice(start, min(start + TILE_VOCABULARY, len(weight)))
+    for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device):
         yield vocab, weight[vocab].to(options.product_dtype)
 
 
-def _tokens(count: int) -> list[slice]:
-    return [slice(start, min(start + TILE_TOKENS, count)) for start in range(0, count, TILE_TOKENS)]
+def _tiles(count: int, size: int, device: torch.device) -> list[slice]:
+    """Returns the slices of tokens or of the vocabulary; `size` is that on a CPU."""
+    step = size * (ACCELERATED if on_accelerator(device) else 1)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _draw(
@@ -294,8 +298,8 @@ def head_logits(hidden: Float[Tensor, "rows hidden"], model: ModelParts) -> Floa
     hidden_cast = hidden.to(model.weight.dtype)
     exact = torch.promote_types(hidden_cast.dtype, torch.float32)
     logits = hidden_cast.new_empty(len(hidden_cast), len(model.weight), dtype=exact)
-    for columns, tile in zip(model.weight.split(TILE_VOCABULARY), logits.split(TILE_VOCABULARY, -1), strict=True):
-        tile.copy_(batch_invariant_matmul(hidden_cast, columns))
+    for vocab in _tiles(len(model.weight), TILE_VOCABULARY, logits.device):
+        logits[:, vocab].copy_(batch_invariant_matmul(hidden_cast, model.weight[vocab]))
     return logits
 
 
@@ -307,10 +311,10 @@ def log_probs(
 ) -> Float[Tensor, " rows"]:
     """Returns log-probs of `ids` by the operations of `token_scores`, with the same `kept`."""
     logsumexp = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
-    for start in range(0, logits.shape[1], TILE_VOCABULARY):
-        tile = logits[:, start : start + TILE_VOCABULARY]
+    for vocab in _tiles(logits.shape[1], TILE_VOCABULARY, logits.device):
+        tile = logits[:, vocab]
         tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, unless nothing changes it
         if kept is not None:
-            tile.masked_fill_(~sampling_mask_tile(kept, slice(start, start + tile.shape[1])), -torch.inf)
+            tile.masked_fill_(~sampling_mask_tile(kept, vocab), -torch.inf)
         logsumexp = add_exponentials(logsumexp, tile)
     return logits.gather(1, ids[:, None])[:, 0] / temperature - logsumexp

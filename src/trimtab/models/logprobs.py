@@ -25,7 +25,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.models.architecture import ModelParts, model_parts
 from trimtab.models.fused_head import HeadScores, token_scores
-from trimtab.models.matmul import TILE_ROWS, padding_rows
+from trimtab.models.matmul import MULTIPLE, padding_rows
 from trimtab.models.packed_attention import PackedLayout
 from trimtab.models.routing import Routes, RoutingLayout
 from trimtab.models.sharding import with_full_weights
@@ -232,7 +232,7 @@ def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "token
     """
     places = batch.places
     ids = torch.cat([batch.prompt_ids.flatten()[places.prompt], batch.response_ids.flatten()[places.run]])
-    fillers = padding_rows(len(ids), TILE_ROWS) if model.invariant and ids.is_cpu else 0
+    fillers = padding_rows(len(ids), MULTIPLE) if model.invariant and ids.is_cpu else 0
     hidden = model.backbone(
         input_ids=F.pad(ids, (0, fillers))[None],
         position_ids=F.pad(places.positions, (0, fillers))[None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor, nn
 
 TILE_ROWS = 64
 """The number of rows of one product where bits must not depend on the number of rows."""
+ROWS = (1024, 512, 256, 128, TILE_ROWS, 48, 32, 16)
+"""Other numbers of rows that are used where a product of them has the same bits on this machine."""
+MULTIPLE = 16
+"""Rows are padded to multiples of it."""
+_PROBED = 1 << 24  # elements of the largest weight that is probed, which takes as long as a few products
 
 # PyTorch computes float32 products on a CPU with MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
 # (both are exact float32). Builds without oneDNN lack this operator.
@@ -64,12 +70,36 @@ class InferenceLinear(NamedTuple):
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T` from products of `TILE_ROWS` rows, so that a row's bits do not depend on the other rows.
+    """Returns `a @ b.T`; a row's bits are those of a product of `TILE_ROWS` rows, whatever the other rows.
 
-    `m` must be a multiple of `TILE_ROWS`. It has no gradient.
+    It has no gradient.
     """
-    tiles = [product(tile, b) for tile in a.split(TILE_ROWS)]
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    parts, done, threads = [], 0, torch.get_num_threads()
+    while done < len(a) or not parts:
+        fitting = (rows for rows in ROWS if rows <= len(a) - done)
+        rows = next(
+            (rows for rows in fitting if _shares_bits(rows, b.shape, b.dtype, b.device.type, threads)), TILE_ROWS
+        )
+        part = a[done : done + rows]
+        parts.append(product(_pad_to(part, rows), b)[: len(part)])
+        done += rows
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@cache
+def _shares_bits(rows: int, shape: torch.Size, dtype: torch.dtype, device: str, threads: int) -> bool:  # noqa: ARG001
+    """Whether products of so many rows with a weight of this shape have the bits of those of `TILE_ROWS` rows.
+
+    Tried with random numbers: the order of a sum does not depend on the numbers, and hardly any sum of random numbers
+    is the same in another order. The number of threads, too, decides which kernel runs.
+    """
+    if rows == TILE_ROWS or device != "cpu" or shape.numel() > _PROBED:
+        return rows == TILE_ROWS
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(max(rows, TILE_ROWS), shape[1], generator=generator).to(dtype)
+    b = torch.randn(shape, generator=generator).to(dtype)
+    expected = torch.cat([product(part, b) for part in a.split(TILE_ROWS)])
+    return torch.equal(product(a[:rows], b), expected[:rows])
 
 
 class FastLinear(nn.Linear):
@@ -96,15 +126,15 @@ def fast_linear(
     few = dtype == torch.bfloat16 and states.numel() < _CONVERTED_ROWS * states.shape[-1]
     if device != "cpu" or few or dtype not in _FAST_DTYPES or not (cast or weight.dtype == dtype):
         return F.linear(states, weight, bias)
-    result = linear_by(product, states.to(dtype), weight.to(dtype), 16)
+    result = linear_by(product, states.to(dtype), weight.to(dtype), MULTIPLE)
     return result if bias is None else result + bias.to(dtype)
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
     if not torch.is_grad_enabled():  # decoding needs hundreds of products a token, and this path has half the overhead
-        return _unpadded(tiled_product(pad_rows(states, TILE_ROWS), weight), states.shape)
-    return linear_by(tiled_product, states, weight, TILE_ROWS)
+        return _unpadded(tiled_product(pad_rows(states, MULTIPLE), weight), states.shape)
+    return linear_by(tiled_product, states, weight, MULTIPLE)
 
 
 def linear_by(

@@ -33,6 +33,8 @@ PACKED_IMPLEMENTATION = "trimtab"
 
 # Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
 BLOCK_SCORES = 1 << 20
+# On an accelerator blocks are larger by this factor: it would compute one of this size faster than start its kernels.
+ACCELERATED = 16
 # A longer row is split into blocks of at least this many queries; products of fewer rows are slow.
 BLOCK_QUERIES = 128
 # Largest number of probabilities kept for backward, per layer and kind of row; more are recomputed (a third of
@@ -280,14 +282,18 @@ def _collect(to: Tensor, grad: Tensor, rows: PaddedRows, layout: PackedLayout) -
     to[rows.start : rows.stop] += rows.pack(grad)
 
 
-def working_blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
+def on_accelerator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
+
+
+def working_blocks(rows: int, heads: int, queries: int, keys: int, device: torch.device) -> list[_Block]:
     """Returns blocks of whole rows, as many as fit, or parts of one row, each with the keys its last query sees."""
-    per_row = heads * queries * keys
-    if per_row <= BLOCK_SCORES or queries <= BLOCK_QUERIES:
-        step = max(1, BLOCK_SCORES // max(per_row, 1))
+    per_row, size = heads * queries * keys, BLOCK_SCORES * (ACCELERATED if on_accelerator(device) else 1)
+    if per_row <= size or queries <= BLOCK_QUERIES:
+        step = max(1, size // max(per_row, 1))
         starts = range(0, rows, step)
         return [_Block(slice(start, min(start + step, rows)), slice(0, queries), keys) for start in starts]
-    step = max(BLOCK_QUERIES, BLOCK_SCORES // (heads * keys))
+    step = max(BLOCK_QUERIES, size // (heads * keys))
     ends = [(start, min(start + step, queries)) for start in range(0, queries, step)]
     return [
         _Block(slice(row, row + 1), slice(start, stop), keys - queries + stop)
@@ -323,7 +329,7 @@ def _attend(
     rows, queries, channels = q.shape
     heads, keys = channels // width, kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
-    for block in working_blocks(rows, heads, queries, keys):
+    for block in working_blocks(rows, heads, queries, keys, q.device):
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = batched_product(probability.view(len(fq), -1, block.keys), fv)
@@ -357,7 +363,7 @@ def _attend_backward(
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
-    blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1])
+    blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1], q.device)
     parted = len(blocks) > 0 and blocks[0].queries.stop < queries
     to_q = torch.empty_like(q)
     # Gradients of keys are summed over parts of a row; in 16 bits the sum would lose digits.

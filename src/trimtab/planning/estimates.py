@@ -31,9 +31,10 @@ from dataclasses import dataclass
 from trimtab.planning.inputs import Assumptions, Device, Shape
 
 BFLOAT16, FLOAT32 = 2, 4  # bytes per value
-# Block sizes of the fused head and of packed attention in trimtab.models.
+# Block sizes of the fused head and of packed attention in trimtab.models; on an accelerator both are larger.
 HEAD_TILE = 512 * 2048
 BLOCK_SCORES = 1 << 20
+ACCELERATED = 16
 BLOCK_QUERIES = 128
 MAX_SAVED_SCORES = 1 << 22
 _GOLDEN = 0.6180339887498949
@@ -88,6 +89,7 @@ class Rank:
     tokens: tokens run through the layers. scored: response tokens, run through the head. prompt, response: lengths of
     the longest row. rows: responses in the micro-batch. master: bytes per value of weights, gradients and optimizer
     state. compute: bytes per value in products. recompute: gradient checkpointing. offload: optimizer in CPU memory.
+    cpu: whether it computes on a CPU, in smaller blocks.
     """
 
     ranks: int
@@ -100,6 +102,12 @@ class Rank:
     compute: int = 2
     recompute: bool = False
     offload: bool = False
+    cpu: bool = False
+
+    @property
+    def larger(self) -> int:
+        """The size of blocks, relative to that on a CPU."""
+        return 1 if self.cpu else ACCELERATED
 
 
 def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
@@ -126,7 +134,7 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
         "kept": kept,
         "layer": gradients + (layer if rank.recompute else 0.0),
         "attention": _attention(shape, rank),
-        "head": states + 3 * HEAD_TILE * FLOAT32 + shape.embedding * rank.master,
+        "head": states + 3 * HEAD_TILE * rank.larger * FLOAT32 + shape.embedding * rank.master,
     }
 
 
@@ -161,11 +169,12 @@ def _copies(shape: Shape, rank: Rank) -> float:
 def _attention(shape: Shape, rank: Rank) -> float:
     keys = rank.prompt + rank.response
     row_scores, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
-    is_split = row_scores > BLOCK_SCORES and rank.response > BLOCK_QUERIES
+    size = BLOCK_SCORES * rank.larger
+    is_split = row_scores > size and rank.response > BLOCK_QUERIES
     if is_split:
-        block = shape.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (shape.heads * keys))
+        block = shape.heads * keys * max(BLOCK_QUERIES, size // (shape.heads * keys))
     else:
-        block = max(row_scores, min(BLOCK_SCORES, rank.rows * row_scores))
+        block = max(row_scores, min(size, rank.rows * row_scores))
     # Masks are kept for all layers, or computed per block from positions.
     mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
     # The gradient of keys and values, accumulated over the blocks of a row.

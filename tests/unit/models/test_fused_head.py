@@ -25,6 +25,12 @@ def parts(weight: Tensor, bias: Tensor | None = None, softcap: float | None = No
     return ModelParts(nn.Identity(), weight, bias, softcap)
 
 
+def test_tiles_of_an_accelerator_are_larger() -> None:
+    for device, size in (("cpu", 3), ("cuda", 12)):
+        tiles = fused_head._tiles(13, 3, torch.device(device))
+        assert [(tile.start, tile.stop) for tile in tiles] == [(i, min(i + size, 13)) for i in range(0, 13, size)]
+
+
 def test_hand_numbers() -> None:
     """Logits (0, ln 2, ln 3, ln 2) have probabilities 1/8, 2/8, 3/8, 2/8."""
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]])

@@ -127,10 +127,11 @@ def test_long_rows_are_worked_on_in_parts(kind: str, kept: int, monkeypatch: pyt
     monkeypatch.setattr(attention_room, "BLOCK_SCORES", 20)
     monkeypatch.setattr(attention_room, "BLOCK_QUERIES", 2)
     monkeypatch.setattr(attention_room, "MAX_SAVED_SCORES", kept)
-    blocks = attention_room.working_blocks(2, heads=4, queries=7, keys=13)
+    blocks = attention_room.working_blocks(2, heads=4, queries=7, keys=13, device=torch.device("cpu"))
     spans = [(b.rows.start, b.queries.start, b.queries.stop, b.keys) for b in blocks]
     assert spans[:4] == [(0, 0, 2, 8), (0, 2, 4, 10), (0, 4, 6, 12), (0, 6, 7, 13)]
     assert len(spans) == 8
+    assert len(attention_room.working_blocks(2, heads=4, queries=7, keys=13, device=torch.device("cuda"))) == 4
     check_against_plain(kind)
 
 

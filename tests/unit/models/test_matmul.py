@@ -16,6 +16,7 @@ from trimtab.models.matmul import (
     batched_product,
     fast_linear,
     product_dtype,
+    tiled_product,
     use_fast_linear,
 )
 
@@ -111,3 +112,38 @@ def test_batched_product_is_rounded_once(monkeypatch: pytest.MonkeyPatch, lacks:
     assert result.dtype == torch.bfloat16
     assert product_dtype(a) == (torch.float32 if lacks else torch.bfloat16)
     torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("same", [{64}, {16, 64, 128}, {16, 32, 48, 64, 128, 256, 512, 1024}])
+def test_only_numbers_of_rows_that_share_their_bits_are_multiplied_at_once(
+    monkeypatch: pytest.MonkeyPatch, same: set[int]
+) -> None:
+    """Where a product of other numbers of rows adds in another order, as on processors with AMX."""
+    exact, used = matmul.product, []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        used.append(len(a))
+        return exact(a, b) if len(a) in same else exact(a.flip(1), b.flip(1))
+
+    monkeypatch.setattr(matmul, "product", product)
+    matmul._shares_bits.cache_clear()
+    torch.manual_seed(0)
+    a, b = torch.randn(1100, 96), torch.randn(40, 96)
+    expected = torch.cat([exact(part, b) for part in F.pad(a, (0, 0, 0, 52)).split(64)])
+    for rows in (0, 1, 16, 60, 64, 80, 200, 700, 1100):
+        tiled_product(a[:rows], b)  # tries what it needs
+        used.clear()
+        assert torch.equal(tiled_product(a[:rows], b), expected[:rows])
+        assert set(used) <= same
+    if 1024 in same:
+        assert used == [1024, 64, 64]  # 12 rows are left, padded
+    matmul._shares_bits.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_bits_of_products_of_64_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(1300, 576).to(dtype), torch.randn(192, 576).to(dtype)
+    expected = torch.cat([matmul.product(part, b) for part in F.pad(a, (0, 0, 0, 44)).split(64)])
+    for rows in (5, 16, 48, 112, 1300):
+        assert torch.equal(tiled_product(a[:rows], b), expected[:rows])

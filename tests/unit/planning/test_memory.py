@@ -26,6 +26,7 @@ def test_the_constants_are_those_of_the_code() -> None:
     assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == estimates.HEAD_TILE
     ours = (estimates.BLOCK_SCORES, estimates.BLOCK_QUERIES, estimates.MAX_SAVED_SCORES)
     assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
+    assert packed_attention.ACCELERATED == fused_head.ACCELERATED**2 == estimates.ACCELERATED
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:
@@ -88,6 +89,15 @@ def test_no_term_holds_tokens_times_vocabulary() -> None:
     for tokens in (100, 10_000):
         rank = replace(ONE, tokens=tokens, scored=tokens)
         assert rank_memory(double, rank)["head"] - rank_memory(TINY, rank)["head"] == 4 * 10 * 4
+
+
+def test_blocks_are_larger_on_an_accelerator() -> None:
+    # 4 rows of 2 heads x 20 x 40 scores fit either; one tile of the head is 2**20 numbers on a CPU, three are held.
+    ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))
+    assert ours["head"] - cpu["head"] == 3 * 4 * 15 * 2**20
+    assert ours["attention"] == cpu["attention"]
+    many = replace(ONE, rows=1000)
+    assert rank_memory(TINY, replace(many, cpu=True))["attention"] < rank_memory(TINY, many)["attention"]
 
 
 def test_attention_of_long_rows_grows_with_their_length() -> None:

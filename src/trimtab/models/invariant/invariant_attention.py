@@ -200,7 +200,7 @@ def _attend(
     """Returns the output rows, and the probabilities of every block as the native backward expects them."""
     out, kept = torch.empty_like(q), []
     heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
-    for block in working_blocks(rows.batch, heads, rows.width, keys):
+    for block in working_blocks(rows.batch, heads, rows.width, keys, q.device):
         queries = range(*block.queries.indices(rows.width))
         some = pad_time(q[block.rows, block.queries], query_rows(sizes[1]))
         exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.models.invariant.kernels.runtime import use_triton
-from trimtab.models.matmul import TILE_ROWS, linear_by, pad_rows, tiled_linear, tiled_product
+from trimtab.models.matmul import MULTIPLE, linear_by, pad_rows, tiled_linear, tiled_product
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -33,11 +33,11 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
         from trimtab.models.invariant.kernels import matmul_kernel
 
         return matmul_kernel.batch_invariant_matmul(a, b)
-    return tiled_product(pad_rows(a, TILE_ROWS), b)[: len(a)]
+    return tiled_product(pad_rows(a, MULTIPLE), b)[: len(a)]
 
 
 class InvariantLinear(nn.Linear):
-    """`nn.Linear` with products of a fixed number of rows, and weights rounded to the dtype of `compute_dtype`."""
+    """`nn.Linear` whose rows do not depend on each other, with weights rounded to the dtype of `compute_dtype`."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = compute_dtype(self.weight)
