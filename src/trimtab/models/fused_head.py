@@ -9,7 +9,7 @@ once, not accumulated for every group of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.models.architecture import ModelParts
 from trimtab.models.invariant.invariant_layers import add_exponentials, batch_invariant_matmul, compute_dtype
-from trimtab.models.matmul import product
+from trimtab.models.matmul import packed_alike, product
 from trimtab.models.noise import normals
 from trimtab.models.packed_attention import on_accelerator
 
@@ -293,14 +293,20 @@ def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tens
 
 
 @torch.no_grad()
-def head_logits(hidden: Float[Tensor, "rows hidden"], model: ModelParts) -> Float[Tensor, "rows vocabulary"]:
+def packed_head(model: ModelParts) -> list[Tensor]:
+    """Returns the tiles of the head's weight, in the layout that `head_logits` multiplies fastest."""
+    weight = model.weight
+    return [packed_alike(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
+
+
+@torch.no_grad()
+def head_logits(
+    hidden: Float[Tensor, "rows hidden"], model: ModelParts, tiles: Sequence[Tensor]
+) -> Float[Tensor, "rows vocabulary"]:
     """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient."""
     hidden_cast = hidden.to(model.weight.dtype)
     exact = torch.promote_types(hidden_cast.dtype, torch.float32)
-    logits = hidden_cast.new_empty(len(hidden_cast), len(model.weight), dtype=exact)
-    for vocab in _tiles(len(model.weight), TILE_VOCABULARY, logits.device):
-        logits[:, vocab].copy_(batch_invariant_matmul(hidden_cast, model.weight[vocab]))
-    return logits
+    return torch.cat([batch_invariant_matmul(hidden_cast, columns).to(exact) for columns in tiles], 1)
 
 
 def log_probs(

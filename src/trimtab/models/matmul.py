@@ -36,7 +36,12 @@ def product_dtype(values: Tensor) -> torch.dtype:
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T`; either may be a transposed view. It has no gradient: call it in an autograd function."""
+    """Returns `a @ b.T`; either may be a transposed view, and `b` packed (`packed_weight`).
+
+    It has no gradient: call it in an autograd function.
+    """
+    if b.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(a.to(b.dtype), b, None, "none", [], "").to(a.dtype)
     if a.device.type == "cpu" and a.dtype == b.dtype and a.dtype in _FAST_DTYPES and min(*a.shape, *b.shape) > 0:
         return torch.ops.mkldnn._linear_pointwise(a.float(), b.float(), None, "none", [], "").to(a.dtype)
     return a @ b.T
@@ -57,29 +62,41 @@ class InferenceLinear(NamedTuple):
     def __call__(self, states: Float[Tensor, "rows k"]) -> Float[Tensor, "rows n"]:
         if not self.weight.is_mkldnn:
             return fast_linear(states, self.weight, self.bias)
-        result = torch.ops.mkldnn._linear_pointwise(states.to(self.weight.dtype), self.weight, None, "none", [], "")
-        result = result.to(states.dtype)
+        result = product(states, self.weight)
         return result if self.bias is None else result + self.bias
 
     def packed(self, rows: int) -> InferenceLinear:
         """Returns a copy for products of about `rows` rows, which does not follow later changes of the weight."""
-        dtype = product_dtype(self.weight)
-        if not (_ONEDNN and self.weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)):
-            return self
-        return self._replace(weight=torch.ops.mkldnn._reorder_linear_weight(self.weight.to(dtype), rows))
+        return self._replace(weight=packed_weight(self.weight, rows))
+
+
+def packed_weight(weight: Float[Tensor, "n k"], rows: int) -> Tensor:
+    """Returns a copy in the layout that oneDNN multiplies fastest by about `rows` rows; elsewhere the weight itself."""
+    dtype = product_dtype(weight)
+    if not (_ONEDNN and weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)):
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), rows)
+
+
+def packed_alike(weight: Float[Tensor, "n k"]) -> Tensor:
+    """Returns `packed_weight` if `tiled_product` has the same bits with it on this machine, otherwise the weight."""
+    packed = packed_weight(weight, TILE_ROWS)
+    if not packed.is_mkldnn:
+        return weight
+    same = _shares_bits(TILE_ROWS, weight.shape, weight.dtype, "cpu", torch.get_num_threads(), is_packed=True)
+    return packed if same else weight
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; a row's bits are those of a product of `TILE_ROWS` rows, whatever the other rows.
 
-    It has no gradient.
+    `b` may be packed by `packed_alike`. It has no gradient.
     """
-    parts, done, threads = [], 0, torch.get_num_threads()
+    parts, done = [], 0
+    key = (b.shape, a.dtype, b.device.type, torch.get_num_threads(), b.is_mkldnn)
     while done < len(a) or not parts:
         fitting = (rows for rows in ROWS if rows <= len(a) - done)
-        rows = next(
-            (rows for rows in fitting if _shares_bits(rows, b.shape, b.dtype, b.device.type, threads)), TILE_ROWS
-        )
+        rows = next((rows for rows in fitting if _shares_bits(rows, *key)), TILE_ROWS)
         part = a[done : done + rows]
         parts.append(product(_pad_to(part, rows), b)[: len(part)])
         done += rows
@@ -87,19 +104,26 @@ def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Ten
 
 
 @cache
-def _shares_bits(rows: int, shape: torch.Size, dtype: torch.dtype, device: str, threads: int) -> bool:  # noqa: ARG001
+def _shares_bits(
+    rows: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: str,
+    threads: int,  # noqa: ARG001  # decides, among others, which kernel runs
+    is_packed: bool,
+) -> bool:
     """Whether products of so many rows with a weight of this shape have the bits of those of `TILE_ROWS` rows.
 
     Tried with random numbers: the order of a sum does not depend on the numbers, and hardly any sum of random numbers
-    is the same in another order. The number of threads, too, decides which kernel runs.
+    is the same in another order.
     """
-    if rows == TILE_ROWS or device != "cpu" or shape.numel() > _PROBED:
-        return rows == TILE_ROWS
+    if device != "cpu" or shape.numel() > _PROBED or (rows == TILE_ROWS and not is_packed):
+        return rows == TILE_ROWS and not is_packed
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(max(rows, TILE_ROWS), shape[1], generator=generator).to(dtype)
     b = torch.randn(shape, generator=generator).to(dtype)
     expected = torch.cat([product(part, b) for part in a.split(TILE_ROWS)])
-    return torch.equal(product(a[:rows], b), expected[:rows])
+    return torch.equal(product(a[:rows], packed_weight(b, TILE_ROWS) if is_packed else b), expected[:rows])
 
 
 class FastLinear(nn.Linear):

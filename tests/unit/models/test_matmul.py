@@ -15,6 +15,7 @@ from trimtab.models.matmul import (
     InferenceLinear,
     batched_product,
     fast_linear,
+    packed_alike,
     product_dtype,
     tiled_product,
     use_fast_linear,
@@ -147,3 +148,15 @@ def test_rows_have_the_bits_of_products_of_64_rows(dtype: torch.dtype) -> None:
     expected = torch.cat([matmul.product(part, b) for part in F.pad(a, (0, 0, 0, 44)).split(64)])
     for rows in (5, 16, 48, 112, 1300):
         assert torch.equal(tiled_product(a[:rows], b), expected[:rows])
+        assert torch.equal(tiled_product(a[:rows], packed_alike(b)), expected[:rows])
+
+
+def test_a_weight_whose_packed_products_have_other_bits_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = matmul.product
+    weight = torch.randn(40, 96)
+    matmul._shares_bits.cache_clear()
+    monkeypatch.setattr(matmul, "product", lambda a, b: exact(a, b) + 1e-7 * b.is_mkldnn)
+    assert packed_alike(weight) is weight
+    matmul._shares_bits.cache_clear()
+    monkeypatch.setattr(matmul, "product", exact)
+    assert packed_alike(weight).is_mkldnn == matmul._ONEDNN

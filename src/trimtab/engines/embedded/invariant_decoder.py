@@ -20,7 +20,7 @@ from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.models.architecture import model_parts
-from trimtab.models.fused_head import head_logits, log_probs
+from trimtab.models.fused_head import head_logits, log_probs, packed_head
 from trimtab.models.invariant.invariant_attention import (
     KEY_BLOCK,
     CachedAttention,
@@ -31,6 +31,7 @@ from trimtab.models.invariant.invariant_attention import (
     query_rows,
     round_up,
 )
+from trimtab.models.invariant.invariant_layers import packed_weights, using
 from trimtab.models.invariant.kernels.runtime import use_triton
 from trimtab.models.packed_attention import AttentionOptions, PackedLayout
 
@@ -100,6 +101,8 @@ class InvariantDecoder:
     def __init__(self, model: Any, starts: PrefillPlan) -> None:
         self._parts = model_parts(model)
         self._dtype = self._parts.weight.dtype
+        # Once a batch, so that weights changed in place between batches cannot be missed.
+        self._packed, self._head = packed_weights(self._parts.backbone), packed_head(self._parts)
         device = starts.row.device
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=device)
@@ -153,16 +156,17 @@ class InvariantDecoder:
 
         hidden = self._run(torch.cat(texts), torch.cat(positions), attend)
         last = torch.where(counts > 0, ends[len(prompts) :], ends[prompt_index])
-        return head_logits(hidden[last], self._parts)
+        return head_logits(hidden[last], self._parts, self._head)
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Float[Tensor, "tokens hidden"]:
-        return self._parts.backbone(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-            layout=_FunctionAttention(attention),
-            use_cache=False,
-        ).last_hidden_state[0]
+        with using(self._packed):
+            return self._parts.backbone(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
+                layout=_FunctionAttention(attention),
+                use_cache=False,
+            ).last_hidden_state[0]
 
     def _group_by_prompt(self, prompt: Tensor) -> None:
         self._grid = PromptGrid(prompt)
@@ -192,7 +196,7 @@ class InvariantDecoder:
         self._filled = self._filled + 1
         if paused is not None:
             self._filled[paused] -= 1
-        return head_logits(hidden, self._parts)
+        return head_logits(hidden, self._parts, self._head)
 
     def _attend(self, layer: int, q: Tensor, scaling: float, future: Tensor) -> Tensor:
         if use_triton(q):

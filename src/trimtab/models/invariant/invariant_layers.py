@@ -9,6 +9,10 @@ the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.models.invariant.kernels.runtime import use_triton
-from trimtab.models.matmul import MULTIPLE, linear_by, pad_rows, tiled_linear, tiled_product
+from trimtab.models.matmul import MULTIPLE, linear_by, packed_alike, pad_rows, tiled_linear, tiled_product
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -36,6 +40,25 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
     return tiled_product(pad_rows(a, MULTIPLE), b)[: len(a)]
 
 
+_packed: ContextVar[Mapping[nn.Module, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
+
+
+def packed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """Returns copies of the weights of all `InvariantLinear` inside, in the layout that is multiplied fastest."""
+    layers = [module for module in model.modules() if isinstance(module, InvariantLinear)]
+    return {layer: packed_alike(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
+
+
+@contextmanager
+def using(packed: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+    """Lets layers multiply by these weights, where no gradient is needed."""
+    token = _packed.set(packed)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
 class InvariantLinear(nn.Linear):
     """`nn.Linear` whose rows do not depend on each other, with weights rounded to the dtype of `compute_dtype`."""
 
@@ -47,7 +70,8 @@ class InvariantLinear(nn.Linear):
         return self._compute(input, dtype)
 
     def _compute(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        states, weight = input.to(dtype), self.weight.to(dtype)
+        packed = None if torch.is_grad_enabled() else _packed.get().get(self)
+        states, weight = input.to(dtype), self.weight.to(dtype) if packed is None else packed
         if use_triton(states):
             from trimtab.models.invariant.kernels import matmul_kernel
 
