@@ -8,6 +8,10 @@ then trained with other seeds. Results are kept in one file (--results): a run t
 this or another checkout, so that the map may be made in parts. With each are the metrics that may warn of a collapse,
 step by step. Printed are the table of the runs that are there, the processor time they took, and about how much the
 missing ones will take. Runs with the first seed keep some of their rollouts (--out).
+
+    python benchmarks/fair_map.py --hours 0 --advice src/trimtab/diagnosis/advice/fair_map.json
+
+writes what `trimtab diagnose` recommends by: the results of tuned methods in the regimes that it can tell.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -31,7 +36,7 @@ from trimtab.lab import tuning
 from trimtab.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
 from trimtab.lab.regimes import regime
 from trimtab.lab.runner import run_cells
-from trimtab.report.comparison_table import legend, markdown, summarize
+from trimtab.report.comparison_table import MethodScore, legend, markdown, summarize
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
@@ -51,6 +56,12 @@ METHODS = (
 REGIMES = ("stale-32", "int4", "reuse-16")
 # Where trainer and sampler agree all weights are 1, so that these are `grpo` and `token-tis` there, to the digit.
 LEFT_OUT = {("icepop", "reuse-16"), ("geo-mask-token-tis", "reuse-16")}
+# Regime -> what `trimtab diagnose` calls its mismatch ("" for none), and how it is described there.
+DIAGNOSED = {
+    "stale-32": ("stale", "weights renewed every 32 updates"),
+    "int4": ("quantized", "a sampler of four bits"),
+    "reuse-16": ("", "16 updates a batch"),
+}
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "fair-map.parquet"
 BLUE = "#0072B2"
 TUNING, MAP = "tuning", "map"
@@ -190,20 +201,23 @@ def page(
     tuned: tuning.Candidates,
     store: Store,
 ) -> str:
-    """The table, what was tuned, and the processor time, of all runs that are there."""
+    """Tables of tuned and of published settings, what was tuned, and the processor time, of all runs that are there.
+
+    They are tables of their own, since published settings have fewer seeds, too few for the test of equal methods.
+    """
     hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
-    mean = hours / max(len(store.rows), 1)
+    each = hours / max(len(store.rows), 1)
     cost = (
-        f"{len(store.rows)} runs took {hours:.2f} processor hours; {missing} are missing, about {missing * mean:.1f}."
+        f"{len(store.rows)} runs took {hours:.2f} processor hours; {missing} are missing, about {missing * each:.1f}."
     )
     if not rows:
         return cost
-    table = summarize(rows)
+    tables = [
+        summarize([row for row in rows if row["method"].endswith(TUNED) == is_tuned])
+        for is_tuned in sorted({row["method"].endswith(TUNED) for row in rows}, reverse=True)
+    ]
     lines = [
-        markdown(table),
-        "",
-        legend(table),
-        "",
+        *(line for table in tables for line in (markdown(table), "", legend(table), "")),
         *(f"- {line}" for line in tuning.describe(chosen, tuned)),
         "",
         cost,
@@ -236,6 +250,48 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=160, metadata={"Software": None})
 
 
+def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The results of tuned methods by regime, for `trimtab.diagnosis.advice`; `rates` are the published ones."""
+    table = summarize([row for row in rows if row["method"].endswith(TUNED)])
+    found = []
+    for name, (cause, description) in DIAGNOSED.items():
+        scores = {method: table.scores.get((tuning.tuned_name(method), name)) for method in METHODS}
+        results = {method: result_of(score, rates[name]) for method, score in scores.items() if score is not None}
+        runs = [row for score in scores.values() if score is not None for row in score.rows]
+        if runs:
+            tokens = [mean(value for value in row["metrics"]["length/mean"] if value is not None) for row in runs]
+            found.append(
+                {
+                    "name": name,
+                    "cause": cause,
+                    "description": description,
+                    "seeds": min(len(score.values) for score in scores.values() if score is not None),
+                    "before": rounded(mean(row["accuracy_before"] for row in runs)),
+                    "k3": [rounded(min(row["k3"] for row in runs)), rounded(max(row["k3"] for row in runs))],
+                    "tokens": [rounded(min(tokens)), rounded(max(tokens))],
+                    "methods": results,
+                }
+            )
+    return found
+
+
+def result_of(score: MethodScore, rate: float) -> dict[str, Any]:
+    chosen = dict(change.split("=") for change in score.rows[0]["keywords"].split())
+    factor = float(chosen.pop("optim.lr", rate)) / rate
+    return {
+        "accuracy": rounded(score.accuracy.mean),
+        "low": rounded(score.accuracy.low),
+        "high": rounded(score.accuracy.high),
+        "best": score.is_best,
+        "rate": rounded(factor),
+        "settings": {key.split(".")[-1]: float(value) for key, value in chosen.items() if key.startswith("objective.")},
+    }
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
 def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
     """The run of a row: that of the chosen setting for a row of a tuned method."""
     for choice in chosen:
@@ -263,6 +319,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/fair-map"), help="where runs in progress are")
     parser.add_argument("--table", type=Path, help="write the table there too")
+    parser.add_argument("--advice", type=Path, help="write what `trimtab diagnose` recommends by there")
     parser.add_argument("--figure", type=Path, help="draw the table there")
     given = parser.parse_args()
     if unknown := set(given.only) - {*METHODS, *REGIMES}:
@@ -294,6 +351,9 @@ def main() -> None:
         given.table.write_text(text + "\n")
     if given.figure and found:
         draw(found, given.figure)
+    if given.advice:
+        rates = {run.regime.name: run.config.optim.lr for run in published.runs}
+        atomic.write_bytes(given.advice, (json.dumps(advice(found, rates), indent=1) + "\n").encode())
     for line in errors:
         print(f"failed: {line}")
 

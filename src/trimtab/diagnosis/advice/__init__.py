@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.adapters.config_lines import lines
+from trimtab.diagnosis.advice.fair_map import load_map
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes
 from trimtab.diagnosis.advice.rules import RuleInputs, choose
 from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
@@ -26,7 +27,7 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     table = outcomes(AdviceData.of(part))
-    size = measured.size
-    rule, overrides, why = choose(RuleInputs(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
-    settings = lines(rule.preset, overrides) if rule.preset else {}
-    return table, Recommendation(rule.preset, dict(overrides), why, settings)
+    size, origin = measured.size, measured.origin
+    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses)
+    _, preset, overrides, why = choose(inputs, load_map())
+    return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from trimtab.adapters.config_lines import NEAREST, lines
 from trimtab.config import load_config
 from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.diagnosis.advice import advise
+from trimtab.diagnosis.advice.fair_map import MapRegime, MethodResult, load_map
 from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
-from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
+from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
 from trimtab.objectives.from_section import from_section
@@ -32,7 +34,7 @@ def case(
         PresetOutcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         PresetOutcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
-    return RuleInputs([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
+    return RuleInputs([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens, 50)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,8 @@ def case(
 def test_the_first_row_that_holds_decides(
     findings: RuleInputs, rule: str, preset: str, overrides: dict[str, float]
 ) -> None:
-    chosen, result, why = choose(findings)
-    assert (chosen.name, chosen.preset) == (rule, preset)
+    chosen, recommended, result, why = choose(findings, [])
+    assert (chosen.name, recommended) == (rule, preset)
     assert overrides.items() <= dict(result).items()
     assert bool(result) == bool(overrides)
     assert why.endswith(".")
@@ -68,22 +70,105 @@ def test_the_first_row_that_holds_decides(
 
 @pytest.mark.parametrize("fault", MUST_FIX)
 def test_a_fault_comes_first_and_no_bound_is_taken_from_it(fault: str) -> None:
-    chosen, overrides, why = choose(case(fault, "precision"))
+    chosen, _, overrides, why = choose(case(fault, "precision"), load_map())
     assert chosen.name == "fault"
     assert not overrides
     assert why.startswith(f"Fix {fault} first")
 
 
 def test_faults_are_named_worst_first() -> None:
-    assert choose(case("truncated-sampling", "misaligned"))[2].startswith("Fix misaligned and truncated-sampling first")
+    assert choose(case("truncated-sampling", "misaligned"), [])[3].startswith(
+        "Fix misaligned and truncated-sampling first"
+    )
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].applies(RuleInputs([], "nonsense", float("nan"), (), 1000))
+    assert RULES[-1].applies(RuleInputs([], "nonsense", float("nan"), (), 1000, 10))
     assert {rule.preset for rule in RULES} <= {*objectives(), ""}
-    _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000))
+    _, _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000, 10), load_map())
     assert not overrides
     assert why.endswith("these are the published ones.")
+
+
+STALE = MapRegime(
+    name="stale-32",
+    cause="stale",
+    description="weights renewed every 32 updates",
+    seeds=4,
+    before=0.72,
+    k3=(1e-3, 1e-2),
+    tokens=(110.0, 120.0),
+    methods={
+        "grpo": MethodResult(0.3, 0.1, 0.5, best=False, rate=0.25),
+        "m2po": MethodResult(0.7, 0.6, 0.8, best=False, rate=1.0),
+        "icepop": MethodResult(0.85, 0.8, 0.9, best=True, rate=0.5, settings={"weight_max": 2.0}),
+        "opsm": MethodResult(0.84, 0.7, 0.95, best=True, rate=1.0),
+    },
+)
+
+
+def test_the_map_decides_where_it_covers_the_case() -> None:
+    old = case("stale", k3=5e-3, seq_kept=0.1)  # 100 tokens a response
+    rule, preset, overrides, why = choose(old, [STALE])
+    assert (rule.preset, preset, overrides) == ("m2po", "icepop", {"weight_max": 2.0})
+    assert why == (
+        "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
+        "10% of the tokens); refreshing them more often removes the cause. Measured on responses of 120 tokens "
+        "(weights renewed every 32 updates; each method tuned; 4 seeds; accuracy .72 before training): icepop .85 "
+        "[.80, .90] at 0.5 of the learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at 0.25 of the "
+        "learning rate."
+    )
+    # A preset that is among the best stays, though another has the higher mean.
+    level = replace(STALE, methods=STALE.methods | {"m2po": MethodResult(0.83, 0.7, 0.9, best=True, rate=1.0)})
+    assert choose(old, [level])[1:3] == ("m2po", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"k3": 3.1e-2},
+            "(docs/results, stale-32) does not cover this: k3 is 3.1e-02 here and 1.0e-03 to 1.0e-02 there.",
+        ),
+        (
+            {"k3": 3.2e-4},
+            "(docs/results, stale-32) does not cover this: k3 is 3.2e-04 here and 1.0e-03 to 1.0e-02 there.",
+        ),
+        ({"tokens": 12_050}, "does not cover this: responses have 241 tokens here and 110 to 120 there."),
+        ({"tokens": 2_700}, "does not cover this: responses have 54 tokens here and 110 to 120 there."),
+    ],
+)
+def test_a_case_that_the_map_does_not_cover_is_called_so(changes: dict[str, Any], reason: str) -> None:
+    rule, preset, _, why = choose(case("stale", **{"k3": 5e-3, **changes}), [STALE])
+    assert preset == rule.preset == "seq-bypass"
+    assert why.endswith(reason)
+    assert choose(case("stale", **{"k3": 3e-2, "tokens": 12_000}), [STALE])[1] == "icepop"  # just inside
+
+
+def test_a_mismatch_that_the_map_lacks_is_called_so() -> None:
+    for findings in (case("precision"), case("routing", verdict="moe"), case("long-context"), case("quantized")):
+        assert choose(findings, [STALE])[3].endswith("(docs/results) has no mismatch of this kind yet.")
+    for findings in (case("temperature"), case(verdict="beyond", k3=0.8), case(verdict="moe", tokens=99)):
+        assert "fair map of methods" not in choose(findings, [STALE])[3]
+
+
+def test_where_both_sides_agree_the_map_speaks_of_reuse_and_the_preset_stays() -> None:
+    reuse = replace(STALE, name="reuse-16", cause="", description="16 updates a batch")
+    rule, preset, overrides, why = choose(case(verdict="rounding", k3=1e-9), [reuse])
+    assert (rule.name, preset, overrides) == ("floor", "grpo", {})
+    assert "try half and a quarter of it first. Measured on responses of 120 tokens (16 updates a batch;" in why
+    assert "grpo .30 [.10, .50] at 0.25 of the learning rate, icepop .85" in why
+    assert "does not cover" in choose(case(verdict="rounding", k3=1e-9, tokens=50 * 1000), [reuse])[3]
+
+
+def test_the_map_of_the_package_has_causes_and_presets_that_exist() -> None:
+    for regime in load_map():
+        assert regime.cause in (*CAUSES, "")
+        assert regime.k3[0] <= regime.k3[1]
+        for name, result in regime.methods.items():
+            trimtab.objective(name, **result.settings)
+            assert 0 <= result.low <= result.accuracy <= result.high <= 1
+        assert any(result.best for result in regime.methods.values())
 
 
 @pytest.mark.parametrize("preset", objectives())

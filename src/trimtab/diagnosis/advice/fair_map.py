@@ -1,0 +1,109 @@
+"""What the fair map measured of a mismatch like that of the data, or that it does not cover it.
+
+The map (docs/results) compares methods with equally tuned settings on responses of about 120 tokens, one kind of
+mismatch a regime. `fair_map.json` is written by `benchmarks/fair_map.py --advice` from its runs.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+K3_FACTOR = 3.0
+"""A regime covers k3 up to this factor beyond the range of its runs."""
+LENGTH_FACTOR = 2.0
+"""The same for the mean length of responses: methods that read whole responses change with it."""
+NAMED = 4
+"""Number of methods that a sentence names."""
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """Held-out accuracy of a tuned method, mean over seeds with its interval.
+
+    best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the
+    published one. settings: the chosen keywords of the objective, empty for the published ones.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    best: bool
+    rate: float
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        rate = "" if self.rate == 1 else f" at {self.rate:g} of the learning rate"
+        return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
+
+
+@dataclass(frozen=True)
+class MapRegime:
+    """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
+
+    k3, tokens: smallest and largest mean of a run, nats per token and tokens per response. before: accuracy before
+    training.
+    """
+
+    name: str
+    cause: str
+    description: str
+    seeds: int
+    before: float
+    k3: tuple[float, float]
+    tokens: tuple[float, float]
+    methods: Mapping[str, MethodResult]
+
+    def outside(self, k3: float, tokens: float) -> str:
+        """Returns why data with this k3 and mean length is not covered; empty if it is."""
+        (k3_low, k3_high), (short, long) = self.k3, self.tokens
+        if self.cause and not k3_low / K3_FACTOR <= k3 <= k3_high * K3_FACTOR:
+            return f"k3 is {k3:.1e} here and {k3_low:.1e} to {k3_high:.1e} there"
+        if not short / LENGTH_FACTOR <= tokens <= long * LENGTH_FACTOR:
+            return f"responses have {tokens:,.0f} tokens here and {short:.0f} to {long:.0f} there"
+        return ""
+
+    def preferred(self, preset: str) -> str:
+        """Returns `preset` if it is among the best here, otherwise the method of the highest mean."""
+        if preset in self.methods and self.methods[preset].best:
+            return preset
+        return max(self.methods, key=lambda name: self.methods[name].accuracy)
+
+    def sentence(self, first: str) -> str:
+        """Returns the result of `first`, of methods that are level with it, and of the worst."""
+        order = sorted(self.methods, key=lambda name: -self.methods[name].accuracy)
+        level = [name for name in order if self.methods[name].best and name != first]
+        named = [first, *level[: NAMED - 1]]
+        worst = order[-1]
+        texts = [f"{name} {self.methods[name].text}" for name in named]
+        last = "" if worst in named else f"; lowest {worst} {self.methods[worst].text}"
+        return (
+            f"Measured on responses of {self.tokens[1]:.0f} tokens ({self.description}; each method tuned; "
+            f"{self.seeds} seeds; accuracy {decimal(self.before)} before training): {', '.join(texts)}{last}."
+        )
+
+
+def decimal(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")
+
+
+def load_map() -> tuple[MapRegime, ...]:
+    file = importlib.resources.files("trimtab.diagnosis.advice") / "fair_map.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return tuple(
+        MapRegime(**row | {"methods": {name: MethodResult(**result) for name, result in row["methods"].items()}})
+        for row in rows
+    )
+
+
+def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float) -> tuple[MapRegime | None, str]:
+    """Returns the regime that covers a mismatch of this cause, k3 and mean length, or why there is none."""
+    found = next((regime for regime in regimes if regime.cause == cause), None)
+    if found is None:
+        return None, "The fair map of methods (docs/results) has no mismatch of this kind yet."
+    if reason := found.outside(k3, tokens):
+        return None, f"The fair map of methods (docs/results, {found.name}) does not cover this: {reason}."
+    return found, ""
