@@ -21,6 +21,7 @@ SIZES = ("trainer.steps=2", "trainer.prompts=4", "trainer.samples=4", "eval.prob
 RUNS: dict[str, tuple[str, ...]] = {
     "references": ("objective.name=grpo", "objective.kl_coef=0.1"),
     "noise": ("objective.name=token-alp", "trainer.minibatches=2", "trainer.max_lag=2"),
+    "noise on logits": ("objective.name=token-alp", "perturbation.layers=logits", "perturbation.std=0.01"),
     "adapters": ("objective.name=seq-mis", "model.lora.rank=4", "model.autocast=bfloat16"),
     "invariant": ("objective.name=oapl", "numerics=invariant"),
     "top-p": ("sampling.top_p=0.9", "sampling.temperature=0.8"),
@@ -48,12 +49,12 @@ def test_a_run_on_the_device(name: str, tmp_path: Path) -> None:
     counts = result["counts"]
     print(name, counts)
     # Noise is drawn by the device's own generator, and bfloat16 rounds larger differences.
-    assert result["weights"] < {"noise": 1e-3, "adapters": 1e-3}.get(name, 2e-6)
+    assert result["weights"] < {"noise": 1e-3, "noise on logits": 1e-3, "adapters": 1e-3}.get(name, 2e-6)
     reward = [[row["reward/mean"] for row in result["rows"][device]] for device in ("cpu", "pretended")]
     assert reward[0] == reward[1]
     assert counts.get("micro-batch", 0) == 0, result["micro"]
     # The sum of losses, the norm of the gradient and the check of the new weights; with noise also its sigmas.
-    per_update = 6 if name == "noise" else 3
+    per_update = 6 if name.startswith("noise") else 3
     assert counts["update"] == per_update * UPDATES.get(name, 2)
     if name == "noise":  # its engine is another process
         assert "token" not in counts

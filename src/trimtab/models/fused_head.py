@@ -8,7 +8,6 @@ once, not accumulated for every group of tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +35,7 @@ class _Noise(NamedTuple):
 
     head: object  # the head it belongs to; other heads that are scored meanwhile get no noise
     log_sigma: Float[Tensor, "1"]
+    sigma: float  # its value, so that no forward waits for the device
     seed: int
 
 
@@ -43,13 +43,13 @@ _noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
-def perturb_logits(head: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
+def perturb_logits(head: object, log_sigma: Float[Tensor, "1"], sigma: float, seed: int) -> Iterator[None]:
     """Perturbs the logits of `head` (`ModelParts.head`) in every `token_scores` inside.
 
-    Adds `exp(log_sigma)` * N(0, 1) to each logit, after the soft cap and before the temperature. The noise is drawn
-    tile by tile from `seed`, also in the backward, which may run outside.
+    Adds `sigma`, which is `exp(log_sigma)`, times N(0, 1) to each logit, after the soft cap and before the temperature.
+    The noise is drawn tile by tile from `seed`, also in the backward, which may run outside.
     """
-    token = _noise.set(_Noise(head, log_sigma, seed))
+    token = _noise.set(_Noise(head, log_sigma, sigma, seed))
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ def token_scores(
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
         squares=squares,
-        sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
+        sigma=0.0 if noise is None else noise.sigma,
         seed=0 if noise is None else noise.seed,
         invariant=model.invariant,
     )

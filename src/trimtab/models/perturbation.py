@@ -116,8 +116,8 @@ class Perturbation(nn.Module):
 
     @contextmanager
     def _logits(self, seed: int, sigmas: Mapping[str, float]) -> Iterator[None]:
-        (head,) = self._head
-        with fused_head.perturb_logits(head, self.log_sigma, seed) if sigmas[LOGITS] != 0 else nullcontext():
+        (head,), sigma = self._head, sigmas[LOGITS]
+        with fused_head.perturb_logits(head, self.log_sigma, sigma, seed) if sigma != 0 else nullcontext():
             yield
 
     @contextmanager

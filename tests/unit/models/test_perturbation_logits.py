@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        with fused_head.perturb_logits(OWNER, log_sigma, SEED):
+        with fused_head.perturb_logits(OWNER, log_sigma, math.exp(log_sigma.item()), SEED):
             logp, entropy, *_ = fused_head.token_scores(
                 hidden,
                 ids,
