@@ -92,6 +92,7 @@ def arm_settings() -> dict[str, tuple[str, ...]]:
     return {
         f"arms/{name}/{arm.replace(' ', '-')}": (
             "objective.name=grpo",
+            "trainer.max_idle_steps=0",  # where an arm collapses, no reward is left
             *regime(name).settings,
             *filter(None, [masks.get(arm)]),
         )
@@ -138,7 +139,12 @@ def prefix_rows(
 
 def batch_settings() -> dict[str, tuple[str, ...]]:
     return {
-        f"batches/{prompts}-{rate:g}": ("objective.name=grpo", f"trainer.prompts={prompts}", f"optim.lr={rate}")
+        f"batches/{prompts}-{rate:g}": (
+            "objective.name=grpo",
+            "trainer.max_idle_steps=0",
+            f"trainer.prompts={prompts}",
+            f"optim.lr={rate}",
+        )
         for prompts in PROMPTS
         for rate in RATES
     }

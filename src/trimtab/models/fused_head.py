@@ -1,9 +1,10 @@
 """Log-prob and entropy of given tokens from hidden states, computed in tiles without storing all logits.
 
-Forward and backward iterate over tiles of tokens x vocabulary; only the logits of one tile exist at a time, and the
-backward recomputes them. The sum of exponentials is updated tile by tile (online softmax, Milakov and Gimelshein 2018),
-so that the vocabulary can be split as well as the tokens: each row of the weight is read once and its gradient written
-once, not accumulated for every group of tokens.
+Forward and backward iterate over tiles of tokens x vocabulary. The logits of a small micro-batch are kept for the
+backward; of a larger one only those of one tile exist at a time, and the backward recomputes them. The sum of
+exponentials is updated tile by tile (online softmax, Milakov and Gimelshein 2018), so that the vocabulary can be split
+as well as the tokens: each row of the weight is read once and its gradient written once, not accumulated for every
+group of tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from trimtab.models.packed_attention import on_accelerator
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
+# Bytes of the largest logits that are kept: their product is a quarter of the head's.
+KEPT_LOGITS = 1 << 28
 # On an accelerator both are larger by this factor: it would compute a small tile faster than start its dozen kernels.
 ACCELERATED = 4
 
@@ -68,6 +71,7 @@ class _ScoreOptions(NamedTuple):
     sigma: float  # of noise on the logits; 0 for none
     seed: int
     invariant: bool  # whether a token's score may depend on no other token, to the last bit
+    keep: bool  # whether the backward gets the logits
 
 
 class HeadScores(NamedTuple):
@@ -102,16 +106,18 @@ def token_scores(
     if noise is not None and noise.head is not model.head:
         noise = None
     log_sigma = None if noise is None else noise.log_sigma
+    product_dtype = _product_dtype(hidden, model)
     options = _ScoreOptions(
         temperature,
         model.softcap,
-        product_dtype=_product_dtype(hidden, model),
+        product_dtype=product_dtype,
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
         squares=squares,
         sigma=0.0 if noise is None else noise.sigma,
         seed=0 if noise is None else noise.seed,
         invariant=model.invariant,
+        keep=torch.is_grad_enabled() and len(ids) * len(model.weight) * product_dtype.itemsize <= KEPT_LOGITS,
     )
     chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
     logps, entropies, sums = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
@@ -146,11 +152,14 @@ class _TiledScores(torch.autograd.Function):
         chosen = hidden.new_zeros(ids.shape, dtype=options.dtype)  # logit of each id
         entropy = hidden.new_zeros(count, dtype=options.dtype)  # entropy so far
         hidden_cast = hidden.to(options.product_dtype)
-        multiply = batch_invariant_matmul if options.invariant else product
+        multiply, products = batch_invariant_matmul if options.invariant else product, []
         for vocab, columns in _vocabulary(weight, options):
             for tokens in _tiles(count, TILE_TOKENS, hidden.device):
                 noise = _draw(tokens, vocab, options, hidden.device)
-                logits, _ = _logits(multiply(hidden_cast[tokens], columns), bias, vocab, noise, options)
+                raw = multiply(hidden_cast[tokens], columns)
+                if options.keep:
+                    products.append(raw)
+                logits, _ = _logits(raw, bias, vocab, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], vocab)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
@@ -164,7 +173,7 @@ class _TiledScores(torch.autograd.Function):
                     shift = old - new
                     entropy[tokens] = shift.exp() * (entropy[tokens] - shift) - entropy_part
                 logsumexp[tokens] = new
-        ctx.save_for_backward(hidden, weight, bias, ids, kept, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, bias, ids, kept, logsumexp, entropy, *products)
         ctx.options = options
         squares = (logsumexp_squares - 2 * logsumexp).exp()
         ctx.mark_non_differentiable(squares)
@@ -172,7 +181,8 @@ class _TiledScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, kept, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, kept, logsumexp, entropy, *products = ctx.saved_tensors
+        again = iter(products)
         options: _ScoreOptions = ctx.options
         need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
         hidden_cast = hidden.to(options.product_dtype)
@@ -184,7 +194,8 @@ class _TiledScores(torch.autograd.Function):
             gathered = torch.zeros(columns.shape, dtype=options.dtype, device=weight.device) if need_weight else None
             for tokens in _tiles(len(hidden), TILE_TOKENS, hidden.device):
                 noise = _draw(tokens, vocab, options, hidden.device)
-                logits, slope = _logits(product(hidden_cast[tokens], columns), bias, vocab, noise, options)
+                raw = next(again) if products else product(hidden_cast[tokens], columns)
+                logits, slope = _logits(raw, bias, vocab, noise, options)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
                 grad_logp, grad_entropy = grads[0][tokens], grads[1][tokens, None]
@@ -239,8 +250,8 @@ def _draw(
 def _logits(
     raw: Float[Tensor, "tokens vocab"], bias: Tensor | None, vocab: slice, noise: Tensor | None, options: _ScoreOptions
 ) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"] | None]:
-    """Returns logits / temperature and the derivative of the soft cap, if any. Overwrites `raw` if it is exact."""
-    logits = raw.to(options.dtype)
+    """Returns logits / temperature, a copy if `raw` is kept, and the derivative of the soft cap, if any."""
+    logits = raw.to(options.dtype, copy=options.keep)
     if bias is not None:
         logits += bias[vocab]
     slope = None

@@ -37,6 +37,7 @@ BLOCK_SCORES = 1 << 20
 ACCELERATED = 16
 BLOCK_QUERIES = 128
 MAX_SAVED_SCORES = 1 << 22
+KEPT_LOGITS = 1 << 28
 _GOLDEN = 0.6180339887498949
 # Simulated steps until the steady state, and steps measured; phases are constant, so the schedule is periodic.
 _WARMUP_STEPS, _MEASURED_STEPS = 200, 400
@@ -122,6 +123,8 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     else:
         scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
         kept = shape.layers * (layer + (scores * compute if scores <= MAX_SAVED_SCORES else 0.0)) + last
+    logits = rank.scored * shape.vocabulary * compute
+    kept += logits if logits <= KEPT_LOGITS else 0.0
     # Gradients in the widest part of a layer, and with checkpointing its activations.
     gradients = (3 * compute * shape.intermediate * shape.active + 3 * FLOAT32 * hidden) * rank.tokens
     # Hidden states and their gradient in float32 and in the dtype of the products.

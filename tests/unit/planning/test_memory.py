@@ -26,6 +26,7 @@ def test_the_constants_are_those_of_the_code() -> None:
     assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == estimates.HEAD_TILE
     ours = (estimates.BLOCK_SCORES, estimates.BLOCK_QUERIES, estimates.MAX_SAVED_SCORES)
     assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
+    assert estimates.KEPT_LOGITS == fused_head.KEPT_LOGITS
     assert packed_attention.ACCELERATED == fused_head.ACCELERATED**2 == estimates.ACCELERATED
 
 
@@ -44,15 +45,18 @@ def test_a_layer_by_hand() -> None:
 
 def test_few_probabilities_are_kept_and_many_computed_again() -> None:
     short = rank_memory(TINY, ONE)["kept"]
-    # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers.
-    assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100
+    # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers. 80 times 10 logits.
+    assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100 + 2 * 800
     long = replace(ONE, response=4000)
-    assert rank_memory(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100
+    assert rank_memory(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100 + 2 * 800
+    # Of more than 2**28 bytes none is kept.
+    many = replace(long, scored=2**24)
+    assert rank_memory(TINY, many)["kept"] == rank_memory(TINY, long)["kept"] - 2 * 800
 
 
 def test_checkpointing_keeps_one_input_for_each_layer() -> None:
     with_, without = (rank_memory(TINY, replace(ONE, recompute=on)) for on in (True, False))
-    assert with_["kept"] == (2 + 3) * 4 * 4 * 100
+    assert with_["kept"] == (2 + 3) * 4 * 4 * 100 + 2 * 800
     assert with_["layer"] - without["layer"] == layer_activations(TINY, ONE) * 100
     assert with_["kept"] < without["kept"]
 
