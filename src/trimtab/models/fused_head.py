@@ -27,7 +27,7 @@ from trimtab.models.packed_attention import on_accelerator
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
-# Bytes of the largest logits that are kept: their product is a quarter of the head's.
+# Logits of at most so many bytes are kept: to compute them again is about a quarter of the head's work.
 KEPT_LOGITS = 1 << 28
 # On an accelerator both are larger by this factor: it would compute a small tile faster than start its dozen kernels.
 ACCELERATED = 4
@@ -107,6 +107,7 @@ def token_scores(
         noise = None
     log_sigma = None if noise is None else noise.log_sigma
     product_dtype = _product_dtype(hidden, model)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or model.weight.requires_grad)
     options = _ScoreOptions(
         temperature,
         model.softcap,
@@ -117,7 +118,7 @@ def token_scores(
         sigma=0.0 if noise is None else noise.sigma,
         seed=0 if noise is None else noise.seed,
         invariant=model.invariant,
-        keep=torch.is_grad_enabled() and len(ids) * len(model.weight) * product_dtype.itemsize <= KEPT_LOGITS,
+        keep=needs_grad and len(ids) * len(model.weight) * product_dtype.itemsize <= KEPT_LOGITS,
     )
     chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
     logps, entropies, sums = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)

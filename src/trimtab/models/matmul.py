@@ -14,7 +14,7 @@ from torch import Tensor, nn
 TILE_ROWS = 64
 """The number of rows of one product where bits must not depend on the number of rows."""
 ROWS = (1024, 512, 256, 128, TILE_ROWS, 48, 32, 16)
-"""Other numbers of rows that are used where a product of them has the same bits on this machine."""
+"""Numbers of rows that are used where a product of them has the bits of one of `TILE_ROWS` on this machine."""
 MULTIPLE = 16
 """Rows are padded to multiples of it."""
 _PROBED = 1 << 24  # elements of the largest weight that is probed, which takes as long as a few products
@@ -95,8 +95,9 @@ def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Ten
     parts, done = [], 0
     key = (b.shape, a.dtype, b.device.type, torch.get_num_threads(), b.is_mkldnn)
     while done < len(a) or not parts:
-        fitting = (rows for rows in ROWS if rows <= len(a) - done)
-        rows = next((rows for rows in fitting if _shares_bits(rows, *key)), TILE_ROWS)
+        fitting = (*(rows for rows in ROWS if rows <= len(a) - done), TILE_ROWS)
+        rows = next((rows for rows in fitting if _shares_bits(rows, *key)), 0)
+        assert rows, "the number of threads has changed since the weight was packed"
         part = a[done : done + rows]
         parts.append(product(_pad_to(part, rows), b)[: len(part)])
         done += rows
@@ -114,14 +115,15 @@ def _shares_bits(
 ) -> bool:
     """Whether products of so many rows with a weight of this shape have the bits of those of `TILE_ROWS` rows.
 
-    Tried with random numbers: the order of a sum does not depend on the numbers, and hardly any sum of random numbers
-    is the same in another order.
+    Tried with random numbers whose sums cancel: what is left are the rounding errors, which another order of a sum
+    changes in nearly all results. Sums that do not cancel often hide them when they are rounded to bfloat16.
     """
     if device != "cpu" or shape.numel() > _PROBED or (rows == TILE_ROWS and not is_packed):
         return rows == TILE_ROWS and not is_packed
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn(max(rows, TILE_ROWS), shape[1], generator=generator).to(dtype)
-    b = torch.randn(shape, generator=generator).to(dtype)
+    n, k = shape
+    a, b = (torch.randn(count, k // 2, generator=generator) for count in (max(rows, TILE_ROWS), n))
+    a, b = (F.pad(x, (0, k % 2)).to(dtype) for x in (torch.cat([a, -a], 1), torch.cat([b, b], 1)))
     expected = torch.cat([product(part, b) for part in a.split(TILE_ROWS)])
     return torch.equal(product(a[:rows], packed_weight(b, TILE_ROWS) if is_packed else b), expected[:rows])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ from trimtab.models.matmul import (
     tiled_product,
     use_fast_linear,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_trials() -> Iterator[None]:
+    matmul._shares_bits.cache_clear()
+    yield
+    matmul._shares_bits.cache_clear()
+
 
 ROWS = [(3, 5, 7), (1, 1, 1), (130, 64, 33), (0, 4, 2)]
 
@@ -115,9 +124,10 @@ def test_batched_product_is_rounded_once(monkeypatch: pytest.MonkeyPatch, lacks:
     torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("same", [{64}, {16, 64, 128}, {16, 32, 48, 64, 128, 256, 512, 1024}])
 def test_only_numbers_of_rows_that_share_their_bits_are_multiplied_at_once(
-    monkeypatch: pytest.MonkeyPatch, same: set[int]
+    monkeypatch: pytest.MonkeyPatch, same: set[int], dtype: torch.dtype
 ) -> None:
     """Where a product of other numbers of rows adds in another order, as on processors with AMX."""
     exact, used = matmul.product, []
@@ -127,9 +137,8 @@ def test_only_numbers_of_rows_that_share_their_bits_are_multiplied_at_once(
         return exact(a, b) if len(a) in same else exact(a.flip(1), b.flip(1))
 
     monkeypatch.setattr(matmul, "product", product)
-    matmul._shares_bits.cache_clear()
     torch.manual_seed(0)
-    a, b = torch.randn(1100, 96), torch.randn(40, 96)
+    a, b = torch.randn(1100, 96).to(dtype), torch.randn(40, 96).to(dtype)
     expected = torch.cat([exact(part, b) for part in F.pad(a, (0, 0, 0, 52)).split(64)])
     for rows in (0, 1, 16, 60, 64, 80, 200, 700, 1100):
         tiled_product(a[:rows], b)  # tries what it needs
@@ -138,23 +147,25 @@ def test_only_numbers_of_rows_that_share_their_bits_are_multiplied_at_once(
         assert set(used) <= same
     if 1024 in same:
         assert used == [1024, 64, 64]  # 12 rows are left, padded
-    matmul._shares_bits.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_have_the_bits_of_products_of_64_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    a, b = torch.randn(1300, 576).to(dtype), torch.randn(192, 576).to(dtype)
+    a, b = torch.randn(1300, 288).to(dtype), torch.randn(192, 288).to(dtype)
+    a, b = torch.cat([a, -a], 1), torch.cat([b, b], 1)  # sums of which only rounding errors are left
     expected = torch.cat([matmul.product(part, b) for part in F.pad(a, (0, 0, 0, 44)).split(64)])
     for rows in (5, 16, 48, 112, 1300):
         assert torch.equal(tiled_product(a[:rows], b), expected[:rows])
         assert torch.equal(tiled_product(a[:rows], packed_alike(b)), expected[:rows])
 
 
-def test_a_weight_whose_packed_products_have_other_bits_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_whose_packed_products_have_other_bits_is_not_packed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     exact = matmul.product
-    weight = torch.randn(40, 96)
-    matmul._shares_bits.cache_clear()
+    weight = torch.randn(40, 96).to(dtype)
     monkeypatch.setattr(matmul, "product", lambda a, b: exact(a, b) + 1e-7 * b.is_mkldnn)
     assert packed_alike(weight) is weight
     matmul._shares_bits.cache_clear()

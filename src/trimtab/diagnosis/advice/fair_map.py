@@ -40,7 +40,7 @@ class MethodResult:
         return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MapRegime:
     """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
 
@@ -101,9 +101,11 @@ def load_map() -> tuple[MapRegime, ...]:
 
 def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float) -> tuple[MapRegime | None, str]:
     """Returns the regime that covers a mismatch of this cause, k3 and mean length, or why there is none."""
-    found = next((regime for regime in regimes if regime.cause == cause), None)
-    if found is None:
+    reasons = {regime: regime.outside(k3, tokens) for regime in regimes if regime.cause == cause}
+    if not reasons:
         return None, "The fair map of methods (docs/results) has no mismatch of this kind yet."
-    if reason := found.outside(k3, tokens):
-        return None, f"The fair map of methods (docs/results, {found.name}) does not cover this: {reason}."
-    return found, ""
+    found = next((regime for regime, reason in reasons.items() if not reason), None)
+    if found is not None:
+        return found, ""
+    regime, reason = next(iter(reasons.items()))
+    return None, f"The fair map of methods (docs/results, {regime.name}) does not cover this: {reason}."

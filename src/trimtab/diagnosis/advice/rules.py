@@ -175,8 +175,8 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     regime, note = None, ""
     if rule.measured is not None and regimes:
         regime, note = covering(regimes, rule.measured, inputs.k3, inputs.tokens / max(inputs.responses, 1))
-    if regime is not None and not regime.cause:  # reuse, of which log-probs say nothing
-        note = regime.sentence(rule.preset)
+    if not rule.measured:  # log-probs say nothing of reuse, which is advice for those who do it
+        note = "" if regime is None or rule.preset not in regime.methods else regime.sentence(rule.preset)
     elif regime is not None:
         preset = regime.preferred(rule.preset)
         return rule, preset, regime.methods[preset].settings, f"{what} {regime.sentence(preset)}"

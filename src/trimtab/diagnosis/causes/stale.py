@@ -27,8 +27,8 @@ MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to tho
 MIN_STEP_ORDER = 0.8  # least rank correlation of steps and the sizes of their shifts [4 of 24 orders of 4]
 MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
 CORRELATION_Z = 5.0  # standard errors of that correlation
-STRONG_CORRELATION = 0.3  # least correlation where versions say age 0; in coarse noise one above it is strong
-STRONG_CORRELATION_Z = 3.5  # standard errors of a strong correlation
+STRONG_CORRELATION = 0.3  # least correlation in fine noise where versions say age 0; without versions a strong one
+STRONG_CORRELATION_Z = 3.5  # standard errors of a strong correlation in coarse noise
 MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token ids and is called drift
 
 

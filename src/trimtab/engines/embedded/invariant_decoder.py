@@ -101,7 +101,8 @@ class InvariantDecoder:
     def __init__(self, model: Any, starts: PrefillPlan) -> None:
         self._parts = model_parts(model)
         self._dtype = self._parts.weight.dtype
-        # Once a batch, so that weights changed in place between batches cannot be missed.
+        # Once a batch, so that weights changed in place between batches cannot be missed. These copies are as large as
+        # the model, in float32 on a processor without bfloat16 instructions.
         self._packed, self._head = packed_weights(self._parts.backbone), packed_head(self._parts)
         device = starts.row.device
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
