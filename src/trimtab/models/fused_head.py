@@ -19,8 +19,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.models.architecture import ModelParts
-from trimtab.models.invariant.invariant_layers import add_exponentials, batch_invariant_matmul, compute_dtype
-from trimtab.models.matmul import packed_alike, product
+from trimtab.models.invariant.invariant_layers import (
+    add_exponentials,
+    batch_invariant_matmul,
+    compute_dtype,
+    packed,
+)
+from trimtab.models.matmul import product
 from trimtab.models.noise import normals
 from trimtab.models.packed_attention import on_accelerator
 
@@ -308,7 +313,7 @@ def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tens
 def packed_head(model: ModelParts) -> list[Tensor]:
     """Returns the tiles of the head's weight, in the layout that `head_logits` multiplies fastest."""
     weight = model.weight
-    return [packed_alike(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
+    return [packed(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
 
 
 @torch.no_grad()

@@ -43,16 +43,21 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 _packed: ContextVar[Mapping[nn.Module, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
 
 
+def packed(weight: Tensor) -> Tensor:
+    """Returns a copy of a weight in the layout that `batch_invariant_matmul` multiplies fastest, or the weight."""
+    return weight if use_triton(weight) else packed_alike(weight)
+
+
 def packed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Returns copies of the weights of all `InvariantLinear` inside, in the layout that is multiplied fastest."""
     layers = [module for module in model.modules() if isinstance(module, InvariantLinear)]
-    return {layer: packed_alike(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
+    return {layer: packed(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
 
 
 @contextmanager
-def using(packed: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+def using(weights: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Lets layers multiply by these weights, where no gradient is needed."""
-    token = _packed.set(packed)
+    token = _packed.set(weights)
     try:
         yield
     finally:
@@ -70,8 +75,8 @@ class InvariantLinear(nn.Linear):
         return self._compute(input, dtype)
 
     def _compute(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        packed = None if torch.is_grad_enabled() else _packed.get().get(self)
-        states, weight = input.to(dtype), self.weight.to(dtype) if packed is None else packed
+        copy = None if torch.is_grad_enabled() else _packed.get().get(self)
+        states, weight = input.to(dtype), self.weight.to(dtype) if copy is None else copy
         if use_triton(states):
             from trimtab.models.invariant.kernels import matmul_kernel
 
