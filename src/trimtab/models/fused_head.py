@@ -23,19 +23,18 @@ from trimtab.models.invariant.invariant_layers import (
     add_exponentials,
     batch_invariant_matmul,
     compute_dtype,
-    packed,
+    pack,
 )
-from trimtab.models.matmul import product
+from trimtab.models.matmul import on_accelerator, product
 from trimtab.models.noise import normals
-from trimtab.models.packed_attention import on_accelerator
 
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
-# Logits of at most so many bytes are kept: to compute them again is about a quarter of the head's work.
-KEPT_LOGITS = 1 << 28
 # On an accelerator both are larger by this factor: it would compute a small tile faster than start its dozen kernels.
 ACCELERATED = 4
+# Logits of at most so many bytes are kept: to compute them again is about a quarter of the head's work.
+KEPT_LOGITS = 1 << 28
 
 
 class _Noise(NamedTuple):
@@ -310,10 +309,10 @@ def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tens
 
 
 @torch.no_grad()
-def packed_head(model: ModelParts) -> list[Tensor]:
+def pack_head(model: ModelParts) -> list[Tensor]:
     """Returns the tiles of the head's weight, in the layout that `head_logits` multiplies fastest."""
     weight = model.weight
-    return [packed(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
+    return [pack(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
 
 
 @torch.no_grad()

@@ -35,6 +35,11 @@ def product_dtype(values: Tensor) -> torch.dtype:
     return torch.float32 if lacks else values.dtype
 
 
+def on_accelerator(device: torch.device) -> bool:
+    """Whether starting a kernel takes longer than a small computation, so that blocks should be large."""
+    return device.type not in ("cpu", "meta")
+
+
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; either may be a transposed view, and `b` packed (`packed_weight`).
 

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.models.matmul import batched_product
+from trimtab.models.matmul import batched_product, on_accelerator
 
 PACKED_IMPLEMENTATION = "trimtab"
 
@@ -280,10 +280,6 @@ def _collect(to: Tensor, grad: Tensor, rows: PaddedRows, layout: PackedLayout) -
         to[prompts.start : prompts.stop] += prompts.pack(shared).to(to.dtype)
         grad = grad[:, prompts.width :]
     to[rows.start : rows.stop] += rows.pack(grad)
-
-
-def on_accelerator(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")
 
 
 def working_blocks(rows: int, heads: int, queries: int, keys: int, device: torch.device) -> list[_Block]:

@@ -20,8 +20,9 @@ SEED, STD = 5, 0.3
 OWNER = nn.Identity()
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[0, fused_head.KEPT_LOGITS], ids=["recomputed", "kept"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "KEPT_LOGITS", request.param)
     monkeypatch.setattr(fused_head, "TILE_TOKENS", 2)
     monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 3)
 

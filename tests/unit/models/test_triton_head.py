@@ -86,7 +86,7 @@ def test_the_head_gives_each_token_the_same_bits(monkeypatch: pytest.MonkeyPatch
     exact = (hidden.double() @ weight.double().T / 0.7).log_softmax(-1).gather(1, ids[:, None])[:, 0]
     assert (logp.double() - exact).abs().max() < 5e-5
     for rows in (slice(3, 4), slice(4, 6)):
-        logits = fused_head.head_logits(hidden[rows], model, fused_head.packed_head(model))
+        logits = fused_head.head_logits(hidden[rows], model, fused_head.pack_head(model))
         assert torch.equal(fused_head.log_probs(logits, ids[rows], 0.7), logp[rows])
 
 

@@ -36,7 +36,7 @@ class MethodResult:
 
     @property
     def text(self) -> str:
-        rate = "" if self.rate == 1 else f" at {self.rate:g} of the learning rate"
+        rate = "" if self.rate == 1 else f" at {self.rate:g} of the usual learning rate"
         return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
 
 

@@ -20,7 +20,7 @@ from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.models.architecture import model_parts
-from trimtab.models.fused_head import head_logits, log_probs, packed_head
+from trimtab.models.fused_head import head_logits, log_probs, pack_head
 from trimtab.models.invariant.invariant_attention import (
     KEY_BLOCK,
     CachedAttention,
@@ -31,7 +31,7 @@ from trimtab.models.invariant.invariant_attention import (
     query_rows,
     round_up,
 )
-from trimtab.models.invariant.invariant_layers import packed_weights, using
+from trimtab.models.invariant.invariant_layers import pack_layers, use_packed
 from trimtab.models.invariant.kernels.runtime import use_triton
 from trimtab.models.packed_attention import AttentionOptions, PackedLayout
 
@@ -103,7 +103,7 @@ class InvariantDecoder:
         self._dtype = self._parts.weight.dtype
         # Once a batch, so that weights changed in place between batches cannot be missed. These copies are as large as
         # the model, in float32 on a processor without bfloat16 instructions.
-        self._packed, self._head = packed_weights(self._parts.backbone), packed_head(self._parts)
+        self._packed, self._head = pack_layers(self._parts.backbone), pack_head(self._parts)
         device = starts.row.device
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=device)
@@ -160,7 +160,7 @@ class InvariantDecoder:
         return head_logits(hidden[last], self._parts, self._head)
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Float[Tensor, "tokens hidden"]:
-        with using(self._packed):
+        with use_packed(self._packed):
             return self._parts.backbone(
                 input_ids=tokens[None],
                 position_ids=positions[None],

@@ -43,19 +43,19 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 _packed: ContextVar[Mapping[nn.Module, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
 
 
-def packed(weight: Tensor) -> Tensor:
+def pack(weight: Tensor) -> Tensor:
     """Returns a copy of a weight in the layout that `batch_invariant_matmul` multiplies fastest, or the weight."""
     return weight if use_triton(weight) else packed_alike(weight)
 
 
-def packed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+def pack_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Returns copies of the weights of all `InvariantLinear` inside, in the layout that is multiplied fastest."""
     layers = [module for module in model.modules() if isinstance(module, InvariantLinear)]
-    return {layer: packed(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
+    return {layer: pack(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
 
 
 @contextmanager
-def using(weights: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+def use_packed(weights: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Lets layers multiply by these weights, where no gradient is needed."""
     token = _packed.set(weights)
     try:

@@ -115,8 +115,8 @@ def test_the_map_decides_where_it_covers_the_case() -> None:
         "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
         "10% of the tokens); refreshing them more often removes the cause. Measured on responses of 120 tokens "
         "(weights renewed every 32 updates; each method tuned; 4 seeds; accuracy .72 before training): icepop .85 "
-        "[.80, .90] at 0.5 of the learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at 0.25 of the "
-        "learning rate."
+        "[.80, .90] at 0.5 of the usual learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at 0.25 of the "
+        "usual learning rate."
     )
     # A preset that is among the best stays, though another has the higher mean.
     level = replace(STALE, methods=STALE.methods | {"m2po": MethodResult(0.83, 0.7, 0.9, best=True, rate=1.0)})
@@ -159,7 +159,7 @@ def test_where_both_sides_agree_the_map_speaks_of_reuse_and_the_preset_stays() -
     rule, preset, overrides, why = choose(case(verdict="rounding", k3=1e-9), [reuse])
     assert (rule.name, preset, overrides) == ("floor", "grpo", {})
     assert "try half and a quarter of it first. Measured on responses of 120 tokens (16 updates a batch;" in why
-    assert "grpo .30 [.10, .50] at 0.25 of the learning rate, icepop .85" in why
+    assert "grpo .30 [.10, .50] at 0.25 of the usual learning rate, icepop .85" in why
     assert "Measured" not in choose(case(verdict="rounding", k3=1e-9, tokens=50 * 1000), [reuse])[3]
 
 
