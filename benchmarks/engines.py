@@ -29,6 +29,7 @@ from trimtab.training.export import save_model_files
 from trimtab.types import Engine, SamplingParams
 
 CASES = ((32, 48), (128, 48), (64, 256))
+PROMPT_TOKENS = 128  # room for a prompt in vLLM's context
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=torch.float32)
     eager = str(not options.compiled).lower()
-    config = load_config("quickstart-vllm", [f"engine.vllm.eager={eager}"]).engine
+    context = max(tokens for _, tokens in options.cases) + PROMPT_TOKENS
+    config = load_config("quickstart-vllm", [f"engine.vllm.eager={eager}", f"engine.vllm.context={context}"]).engine
     from trimtab.engines.vllm.vllm_engine import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:

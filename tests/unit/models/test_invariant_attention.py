@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.models.invariant.invariant_attention import KEY_BLOCK, accumulate, attention_scores, query_rows
+from trimtab.models.invariant.invariant_attention import (
+    KEY_BLOCK,
+    accumulate,
+    attention_scores,
+    exponentials_,
+    largest,
+    query_rows,
+)
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
@@ -27,3 +34,10 @@ def test_rows_of_queries_do_not_depend_on_how_many_there_are(width: int) -> None
         assert torch.equal(part[1], out[:, :count])
         # Keys that come later change nothing of those before.
         assert torch.equal(attention_scores(query[:, :count], key[:, :KEY_BLOCK], 0.5), whole[:, :count, :KEY_BLOCK])
+
+
+def test_hidden_keys_get_exactly_0_however_large_their_scores_are() -> None:
+    scores, shown = torch.tensor([[0.5, 1e4, -1.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    peak = largest(scores, shown)
+    assert peak.tolist() == [[0.5]]
+    assert torch.equal(exponentials_(scores, peak, shown), torch.tensor([[0.0, -torch.inf, -1.5]]).exp())

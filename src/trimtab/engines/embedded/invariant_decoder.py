@@ -27,6 +27,8 @@ from trimtab.models.invariant.invariant_attention import (
     accumulate,
     attend_packed,
     attention_scores,
+    exponentials_,
+    largest,
     pad_time,
     query_rows,
     round_up,
@@ -175,7 +177,7 @@ class InvariantDecoder:
             self._lengths = self._lengths[self._grid.used]
             self._prompts.select(self._grid.used)
         positions = torch.arange(self._prompts.keys[0].shape[2], device=prompt.device)
-        self._prompt_padding = (positions >= self._lengths[:, None])[:, None, None]
+        self._prompt_shown = (positions < self._lengths[:, None])[:, None, None].to(self._prompts.keys[0].dtype)
 
     def keep(self, index: Tensor) -> None:
         """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
@@ -187,11 +189,11 @@ class InvariantDecoder:
         while int(self._filled.max()) >= self._responses.keys[0].shape[2]:
             self._responses.grow()
         positions = torch.arange(self._responses.keys[0].shape[2], device=tokens.device)
-        future = (positions > self._filled[:, None])[:, None, None]
+        shown = (positions <= self._filled[:, None])[:, None, None].to(self._responses.keys[0].dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             self._responses.append(layer, self._filled, k, v)
-            return self._attend(layer, q, scaling, future)
+            return self._attend(layer, q, scaling, shown)
 
         hidden = self._run(tokens, self._lengths[self._grid.prompt] + self._filled, attend)
         self._filled = self._filled + 1
@@ -199,20 +201,20 @@ class InvariantDecoder:
             self._filled[paused] -= 1
         return head_logits(hidden, self._parts, self._head)
 
-    def _attend(self, layer: int, q: Tensor, scaling: float, future: Tensor) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, scaling: float, shown: Tensor) -> Tensor:
         if use_triton(q):
             return self._attend_by_kernel(layer, q, scaling)
         keys, prompt_keys = self._responses.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (keys.shape[1], -1, keys.shape[3])).to(keys.dtype)
         group, multiple = query.shape[2], query_rows(keys.shape[3])
-        of_prompt = _scores(pad_time(self._grid.to_grid(query), multiple), prompt_keys, scaling, self._prompt_padding)
-        of_response = _scores(pad_time(query, multiple), keys, scaling, future)
-        peak = self._grid.to_rows(of_prompt.amax(-1, keepdim=True), group)
-        peak = torch.maximum(peak, of_response[:, :, :group].amax(-1, keepdim=True))
-        of_prompt.sub_(pad_time(self._grid.to_grid(peak), multiple)).exp_()
+        of_prompt = _scores(pad_time(self._grid.to_grid(query), multiple), prompt_keys, scaling)
+        of_response = _scores(pad_time(query, multiple), keys, scaling)
+        peak = self._grid.to_rows(largest(of_prompt, self._prompt_shown), group)
+        peak = torch.maximum(peak, largest(of_response[:, :, :group], shown))
+        exponentials_(of_prompt, pad_time(self._grid.to_grid(peak), multiple), self._prompt_shown)
         total, out = _accumulate(of_prompt, self._prompts.values[layer])
         before = [pad_time(self._grid.to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
-        of_response.sub_(pad_time(peak, multiple)).exp_()
+        exponentials_(of_response, pad_time(peak, multiple), shown)
         total, out = _accumulate(of_response, self._responses.values[layer], (before[0][..., 0], before[1]))
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
 
@@ -243,10 +245,9 @@ def with_trainer_logps(sampled: SampledTokens, logits: Tensor, temperature: floa
     return replace(sampled, logp=log_probs(logits, sampled.ids, temperature, kept).float())
 
 
-def _scores(query: Tensor, key: Tensor, scaling: float, hidden: Tensor) -> Float[Tensor, "owners heads more keys"]:
-    """Returns the scores of (owners, heads, more, width) queries with their owners' keys; -inf where `hidden`."""
-    result = attention_scores(query.flatten(0, 1), key.flatten(0, 1), scaling)
-    return result.unflatten(0, query.shape[:2]).masked_fill_(hidden, -torch.inf)
+def _scores(query: Tensor, key: Tensor, scaling: float) -> Float[Tensor, "owners heads more keys"]:
+    """Returns the scores of (owners, heads, more, width) queries with their owners' keys."""
+    return attention_scores(query.flatten(0, 1), key.flatten(0, 1), scaling).unflatten(0, query.shape[:2])
 
 
 def _accumulate(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -107,6 +107,21 @@ def attention_scores(
     return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
 
 
+def largest(scores: Float[Tensor, "*batch keys"], shown: Float[Tensor, "*#batch keys"]) -> Float[Tensor, "*batch 1"]:
+    """Returns the largest score of the keys for which `shown` is 1 and not 0."""
+    return (scores + shown.log()).amax(-1, keepdim=True)
+
+
+def exponentials_(
+    scores: Float[Tensor, "*batch keys"], peak: Float[Tensor, "*batch 1"], shown: Float[Tensor, "*#batch keys"]
+) -> Float[Tensor, "*batch keys"]:
+    """Replaces the scores by `exp(score - peak)`, and by 0 for the keys for which `shown` is 0.
+
+    The exponential of -inf takes a CPU three times as long as that of a number, so hidden keys get 0 by a product.
+    """
+    return scores.sub_(peak).clamp_(max=0).exp_().mul_(shown)
+
+
 def accumulate(
     exponentials: Float[Tensor, "batch queries keys"],
     value: Float[Tensor, "batch keys width"],
@@ -129,12 +144,13 @@ class _Keys(NamedTuple):
     width: int  # without padding to whole blocks
     lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, of which a query sees those up to itself
 
-    def allowed(self, rows: slice, queries: range, keys: int) -> Bool[Tensor, "_ 1 _ keys"]:
+    def shown(self, rows: slice, queries: range, keys: int, dtype: torch.dtype) -> Float[Tensor, "_ 1 _ keys"]:
+        """Returns 1 for the keys that each query attends to, and 0 for the others."""
         positions = torch.arange(keys, device=self.keys.device)
         if self.lengths is not None:
-            return (positions < self.lengths[rows, None])[:, None, None]
+            return (positions < self.lengths[rows, None])[:, None, None].to(dtype)
         last = torch.arange(queries.start, queries.stop, device=self.keys.device)
-        return (positions <= last[:, None])[None, None]
+        return (positions <= last[:, None])[None, None].to(dtype)
 
     def visible(self, last: int) -> int:
         """Returns the number of keys, in whole blocks, that queries up to `last` attend to."""
@@ -218,19 +234,20 @@ def _block(
     """Returns the exponentials of each part's scores, their sum, and the weighted values of some rows and queries."""
     exact = torch.promote_types(options.dtype, torch.float32)
     queries = range(start, start + q.shape[1])
-    folded, masked_scores = fold_heads(q, *sizes).to(exact), []
+    folded, scores, masks = fold_heads(q, *sizes).to(exact), [], []
     for part in parts:
         keys = part.visible(queries.stop)
         score = attention_scores(folded, fold_heads(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
-        score.view(len(q), -1, len(queries), keys).masked_fill_(~part.allowed(rows, queries, keys), -torch.inf)
-        masked_scores.append(score)
-    peak = torch.stack([score.amax(-1) for score in masked_scores]).amax(0)[..., None]
-    result = None
-    for part, score in zip(parts, masked_scores, strict=True):
+        scores.append(score.view(len(q), -1, len(queries), keys))
+        masks.append(part.shown(rows, queries, keys, exact))
+    peak = torch.stack([largest(score, shown) for score, shown in zip(scores, masks, strict=True)]).amax(0)
+    exponentials, result = [], None
+    for part, score, shown in zip(parts, scores, masks, strict=True):
         values = fold_heads(part.values[rows, : score.shape[-1]], *sizes).to(exact)
-        result = accumulate(score.sub_(peak).exp_(), values, result)
+        exponentials.append(exponentials_(score, peak, shown).view(*folded.shape[:2], -1))
+        result = accumulate(exponentials[-1], values, result)
     assert result is not None
-    return masked_scores, *result
+    return exponentials, *result
 
 
 def _probabilities(
