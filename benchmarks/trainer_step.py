@@ -221,14 +221,17 @@ def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict
     for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
         print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
     rate, floor = products_alone(model, tokens)
-    print(f"  products of the update alone: {floor:.1f} s at {rate:.0f} GFLOP/s (float32, feed-forward's shape)")
+    print(f"  products of the update alone: {floor:.1f} s at {rate:.0f} GFLOP/s (feed-forward's shape)")
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
 
 
 def products_alone(model: str, tokens: int) -> tuple[float, float]:
-    """Returns the rate of float32 products here (GFLOP/s), and the seconds that those of an update take at it."""
+    """Returns the rate of products here (GFLOP/s), in bfloat16 where the device multiplies it, else in float32.
+
+    Also the seconds that the products of an update take at this rate.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -237,7 +240,8 @@ def products_alone(model: str, tokens: int) -> tuple[float, float]:
     loaded = AutoModelForCausalLM.from_pretrained(model)
     width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
     rows = PROMPTS * SAMPLES * tokens
-    states, weight = torch.randn(rows, width), torch.randn(inner, width)
+    dtype = torch.bfloat16 if has_bfloat16() else torch.float32
+    states, weight = torch.randn(rows, width, dtype=dtype), torch.randn(inner, width, dtype=dtype)
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
