@@ -68,6 +68,7 @@ TUNING, MAP = "tuning", "map"
 TUNED = tuning.tuned_name("")  # how the rows with chosen settings end
 RUNS_AT_ONCE = 4  # of each worker: the clock of --hours is read between so many
 KEPT_STEPS = 4  # whose rollouts a run with the first seed keeps
+ADVISING_SEEDS = 5  # fewest seeds of a regime that `trimtab diagnose` recommends by: fewer hardly separate methods
 WATCHED = (
     "reward/mean",
     "length/mean",
@@ -251,21 +252,25 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The results of tuned methods by regime, for `trimtab.diagnosis.advice`; `rates` are the published ones."""
+    """The results of tuned methods by regime, for `trimtab.diagnosis.advice`; `rates` are the published ones.
+
+    Regimes with fewer than `ADVISING_SEEDS` seeds are left out.
+    """
     table = summarize([row for row in rows if row["method"].endswith(TUNED)])
     found = []
     for name, (cause, description) in DIAGNOSED.items():
         scores = {method: table.scores.get((tuning.tuned_name(method), name)) for method in METHODS}
         results = {method: result_of(score, rates[name]) for method, score in scores.items() if score is not None}
         runs = [row for score in scores.values() if score is not None for row in score.rows]
-        if runs:
+        seeds = min((len(score.values) for score in scores.values() if score is not None), default=0)
+        if seeds >= ADVISING_SEEDS:
             tokens = [mean(value for value in row["metrics"]["length/mean"] if value is not None) for row in runs]
             found.append(
                 {
                     "name": name,
                     "cause": cause,
                     "description": description,
-                    "seeds": min(len(score.values) for score in scores.values() if score is not None),
+                    "seeds": seeds,
                     "before": rounded(mean(row["accuracy_before"] for row in runs)),
                     "k3": [rounded(min(row["k3"] for row in runs)), rounded(max(row["k3"] for row in runs))],
                     "tokens": [rounded(min(tokens)), rounded(max(tokens))],
