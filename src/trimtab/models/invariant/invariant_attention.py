@@ -117,7 +117,7 @@ def exponentials_(
 ) -> Float[Tensor, "*batch keys"]:
     """Replaces the scores by `exp(score - peak)`, and by 0 for the keys for which `shown` is 0.
 
-    The exponential of -inf takes a CPU three times as long as that of a number, so hidden keys get 0 by a product.
+    The exponential of -inf takes a CPU much longer than that of a number, so hidden keys get 0 by a product.
     """
     return scores.sub_(peak).clamp_(max=0).exp_().mul_(shown)
 
