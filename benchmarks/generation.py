@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import load
+from trimtab.models.load import default_device, load
 from trimtab.types import Problem, Prompt, SamplingParams
 
 SAMPLES = 8
@@ -44,6 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=torch.bfloat16)
+    loaded.model.to(default_device())  # pyright: ignore[reportArgumentType]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
     with busy() if options.busy else contextlib.nullcontext():
         for rows, tokens in options.cases:
@@ -90,6 +91,7 @@ def contest(engine: EmbeddedEngine, model: Any, prompts: list[Prompt], tokens: i
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt.ids) :] = torch.from_numpy(prompt.ids)
         mask[i, width - len(prompt.ids) :] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
     model.generation_config.eos_token_id = None  # forced length without a logits processor
 
     def generate(cache: str) -> torch.Tensor:
@@ -129,6 +131,8 @@ def measure(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 def clock(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 

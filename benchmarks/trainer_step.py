@@ -208,9 +208,10 @@ def alternate(workers: list[Worker], rounds: int) -> Iterator[list[dict[str, Any
         yield [worker.step() for worker in workers]
 
 
-def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict[str, Any]) -> None:
+def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict[str, Any], micro: int | None) -> None:
     theirs = Worker(trl_python, "trl", model, tokens, variant)
-    ours = Worker(sys.executable, "trimtab", model, tokens, {})
+    own = {"trainer": {"micro_batch_tokens": micro}} if micro else {}
+    ours = Worker(sys.executable, "trimtab", model, tokens, own)
     results = list(alternate([theirs, ours], rounds))
     for worker in (theirs, ours):
         worker.close()
@@ -235,17 +236,19 @@ def products_alone(model: str, tokens: int) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from trimtab.models.load import default_device
     from trimtab.models.matmul import product
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
     width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
     rows = PROMPTS * SAMPLES * tokens
     dtype = torch.bfloat16 if has_bfloat16() else torch.float32
-    states, weight = torch.randn(rows, width, dtype=dtype), torch.randn(inner, width, dtype=dtype)
+    device = default_device()
+    states, weight = (torch.randn(size, width, dtype=dtype, device=device) for size in (rows, inner))
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
-        product(states, weight)
+        product(states, weight)[0, 0].item()
         seconds.append(time.perf_counter() - start)
     rate = 2 * rows * width * inner / statistics.median(seconds)
     parameters = sum(parameter.numel() for parameter in loaded.parameters())
@@ -274,6 +277,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-variant", type=json.loads, help='skip the search, e.g. \'{"batch": 64, "weights": "bfloat16"}\''
     )
+    parser.add_argument("--micro-batch-tokens", type=int, help="of Trimtab; on a GPU 8192 is faster than the default")
     parser.add_argument("--worker", choices=["trl", "trimtab"], help=argparse.SUPPRESS)
     parser.add_argument("--variant", type=json.loads, default={}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -289,7 +293,7 @@ def main() -> None:
     model = arguments.model or model_folder()
     both = arguments.trl_python, model, arguments.tokens
     variant = arguments.trl_variant or fastest_trl(*both, max(1, arguments.rounds // 2))
-    compare(*both, arguments.rounds, variant)
+    compare(*both, arguments.rounds, variant, arguments.micro_batch_tokens)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,9 @@ ROWS = {
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
     "invariant_rows": Row("--threads 1 --checks columns sums", "lines that invariant numerics rely on hold here"),
     "laboratory_step": Row("--steps 4 --rounds 1", "whole run, processor"),
+    "large_model": Row(
+        "--out $OUT --layers 1 --tokens 2 --micro-batch-tokens 2048 --steps 1", r"\| 2 \| 2048 \| \d+\.\d\d \["
+    ),
     "logprobs": Row("--model $TINY --tokens 64 --repeats 1", r"step, bf16 autocast.*x\)"),
     "memory": Row("--models laboratory --count 1", "computed / measured"),
     "methods": Row(

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -48,7 +49,9 @@ def test_the_bundled_model_is_equal_in_every_operation() -> None:
 def test_a_recipe_in_other_numerics_and_a_worker_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, 0, *INVARIANT, "--set", "engine.workers=1", "--set", "engine.hang_timeout=60")["ok"]
     result = answer(capsys, 1, "laboratory")["difference"]
-    assert (result["kind"], result["layer"], result["half"]) == ("attention", 0, "output")
+    # A GPU chooses another product for another number of rows.
+    kind = "linear" if torch.cuda.is_available() else "attention"
+    assert (result["kind"], result["layer"], result["half"]) == (kind, 0, "output")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ tensors of another device, as those on a GPU do, and every point where a GPU wou
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.support.device_events import LOG
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -30,34 +29,6 @@ INDEXING = {
 }
 ROUNDED = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "scaled_dot_product_attention")
 """Operations that autocast runs in bfloat16."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """A wait for the device. kind: `copy` to the CPU, `read` of a value, or `shape` that depends on values.
-
-    functions: of Trimtab on the stack, innermost first, as `file:function`.
-    """
-
-    kind: str
-    functions: tuple[str, ...]
-
-
-@dataclass
-class Log:
-    events: list[Event] = field(default_factory=list)
-
-    def add(self, kind: str) -> None:
-        frame, names = sys._getframe(2), []
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if "/trimtab/" in path:
-                names.append(f"{path.rsplit('/trimtab/', 1)[1]}:{frame.f_code.co_name}")
-            frame = frame.f_back
-        self.events.append(Event(kind, tuple(names)))
-
-
-LOG = Log()
 
 
 class PretendedTensor(torch.Tensor):

@@ -10,8 +10,9 @@ Optional methods take part through `features` (`features/feature.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +167,8 @@ class Learner:
             for index, batch in enumerate(batches):
                 has_proximal = batch[0].proximal is not None
                 measure = epoch == 0 and (index == 0 or has_proximal)
-                self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
+                with _repeatable(self.device):
+                    self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()
         for feature in self.features:
@@ -300,3 +302,22 @@ class Learner:
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro
+
+
+@contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch warns at every product
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled

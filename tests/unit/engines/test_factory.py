@@ -22,7 +22,7 @@ from trimtab.engines.factory import (
 )
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.models.load import LoadedModel
+from trimtab.models.load import LoadedModel, default_device
 from trimtab.training.export import save_model_files
 
 SERVER = {"type": "server", "server": {"urls": ["http://127.0.0.1:1"]}}
@@ -87,9 +87,10 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
     recipe = config({"quantize": "int3", "noise": 0.1, "dtype": "bfloat16"})
     save_model_files(*laboratory.build(0), tmp_path / "model")
     spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
+    model, tokenizer = laboratory.build(0)
     engine, own = (
         hosted.build(spec),
-        EmbeddedEngine(*laboratory.build(0), "bfloat16", quantization=weight_quantization(recipe)),
+        EmbeddedEngine(model.to(default_device()), tokenizer, "bfloat16", quantization=weight_quantization(recipe)),
     )
     for one in (engine, own):
         one.update_weights(laboratory.build(1)[0].named_parameters(), version=3)

@@ -108,6 +108,8 @@ class FusedLlama:
         self.size: int = model.model.layers[0].self_attn.head_dim
         self.scaling: float = model.model.layers[0].self_attn.scaling
         self.window: int | None = _window(config)
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # the one captured last: the next one takes over its memory
+        self.is_dense = all(isinstance(layer.feed, _GatedMLP) for layer in self.layers)
 
     def packed(self, rows: int) -> FusedLlama:
         """Returns a copy with weights packed for products of about `rows` rows; it does not follow later updates.

@@ -1,8 +1,9 @@
 """Batched decoding that stores and attends each prompt's keys once for all its samples.
 
 All rows of a prompt attend to its keys in one matrix product, instead of reading them again for every row. Rows are
-decoded in lockstep, so the keys and values of their responses form a rectangle without a mask. Prefixes of different
-lengths are right-aligned in that rectangle; only then does its left edge need a mask.
+decoded in lockstep, so the keys and values of their responses form a rectangle, whose unwritten end is masked.
+Prefixes of different lengths are right-aligned in that rectangle; only then is its left edge masked, too. A GPU replays
+the operations of one token as one CUDA graph: starting its 1,200 kernels one by one takes several times as long.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama
+from trimtab.models.matmul import on_accelerator
 
 # Keys and values of responses are allocated for this many tokens at a time: a product with a contiguous block of keys,
-# its unwritten end included, is two to four times as fast as one with a strided part of a large allocation.
-BLOCK = 32
+# its unwritten end included, is two to four times as fast as one with a strided part of a large allocation. Each
+# allocation needs another graph, which takes as long as a few tokens to capture: on a GPU they are fewer.
+BLOCK, BLOCK_ON_ACCELERATOR = 32, 256
+# The first tokens after a change of the batch are run without a graph: the batch may change again.
+UNCAPTURED = 3
 
 
 class SharedPromptDecoder:
@@ -33,6 +38,9 @@ class SharedPromptDecoder:
         self, model: FusedLlama, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None
     ) -> None:
         self._model, self._recorder = model, recorder
+        self._block = BLOCK_ON_ACCELERATOR if on_accelerator(starts.row.device) else BLOCK
+        # The routers of experts, and what records them, wait for the device, which a graph cannot.
+        self._captures = starts.row.is_cuda and recorder is None and model.is_dense
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
         self._filled = int(prefix_lengths.max())
@@ -118,36 +126,30 @@ class SharedPromptDecoder:
         return last
 
     def _set_left_edge(self, edge: Tensor) -> None:
-        """Sets the position shift and the mask of a ragged left edge; both None where all rows begin at the left."""
-        ragged = bool(edge.any())
-        self._position_shift = edge if ragged else None
-        columns = torch.arange(int(edge.max()), device=edge.device)
-        self._prefix_padding = (columns < edge.unsqueeze(-1))[:, None, None] if ragged else None
+        """Sets the number of padding positions on the left of each row, (rows,); None where all begin at the left."""
+        self._edge = edge if bool(edge.any()) else None
+        self._prepared = False
 
     def _shift_right(self, rows: Tensor) -> None:
         """Removes the last token of `rows`, whose other tokens stay aligned on the right."""
         end = self._filled
         for slab in self._responses:
             slab[:, rows, :, 1:end] = slab[:, rows, :, : end - 1]
-        edge = (
-            self._grid.prompt.new_zeros(len(self._grid.prompt))
-            if self._position_shift is None
-            else self._position_shift
-        )
+        edge = torch.zeros_like(self._grid.prompt) if self._edge is None else self._edge
         self._set_left_edge(edge.index_add(0, rows, torch.ones_like(rows)))
 
     def _make_room(self) -> None:
         """Removes the positions on the left that are padding in every row; without any it adds some."""
-        edge = self._position_shift
+        edge = self._edge
         if edge is None or not (left := int(edge.min())):
-            self._capacity += BLOCK
+            self._capacity += self._block
             return
         self._responses = [slab[..., left:, :] for slab in self._responses]
         self._filled -= left
         self._set_left_edge(edge - left)
 
     def _group_by_prompt(self, prompt: Tensor) -> None:
-        self._grid = PromptGrid(prompt)
+        self._grid, self._prepared = PromptGrid(prompt), False
         if len(self._grid.used) < len(self._lengths):
             self._lengths = self._lengths[self._grid.used]
             self._prompts = (self._prompts[0][:, self._grid.used], self._prompts[1][:, self._grid.used])
@@ -158,44 +160,80 @@ class SharedPromptDecoder:
     def keep(self, index: Tensor) -> None:
         """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
         self._responses = [slab[:, index] for slab in self._responses]
-        if self._position_shift is not None and self._prefix_padding is not None:
-            self._position_shift, self._prefix_padding = self._position_shift[index], self._prefix_padding[index]
+        self._edge = None if self._edge is None else self._edge[index]
         self._group_by_prompt(self._grid.prompt[index])
 
     def _grow(self) -> None:
         if self._filled == self._capacity:
             self._make_room()
-        size = min(self._filled + BLOCK, self._capacity)
+        size = min(self._filled + self._block, self._capacity)
         for i, slab in enumerate(self._responses):
-            self._responses[i] = slab.new_empty(*slab.shape[:3], size, slab.shape[-1])
+            self._responses[i] = slab.new_zeros(*slab.shape[:3], size, slab.shape[-1])  # zeros as in `_prefill`
             self._responses[i][..., : self._filled, :] = slab
+        self._prepared = False
+
+    def _prepare(self) -> None:
+        """Sets what a step reads and changes besides keys and values: tensors, which a graph refers to."""
+        columns = torch.arange(self._responses[0].shape[-2], device=self._lengths.device)
+        self._column = columns[self._filled : self._filled + 1].clone()
+        self._positions = self._lengths[self._grid.prompt] + self._filled
+        self._masked = (columns >= self._filled)[None, None, None]
+        if self._edge is not None:
+            self._positions = self._positions - self._edge
+            self._masked = self._masked | (columns < self._edge.unsqueeze(-1))[:, None, None]
+        self._graph, self._uncaptured, self._prepared = None, 0, True
 
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
         if self._filled == self._responses[0].shape[-2]:
             self._grow()
-        positions = self._lengths[self._grid.prompt] + self._filled
-        if self._position_shift is not None:
-            positions = positions - self._position_shift
-        hidden = self._model.run(tokens, self._model.rotary(positions), self._attend)
+        if not self._prepared:
+            self._prepare()
+        logits = self._replay(tokens) if self._captures and self._uncaptured == UNCAPTURED else self._run(tokens)
         self._filled += 1
         if paused is not None:
             self._shift_right(paused)
+        return logits
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        self._uncaptured = min(self._uncaptured + 1, UNCAPTURED)
+        self._masked.index_fill_(-1, self._column, False)
+        hidden = self._model.run(tokens, self._model.rotary(self._positions), self._attend)
+        self._column += 1
+        self._positions += 1
         return self._model.logits(hidden)
 
+    def _replay(self, tokens: Tensor) -> Tensor:
+        """Does what `_run` does in one graph. The result is overwritten by the next step."""
+        if self._graph is None:
+            self._graph, self._tokens = torch.cuda.CUDAGraph(), tokens.clone()
+            self._capture(self._graph, self._tokens)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._logits
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, tokens: Tensor) -> None:
+        # Not by `torch.cuda.graph`, which empties the allocator's cache: the next update would allocate all of it anew.
+        last, stream, current = self._model.graphs, torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=last[0].pool() if last else None, capture_error_mode="thread_local")
+            self._logits = self._run(tokens)
+            graph.capture_end()
+        current.wait_stream(stream)
+        last[:] = [graph]
+
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        model, end = self._model, self._filled + 1
-        keys, values = self._responses[0][i], self._responses[1][i]
-        keys[:, :, self._filled], values[:, :, self._filled] = key, value
+        model, keys, values = self._model, self._responses[0][i], self._responses[1][i]
+        keys.index_copy_(2, self._column, key.unsqueeze(2))
+        values.index_copy_(2, self._column, value.unsqueeze(2))
         rows = len(query)
         query = query.reshape(rows, model.kv_heads, model.group, model.size)
         prompt_scores = self._grid.to_grid(query) @ self._prompts[0][i].transpose(-1, -2)
         if self._padding is not None:
             prompt_scores.masked_fill_(self._padding, float("-inf"))
-        own_scores = query @ keys.transpose(-1, -2)
-        if self._prefix_padding is not None:
-            own_scores[..., : self._prefix_padding.shape[-1]].masked_fill_(self._prefix_padding, float("-inf"))
+        own_scores = (query @ keys.transpose(-1, -2)).masked_fill_(self._masked, float("-inf"))
         # Softmax computes in float32 whatever the dtype and rounds once.
-        weights = torch.cat([self._grid.to_rows(prompt_scores, model.group), own_scores[..., :end]], -1).softmax(-1)
+        weights = torch.cat([self._grid.to_rows(prompt_scores, model.group), own_scores], -1).softmax(-1)
         split = prompt_scores.shape[-1]
         attended = self._grid.to_rows(self._grid.to_grid(weights[..., :split]) @ self._prompts[1][i], model.group)
-        return (attended + weights[..., split:] @ values[:, :, :end]).reshape(rows, -1)
+        return (attended + weights[..., split:] @ values).reshape(rows, -1)

@@ -1,4 +1,6 @@
-"""Runs on the pretended device, in a process of its own: `pretended_worker.py OUT CASE OVERRIDE...` prints JSON.
+"""Runs on a device, in a process of its own: `device_worker.py DEVICE OUT CASE OVERRIDE...` prints JSON.
+
+DEVICE is `pretended`, or `cuda` for the first GPU.
 
 CASE is a recipe, which is trained on the device and on the CPU; `continued`: a run on the device, the same resumed
 from its first checkpoint, and the exported model evaluated on both devices; `presets`: loss and gradient of every
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.contract.conftest import NAMES, Batch, Laboratory
-from tests.support.pretended_device import DEVICE, LOG, Event
+from tests.support.device_events import LOG, Event
 from tests.support.run_results import untimed, weights
 
 from trimtab.config import load_config
@@ -28,6 +30,11 @@ from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.runs.layout import list_checkpoints
 from trimtab.training import run
 from trimtab.training.export import export
+
+if sys.argv[1] == "cuda":
+    from tests.support.cuda_device import DEVICE
+else:
+    from tests.support.pretended_device import DEVICE
 
 SECTIONS = ("model", "optimizer")
 UPDATE, GUARD = "training/learner.py:_one_update", "training/learner.py:_guarded_step"
@@ -48,12 +55,13 @@ def phase(event: Event) -> str:
 
 def trained(recipe: str, out: Path, overrides: list[str]) -> dict[str, Any]:
     config = load_config(recipe, overrides)
+    run.default_device = lambda: torch.device("cpu")
     run.train(config, out=out / "cpu")
     run.default_device = lambda: DEVICE
     LOG.events.clear()
-    run.train(config, out=out / "pretended")
-    rows = {name: untimed(out / name) for name in ("cpu", "pretended")}
-    here, there = weights(out / "cpu"), weights(out / "pretended")
+    run.train(config, out=out / "device")
+    rows = {name: untimed(out / name) for name in ("cpu", "device")}
+    here, there = weights(out / "cpu"), weights(out / "device")
     return {
         "rows": rows,
         "weights": max(float((here[name] - there[name]).abs().max()) for name in here),
@@ -120,7 +128,7 @@ def outside() -> list[list[bool]]:
 
 
 def main() -> None:
-    out, case, *overrides = sys.argv[1:]
+    _, out, case, *overrides = sys.argv[1:]
     torch.set_num_threads(1)
     known = {"presets": presets, "outside": outside, "refusals": refusals}
     if case in known:
