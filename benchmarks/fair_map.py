@@ -11,7 +11,7 @@ missing ones will take. Runs with the first seed keep some of their rollouts (--
 
     python benchmarks/fair_map.py --hours 0 --advice src/trimtab/diagnosis/advice/fair_map.json
 
-writes what `trimtab diagnose` recommends by: the results of tuned methods in the regimes that it can tell.
+writes what `trimtab diagnose` recommends by: the results of methods in the regimes that it can tell.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
@@ -204,7 +205,7 @@ def page(
 ) -> str:
     """Tables of tuned and of published settings, what was tuned, and the processor time, of all runs that are there.
 
-    They are tables of their own, since published settings have fewer seeds, too few for the test of equal methods.
+    They are tables of their own, so that each compares methods that were treated alike.
     """
     hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
     each = hours / max(len(store.rows), 1)
@@ -252,25 +253,34 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The results of tuned methods by regime, for `trimtab.diagnosis.advice`; `rates` are the published ones.
+    """The results by regime, for `trimtab.diagnosis.advice`; `rates` are the published learning rates.
 
-    Regimes with fewer than `ADVISING_SEEDS` seeds are left out.
+    A method has its tuned or its published settings, whichever ended higher: tuned ones were chosen with one seed and
+    may be worse. Its mean is therefore slightly too high. Regimes with fewer than `ADVISING_SEEDS` seeds of a method,
+    or not the same number of all, are left out.
     """
-    table = summarize([row for row in rows if row["method"].endswith(TUNED)])
+    seeds = Counter((row["method"], row["regime"]) for row in rows)
     found = []
     for name, (cause, description) in DIAGNOSED.items():
-        scores = {method: table.scores.get((tuning.tuned_name(method), name)) for method in METHODS}
-        results = {method: result_of(score, rates[name]) for method, score in scores.items() if score is not None}
-        runs = [row for score in scores.values() if score is not None for row in score.rows]
-        seeds = min((len(score.values) for score in scores.values() if score is not None), default=0)
-        if seeds >= ADVISING_SEEDS:
+        most = max((count for (_, regime), count in seeds.items() if regime == name), default=0)
+        complete = [row for row in rows if row["regime"] == name and seeds[row["method"], name] == most]
+        table = summarize(complete)
+        scores: dict[str, MethodScore] = {}
+        for method in METHODS:
+            tried = [table.scores.get((spec, name)) for spec in (tuning.tuned_name(method), method)]
+            if known := [score for score in tried if score is not None]:
+                scores[method] = max(known, key=lambda score: score.accuracy.mean)
+        results = {method: result_of(score, rates[name]) for method, score in scores.items()}
+        runs = [row for score in scores.values() for row in score.rows]
+        wanted = {method for method in METHODS if (method, name) not in LEFT_OUT}
+        if most >= ADVISING_SEEDS and scores.keys() == wanted:
             tokens = [mean(value for value in row["metrics"]["length/mean"] if value is not None) for row in runs]
             found.append(
                 {
                     "name": name,
                     "cause": cause,
                     "description": description,
-                    "seeds": seeds,
+                    "seeds": most,
                     "before": rounded(mean(row["accuracy_before"] for row in runs)),
                     "k3": [rounded(min(row["k3"] for row in runs)), rounded(max(row["k3"] for row in runs))],
                     "tokens": [rounded(min(tokens)), rounded(max(tokens))],
@@ -316,7 +326,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both: this part of the map")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
     parser.add_argument("--seeds", type=int, default=8, help="seeds of the map")
-    parser.add_argument("--published", type=int, default=4, help="seeds of the map with published settings")
     parser.add_argument("--tune", type=int, default=1, help="seeds of each setting that is tuned")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--model", default=LONG_RECIPE)
@@ -342,8 +351,7 @@ def main() -> None:
     errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
     chosen = choices(candidates, store)
     plan = tuning.plan_comparison(published, chosen, given.out, **where)
-    rows = [run for run in plan.runs if run.seed < given.published or run.method.spec.endswith(TUNED)]
-    plan = replace(plan, runs=tuple(keeps_rollouts(run) if run.seed == 0 else run for run in rows))
+    plan = replace(plan, runs=tuple(keeps_rollouts(run) if run.seed == 0 else run for run in plan.runs))
     runs = list({run.name: original(run, chosen) for run in plan.runs}.values())
     errors += train(MAP, runs, store, given.workers, deadline)
 

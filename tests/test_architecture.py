@@ -69,7 +69,7 @@ LINES = {
     "config": 1_456,
     "corrections": 1_660,
     "diagnosis": 8_903,
-    "engines": 5_493,
+    "engines": 5_510,
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 1_206,
@@ -85,7 +85,7 @@ LINES = {
     "runs": 1_694,
     "sandbox": 2_128,
     "tasks": 1_587,
-    "training": 5_151,
+    "training": 5_162,
     "trimtab": 1_634,
 }
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [

@@ -10,9 +10,8 @@ Optional methods take part through `features` (`features/feature.py`).
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,14 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, ProximalPass, Purpose
-from trimtab.training.optim import NonFiniteUpdateError, check_weights, clip_gradient, learning_rate, set_learning_rate
+from trimtab.training.optim import (
+    NonFiniteUpdateError,
+    check_weights,
+    clip_gradient,
+    learning_rate,
+    repeatable,
+    set_learning_rate,
+)
 from trimtab.training.ranks import RankGroup, current_ranks
 from trimtab.training.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 
@@ -167,7 +173,7 @@ class Learner:
             for index, batch in enumerate(batches):
                 has_proximal = batch[0].proximal is not None
                 measure = epoch == 0 and (index == 0 or has_proximal)
-                with _repeatable(self.device):
+                with repeatable(self.device):
                     self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()
@@ -302,22 +308,3 @@ class Learner:
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro
-
-
-@contextmanager
-def _repeatable(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit."""
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch warns at every product
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled

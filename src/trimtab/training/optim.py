@@ -1,4 +1,4 @@
-"""AdamW, checks of its updates, and the learning rate as a pure function of update, step and step of the length surge.
+"""AdamW, the order of its sums and checks of its updates; the learning rate by update, step and step of the surge.
 
 The step of the surge is the only scheduler state in a checkpoint (`trimtab.training.features.length_surge`).
 """
@@ -6,7 +6,8 @@ The step of the surge is the only scheduler state in a checkpoint (`trimtab.trai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,3 +110,23 @@ def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) ->
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the learning rate of the policy; those of other modules are constant."""
     optimizer.param_groups[0]["lr"] = lr
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit.
+
+    PyTorch warns of operations that have no such order.
+    """
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = filled

@@ -24,7 +24,7 @@ from trimtab.rollout.prompts import PromptStream
 from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.observer import NullObserver, Observer
-from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
+from trimtab.training.optim import build_optimizer, learning_rate, repeatable, set_learning_rate
 from trimtab.types import SamplingParams, Task, Trajectory
 
 
@@ -52,7 +52,8 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
     task = tasks.build(config.task.name, **config.task.keywords)
     loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype), seed=config.sft.seed or 0)
     observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
-    metrics = _fit(config, task, loaded, observer)
+    with repeatable(default_device()):
+        metrics = _fit(config, task, loaded, observer)
     with atomic.new_folder(out) as temporary, silence_transformers():
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)

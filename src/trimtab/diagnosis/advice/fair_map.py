@@ -1,7 +1,7 @@
 """What the fair map measured of a mismatch like that of the data, or that it does not cover it.
 
-The map (docs/results) compares methods with equally tuned settings on responses of about 120 tokens, one kind of
-mismatch a regime. `fair_map.json` is written by `benchmarks/fair_map.py --advice` from its runs.
+The map (docs/results) compares methods, each at its published or its tuned settings, on responses of about 120 tokens,
+one kind of mismatch a regime. `fair_map.json` is written by `benchmarks/fair_map.py --advice` from its runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class MethodResult:
-    """Held-out accuracy of a tuned method, mean over seeds with its interval.
+    """Held-out accuracy of a method, mean over seeds with its interval.
 
     best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the
     published one. settings: the chosen keywords of the objective, empty for the published ones.
@@ -77,12 +77,12 @@ class MapRegime:
         order = sorted(self.methods, key=lambda name: -self.methods[name].accuracy)
         level = [name for name in order if self.methods[name].best and name != first]
         named = [first, *level[: NAMED - 1]]
-        worst = order[-1]
         texts = [f"{name} {self.methods[name].text}" for name in named]
-        last = "" if worst in named else f"; lowest {worst} {self.methods[worst].text}"
+        last = "" if order[-1] in named else f"; lowest {order[-1]} {self.methods[order[-1]].text}"
         return (
-            f"Measured on responses of {self.tokens[1]:.0f} tokens ({self.description}; each method tuned; "
-            f"{self.seeds} seeds; accuracy {decimal(self.before)} before training): {', '.join(texts)}{last}."
+            f"Measured on responses of {self.tokens[1]:.0f} tokens ({self.description}; each method tuned "
+            f"or as published; {self.seeds} seeds; accuracy {decimal(self.before)} before training): "
+            f"{', '.join(texts)}{last}."
         )
 
 

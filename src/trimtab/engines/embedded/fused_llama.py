@@ -80,6 +80,14 @@ class _Layer:
         return replace(self, qkv=self.qkv.packed(rows), out=self.out.packed(rows), feed=self.feed.packed(rows))
 
 
+@dataclass(slots=True, eq=False)
+class Captures:
+    """The CUDA graph captured last and the stream of all captures, with which the next graph takes over its memory."""
+
+    graph: torch.cuda.CUDAGraph | None = None
+    stream: torch.cuda.Stream | None = None
+
+
 def supports(model: Any) -> bool:
     """Whether `FusedLlama` computes exactly what this model's own forward computes."""
     if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
@@ -108,7 +116,7 @@ class FusedLlama:
         self.size: int = model.model.layers[0].self_attn.head_dim
         self.scaling: float = model.model.layers[0].self_attn.scaling
         self.window: int | None = _window(config)
-        self.graphs: list[torch.cuda.CUDAGraph] = []  # the one captured last: the next one takes over its memory
+        self.captures = Captures()
         self.is_dense = all(isinstance(layer.feed, _GatedMLP) for layer in self.layers)
 
     def packed(self, rows: int) -> FusedLlama:

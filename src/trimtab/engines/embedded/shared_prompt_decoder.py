@@ -3,7 +3,7 @@
 All rows of a prompt attend to its keys in one matrix product, instead of reading them again for every row. Rows are
 decoded in lockstep, so the keys and values of their responses form a rectangle, whose unwritten end is masked.
 Prefixes of different lengths are right-aligned in that rectangle; only then is its left edge masked, too. A GPU replays
-the operations of one token as one CUDA graph: starting its 1,200 kernels one by one takes several times as long.
+the operations of one token as one CUDA graph: starting each kernel by itself takes several times as long.
 """
 
 from __future__ import annotations
@@ -205,22 +205,31 @@ class SharedPromptDecoder:
     def _replay(self, tokens: Tensor) -> Tensor:
         """Does what `_run` does in one graph. The result is overwritten by the next step."""
         if self._graph is None:
-            self._graph, self._tokens = torch.cuda.CUDAGraph(), tokens.clone()
-            self._capture(self._graph, self._tokens)
+            self._tokens = tokens.clone()
+            with torch.cuda.device(tokens.device):
+                try:
+                    self._graph = self._capture()
+                except torch.OutOfMemoryError:  # a graph gets no memory that the allocator keeps for other tensors
+                    torch.cuda.empty_cache()
+                    self._graph = self._capture()
         self._tokens.copy_(tokens)
         self._graph.replay()
         return self._logits
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, tokens: Tensor) -> None:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         # Not by `torch.cuda.graph`, which empties the allocator's cache: the next update would allocate all of it anew.
-        last, stream, current = self._model.graphs, torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=last[0].pool() if last else None, capture_error_mode="thread_local")
-            self._logits = self._run(tokens)
-            graph.capture_end()
-        current.wait_stream(stream)
-        last[:] = [graph]
+        last, graph, current = self._model.captures, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        last.stream = last.stream or torch.cuda.Stream()
+        last.stream.wait_stream(current)
+        with torch.cuda.stream(last.stream):
+            graph.capture_begin(pool=last.graph.pool() if last.graph else None, capture_error_mode="thread_local")
+            try:
+                self._logits = self._run(self._tokens)
+            finally:
+                graph.capture_end()
+        current.wait_stream(last.stream)
+        last.graph = graph
+        return graph
 
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         model, keys, values = self._model, self._responses[0][i], self._responses[1][i]

@@ -114,9 +114,9 @@ def test_the_map_decides_where_it_covers_the_case() -> None:
     assert why == (
         "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
         "10% of the tokens); refreshing them more often removes the cause. Measured on responses of 120 tokens "
-        "(weights renewed every 32 updates; each method tuned; 4 seeds; accuracy .72 before training): icepop .85 "
-        "[.80, .90] at 0.5 of the usual learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at 0.25 of the "
-        "usual learning rate."
+        "(weights renewed every 32 updates; each method tuned or as published; 4 seeds; accuracy .72 before training): "
+        "icepop .85 [.80, .90] at 0.5 of the usual learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at "
+        "0.25 of the usual learning rate."
     )
     # A preset that is among the best stays, though another has the higher mean.
     level = replace(STALE, methods=STALE.methods | {"m2po": MethodResult(0.83, 0.7, 0.9, best=True, rate=1.0)})
