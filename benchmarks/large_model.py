@@ -1,4 +1,4 @@
-"""A training step of a model of 1.5B parameters with random weights: seconds by phase. For a GPU.
+"""A training step of a model of 1.5B parameters with random weights: seconds by phase, memory. For a GPU.
 
     python benchmarks/large_model.py --out runs/1.5b [--tokens 64 512] [--micro-batch-tokens 2048 8192]
 
@@ -42,8 +42,8 @@ def main() -> None:
         write_model(given.out, given.layers)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}")
-    print("| tokens | micro-batch | " + " | ".join(f"{phase}, s" for phase in PHASES) + " |")
-    print("|" + "---|" * (2 + len(PHASES)))
+    print("| tokens | micro-batch | " + " | ".join(f"{phase}, s" for phase in PHASES) + " | GPU, GiB |")
+    print("|" + "---|" * (3 + len(PHASES)))
     for tokens in given.tokens:
         for micro in given.micro_batch_tokens:
             variant = {"trainer": {"micro_batch_tokens": micro}}
@@ -51,7 +51,7 @@ def main() -> None:
             steps = [worker.step() for _ in range(1 + given.steps)][1:]
             worker.close()
             cells = " | ".join(middle([step[f"time/{phase}"] for step in steps]) for phase in PHASES)
-            print(f"| {tokens} | {micro} | {cells} |", flush=True)
+            print(f"| {tokens} | {micro} | {cells} | {steps[-1]['gpu_bytes'] / 2**30:.1f} |", flush=True)
 
 
 def middle(seconds: list[Any]) -> str:

@@ -130,7 +130,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
 
         def step(self, metrics: Any) -> None:
             seen = {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
-            commands.done(length=metrics["length/mean"], **seen)
+            commands.done(length=metrics["length/mean"], gpu_bytes=torch.cuda.max_memory_allocated(), **seen)
 
     problems = [Problem(str(index), question(index), "100") for index in range(64)]
     spec = RewardSpec(lambda completion, _problem: letters(completion))

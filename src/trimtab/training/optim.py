@@ -1,4 +1,4 @@
-"""AdamW, the order of its sums and checks of its updates; the learning rate by update, step and step of the surge.
+"""AdamW, checks of its updates, their repetition bit for bit, and the learning rate by update, step and length surge.
 
 The step of the surge is the only scheduler state in a checkpoint (`trimtab.training.features.length_surge`).
 """

@@ -82,7 +82,7 @@ class _Layer:
 
 @dataclass(slots=True, eq=False)
 class Captures:
-    """The CUDA graph captured last and the stream of all captures, with which the next graph takes over its memory."""
+    """The CUDA graph captured last, and the stream of all captures: with both the next graph reuses its memory."""
 
     graph: torch.cuda.CUDAGraph | None = None
     stream: torch.cuda.Stream | None = None
