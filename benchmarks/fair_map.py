@@ -264,12 +264,7 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
     for name, (cause, description) in DIAGNOSED.items():
         most = max((count for (_, regime), count in seeds.items() if regime == name), default=0)
         complete = [row for row in rows if row["regime"] == name and seeds[row["method"], name] == most]
-        table = summarize(complete)
-        scores: dict[str, MethodScore] = {}
-        for method in METHODS:
-            tried = [table.scores.get((spec, name)) for spec in (tuning.tuned_name(method), method)]
-            if known := [score for score in tried if score is not None]:
-                scores[method] = max(known, key=lambda score: score.accuracy.mean)
+        scores = better_settings(complete, name)
         results = {method: result_of(score, rates[name]) for method, score in scores.items()}
         runs = [row for score in scores.values() for row in score.rows]
         wanted = {method for method in METHODS if (method, name) not in LEFT_OUT}
@@ -288,6 +283,15 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
                 }
             )
     return found
+
+
+def better_settings(rows: Sequence[dict[str, Any]], regime: str) -> dict[str, MethodScore]:
+    """The results of each method at the settings of the higher mean, compared with those of the others."""
+    means = {spec: score.accuracy.mean for (spec, _), score in summarize(rows).scores.items()}
+    tried = {method: [s for s in (tuning.tuned_name(method), method) if s in means] for method in METHODS}
+    kept = {max(specs, key=means.__getitem__): method for method, specs in tried.items() if specs}
+    table = summarize([row for row in rows if row["method"] in kept])
+    return {method: table.scores[spec, regime] for spec, method in kept.items()}
 
 
 def result_of(score: MethodScore, rate: float) -> dict[str, Any]:

@@ -121,7 +121,11 @@ def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Re
         ["first cause right, 5,000 tokens and more", ">= 95%", percent(share(large))],
         ["the worst cause", ">= 85%", f"{percent(share(single[worst]))} ({worst})"],
         ["wrong with confidence .7 and more", "<= 1%", f"{percent(1 - share(sure))} of {len(sure)} answers"],
-        ["clean data called anything but `precision` or nothing", "<= 1%", percent(len(alarms) / max(len(quiet), 1))],
+        [
+            "clean data of bases whose noise is rounding or none, called anything but `precision` or nothing",
+            "<= 1%",
+            percent(len(alarms) / max(len(quiet), 1)),
+        ],
         ["cause left out: `unexplained`, or wrong with confidence below .5", ">= 90%", percent(share(without))],
     ]
     return table(["", "goal", "reached"], rows)

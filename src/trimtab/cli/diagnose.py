@@ -31,7 +31,9 @@ Files = Annotated[
 Framework = Annotated[
     str | None,
     typer.Option(
-        "--framework", metavar="NAME", help="trimtab, verl, trl, miles, prime-rl or nemo-rl. Default: found out."
+        "--framework",
+        metavar="NAME",
+        help="trimtab, verl, trl, miles, slime, prime-rl, nemo-rl or open-instruct. Default: found out.",
     ),
 ]
 Columns = Annotated[
@@ -70,11 +72,7 @@ Markdown = Annotated[
 ]
 Redact = Annotated[
     bool,
-    typer.Option(
-        "--redact",
-        help="Leave out texts, names of files, and what quotes their cells; replace token ids by random numbers. For "
-        "every output, the page included.",
-    ),
+    typer.Option("--redact", help="In every output, leave out texts, file names and cells; token ids become random."),
 ]
 WatchFolder = Annotated[
     Path | None,

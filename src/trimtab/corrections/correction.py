@@ -138,6 +138,7 @@ class _Block:
                     f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
                     "values of whole sequences are spread to their tokens by evidence.sequences.spread"
                 )
+            passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
             keep = keep & passed
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return keep, statistics
@@ -149,7 +150,7 @@ class _Block:
         trained = sequences.mask if per_token else units.trained
         ratio = mismatch.at(weight.level)
         inside = weight.inside(ratio)
-        bounded = torch.where(trained, weight.apply(ratio), 0.0)
+        bounded = select(weight.apply(ratio), trained)
         per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
         raw = self.histogram if weight.level == "token" else Histogram.of(mismatch.log_at(weight.level), trained)
         statistics: dict[str, Mergeable] = {

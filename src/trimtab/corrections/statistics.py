@@ -26,9 +26,7 @@ _LAST_BIN = _INNER * (_INNER_RATE - _OUTER_RATE) + LOG_RATIO_BOUND * _OUTER_RATE
 _ZERO_BIN = int(_LAST_BIN) + 1
 _BINS = 2 * _ZERO_BIN + 1
 
-_SEQUENCE_BOUND = 300.0
-"""Exponent bound of sequence statistics: exp(2 * 300) still fits float64."""
-
+_SEQUENCE_BOUND = 300.0  # exponent bound of sequence statistics: exp(2 * 300) still fits float64
 
 Part = TypeVar("Part", bound="Mergeable")
 

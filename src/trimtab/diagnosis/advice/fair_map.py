@@ -103,9 +103,9 @@ def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float)
     """Returns the regime that covers a mismatch of this cause, k3 and mean length, or why there is none."""
     reasons = {regime: regime.outside(k3, tokens) for regime in regimes if regime.cause == cause}
     if not reasons:
-        return None, "The fair map of methods (docs/results) has no mismatch of this kind yet."
+        return None, "Tuned methods were not yet compared under this kind of mismatch (docs/results)."
     found = next((regime for regime, reason in reasons.items() if not reason), None)
     if found is not None:
         return found, ""
     regime, reason = next(iter(reasons.items()))
-    return None, f"The fair map of methods (docs/results, {regime.name}) does not cover this: {reason}."
+    return None, f"The comparison of tuned methods (docs/results, {regime.name}) does not cover this: {reason}."

@@ -109,7 +109,7 @@ def _size(diagnosis: Diagnosis) -> Section:
     tone, text = words.contract(size)
     parts: list[Part] = [
         Tiles([(name, value, f"95%: {interval}; {meaning}") for name, value, interval, _, meaning in rows[:TILES]]),
-        Note(f"{text}.", "contract", tone),
+        Note(f"{text}.", "Mean ratio", tone),
         Note(f"{words.outside_text(size)}.", "Figures"),
         *([Note(f"{size.floor_note}.", "Storage")] if size.floor_note else []),
         *charts(*size_panels(diagnosis.measured)),

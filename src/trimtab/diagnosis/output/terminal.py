@@ -52,7 +52,7 @@ def rows(diagnosis: Diagnosis, page: Path | str | None = None) -> list[tuple[str
         *labeled("read", [words.read_text(origin), *(finding.text for finding in origin.findings)]),
         *([("missing", _missing(origin.missing))] if origin.missing else []),
         *labeled("size", _size(measured)),
-        ("contract", words.contract(measured.size)[1]),
+        ("ratio", words.contract(measured.size)[1]),
         ("where", words.where_text(diagnosis)),
         *([("split", split)] if (split := words.split_text(measured)) else []),
         *labeled("causes", [text for cause in diagnosis.causes for text in _cause(diagnosis, cause)] or [NONE]),

@@ -149,9 +149,9 @@ def test_a_case_that_the_map_does_not_cover_is_called_so(changes: dict[str, Any]
 
 def test_a_mismatch_that_the_map_lacks_is_called_so() -> None:
     for findings in (case("precision"), case("routing", verdict="moe"), case("long-context"), case("quantized")):
-        assert choose(findings, [STALE])[3].endswith("(docs/results) has no mismatch of this kind yet.")
+        assert choose(findings, [STALE])[3].endswith("under this kind of mismatch (docs/results).")
     for findings in (case("temperature"), case(verdict="beyond", k3=0.8), case(verdict="moe", tokens=99)):
-        assert "fair map of methods" not in choose(findings, [STALE])[3]
+        assert "comparison of tuned methods" not in choose(findings, [STALE])[3]
 
 
 def test_where_both_sides_agree_the_map_speaks_of_reuse_and_the_preset_stays() -> None:

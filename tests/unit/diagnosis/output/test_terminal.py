@@ -37,7 +37,7 @@ probabilities of a token differ by 3.2% on average; rounding alone causes 3.1e-1
 perplexity ratio 1.0041
           outside their healthy ranges: chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 \
 (at most 1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
-contract  mean ratio 1.0007 (0.9991 to 1.0024): the interval contains 1, as expected of correct log-probs without \
+ratio     mean ratio 1.0007 (0.9991 to 1.0024): the interval contains 1, as expected of correct log-probs without \
 top-p and top-k
 where     sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
 of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
