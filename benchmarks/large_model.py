@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
     given = parser.parse_args()
-    if not (given.out / "config.json").exists():
+    if not (given.out / "tokenizer_config.json").exists():  # which is written last
         write_model(given.out, given.layers)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}")
@@ -72,6 +72,7 @@ def write_model(out: Path, layers: int) -> None:
     with default_device():  # a CPU takes minutes for it
         model = Qwen2ForCausalLM(config)
     model.to("cpu", torch.bfloat16).save_pretrained(out)
+    torch.cuda.empty_cache()  # for the processes that are measured
     AutoTokenizer.from_pretrained(bundled.folder()).save_pretrained(out)
 
 

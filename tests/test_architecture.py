@@ -69,7 +69,7 @@ LINES = {
     "config": 1_456,
     "corrections": 1_660,
     "diagnosis": 8_903,
-    "engines": 5_510,
+    "engines": 5_519,
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 1_206,

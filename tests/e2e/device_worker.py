@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,15 @@ def trained(recipe: str, out: Path, overrides: list[str]) -> dict[str, Any]:
     here, there = weights(out / "cpu"), weights(out / "device")
     return {
         "rows": rows,
-        "weights": max(float((here[name] - there[name]).abs().max()) for name in here),
+        "weights": largest((here[name] - there[name]).abs().max() for name in here),
         "counts": Counter(phase(event) for event in LOG.events),
         "micro": Counter(" < ".join(event.functions[:3]) for event in LOG.events if phase(event) == "micro-batch"),
     }
+
+
+def largest(values: Iterable[torch.Tensor]) -> float:
+    """The largest value; NaN if one is NaN, which Python's `max` may leave out."""
+    return float(torch.stack(list(values)).max())
 
 
 def continued(out: Path, overrides: list[str]) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def presets() -> dict[str, Any]:
         there = Laboratory.run(objective, moved)
         waits = Counter(" < ".join((event.kind, *event.functions[:2])) for event in LOG.events)
         pairs = [(here.loss, there.loss), (here.grad, there.grad), (here.entropy_grad, there.entropy_grad)]
-        difference = max(float((a - b.cpu()).abs().max()) for a, b in pairs)
+        difference = largest((a - b.cpu()).abs().max() for a, b in pairs)
         results[name] = {"difference": difference, "waits": waits}
     return results
 

@@ -116,7 +116,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def repeatable(device: torch.device) -> Iterator[None]:
     """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit.
 
-    PyTorch warns of operations that have no such order.
+    It holds for the whole process. PyTorch warns of operations that have no such order.
     """
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -237,7 +236,6 @@ def load_model(config: Config) -> LoadedModel:
 
     Ranks other than the leader load no weights; `shard_model` sends them.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # `repeatable` needs it from the first product on
     path = config.model.path
     if path in LABORATORY_MODELS:
         path = str(laboratory_folder(path, config))

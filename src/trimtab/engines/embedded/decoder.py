@@ -37,7 +37,8 @@ class Decoder(Protocol):
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
         """Appends one token to every row, (rows,) ids, and returns the logits after it, (rows, vocabulary).
 
-        Rows of the index `paused` do not change; their token and logits have no meaning.
+        Rows of the index `paused` do not change; their token and logits have no meaning. The next step may overwrite
+        the logits.
         """
         ...
 

@@ -82,7 +82,7 @@ class _Layer:
 
 @dataclass(slots=True, eq=False)
 class Captures:
-    """The CUDA graph captured last, and the stream of all captures: with both the next graph reuses its memory."""
+    """What lets the next CUDA graph reuse the memory of the last one: that graph, and the stream of all captures."""
 
     graph: torch.cuda.CUDAGraph | None = None
     stream: torch.cuda.Stream | None = None

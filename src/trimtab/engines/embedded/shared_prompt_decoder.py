@@ -8,6 +8,7 @@ the operations of one token as one CUDA graph: starting each kernel by itself ta
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -18,14 +19,16 @@ from trimtab.engines.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.decoder import PromptGrid, prefill_blocks
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama
+from trimtab.errors import TrimtabWarning
 from trimtab.models.matmul import on_accelerator
 
 # Keys and values of responses are allocated for this many tokens at a time: a product with a contiguous block of keys,
 # its unwritten end included, is two to four times as fast as one with a strided part of a large allocation. Each
 # allocation needs another graph, which takes as long as a few tokens to capture: on a GPU they are fewer.
 BLOCK, BLOCK_ON_ACCELERATOR = 32, 256
-# The first tokens after a change of the batch are run without a graph: the batch may change again.
-UNCAPTURED = 3
+# The first tokens after a change of the batch are run without a graph: the batch may change again, and a capture must
+# not load kernels or create handles (so never 0).
+EAGER_STEPS = 3
 
 
 class SharedPromptDecoder:
@@ -40,7 +43,7 @@ class SharedPromptDecoder:
         self._model, self._recorder = model, recorder
         self._block = BLOCK_ON_ACCELERATOR if on_accelerator(starts.row.device) else BLOCK
         # The routers of experts, and what records them, wait for the device, which a graph cannot.
-        self._captures = starts.row.is_cuda and recorder is None and model.is_dense
+        self._use_graphs = starts.row.is_cuda and recorder is None and model.is_dense
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
         self._filled = int(prefix_lengths.max())
@@ -181,54 +184,58 @@ class SharedPromptDecoder:
         if self._edge is not None:
             self._positions = self._positions - self._edge
             self._masked = self._masked | (columns < self._edge.unsqueeze(-1))[:, None, None]
-        self._graph, self._uncaptured, self._prepared = None, 0, True
+        self._graph, self._eager_steps, self._prepared = None, 0, True
 
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
         if self._filled == self._responses[0].shape[-2]:
             self._grow()
         if not self._prepared:
             self._prepare()
-        logits = self._replay(tokens) if self._captures and self._uncaptured == UNCAPTURED else self._run(tokens)
+        if self._use_graphs and self._eager_steps == EAGER_STEPS and self._graph is None:
+            self._make_graph(tokens)
+        logits = self._run(tokens) if self._graph is None else self._replay(self._graph, tokens)
         self._filled += 1
         if paused is not None:
             self._shift_right(paused)
         return logits
 
     def _run(self, tokens: Tensor) -> Tensor:
-        self._uncaptured = min(self._uncaptured + 1, UNCAPTURED)
+        self._eager_steps = min(self._eager_steps + 1, EAGER_STEPS)
         self._masked.index_fill_(-1, self._column, False)
         hidden = self._model.run(tokens, self._model.rotary(self._positions), self._attend)
         self._column += 1
         self._positions += 1
         return self._model.logits(hidden)
 
-    def _replay(self, tokens: Tensor) -> Tensor:
-        """Does what `_run` does in one graph. The result is overwritten by the next step."""
-        if self._graph is None:
-            self._tokens = tokens.clone()
-            with torch.cuda.device(tokens.device):
-                try:
-                    self._graph = self._capture()
-                except torch.OutOfMemoryError:  # a graph gets no memory that the allocator keeps for other tensors
-                    torch.cuda.empty_cache()
-                    self._graph = self._capture()
+    def _replay(self, graph: torch.cuda.CUDAGraph, tokens: Tensor) -> Tensor:
+        """Does what `_run` does in one graph."""
         self._tokens.copy_(tokens)
-        self._graph.replay()
+        graph.replay()
         return self._logits
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def _make_graph(self, tokens: Tensor) -> None:
+        """Captures a step. Where that fails (memory is short) it warns, and this batch is decoded without a graph."""
+        self._tokens = tokens.clone()
+        try:
+            self._graph = self._capture(tokens.device)
+        except RuntimeError as error:
+            warnings.warn(f"decoding without a CUDA graph, which is slower: {error}", TrimtabWarning, stacklevel=2)
+            self._use_graphs, self._model.captures.graph = False, None
+            torch.cuda.empty_cache()  # a graph gets no memory that the allocator keeps for other tensors
+
+    def _capture(self, device: torch.device) -> torch.cuda.CUDAGraph:
         # Not by `torch.cuda.graph`, which empties the allocator's cache: the next update would allocate all of it anew.
-        last, graph, current = self._model.captures, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        last.stream = last.stream or torch.cuda.Stream()
-        last.stream.wait_stream(current)
-        with torch.cuda.stream(last.stream):
-            graph.capture_begin(pool=last.graph.pool() if last.graph else None, capture_error_mode="thread_local")
+        shared, graph, current = self._model.captures, torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        shared.stream = shared.stream or torch.cuda.Stream(device)
+        shared.stream.wait_stream(current)
+        with torch.cuda.stream(shared.stream):  # and on its device
+            graph.capture_begin(pool=shared.graph.pool() if shared.graph else None, capture_error_mode="thread_local")
             try:
                 self._logits = self._run(self._tokens)
             finally:
                 graph.capture_end()
-        current.wait_stream(last.stream)
-        last.graph = graph
+        current.wait_stream(shared.stream)
+        shared.graph = graph
         return graph
 
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
