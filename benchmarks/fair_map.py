@@ -265,7 +265,8 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
         most = max((count for (_, regime), count in seeds.items() if regime == name), default=0)
         complete = [row for row in rows if row["regime"] == name and seeds[row["method"], name] == most]
         scores = better_settings(complete, name)
-        results = {method: result_of(score, rates[name]) for method, score in scores.items()}
+        published = {method: score for (method, _), score in summarize(complete).scores.items()}
+        results = {m: result_of(score, rates[name], published.get(m)) for m, score in scores.items()}
         runs = [row for score in scores.values() for row in score.rows]
         wanted = {method for method in METHODS if (method, name) not in LEFT_OUT}
         if most >= ADVISING_SEEDS and scores.keys() == wanted:
@@ -294,7 +295,7 @@ def better_settings(rows: Sequence[dict[str, Any]], regime: str) -> dict[str, Me
     return {method: table.scores[spec, regime] for spec, method in kept.items()}
 
 
-def result_of(score: MethodScore, rate: float) -> dict[str, Any]:
+def result_of(score: MethodScore, rate: float, published: MethodScore | None) -> dict[str, Any]:
     chosen = dict(change.split("=") for change in score.rows[0]["keywords"].split())
     factor = float(chosen.pop("optim.lr", rate)) / rate
     return {
@@ -304,6 +305,7 @@ def result_of(score: MethodScore, rate: float) -> dict[str, Any]:
         "best": score.is_best,
         "rate": rounded(factor),
         "settings": {key.split(".")[-1]: float(value) for key, value in chosen.items() if key.startswith("objective.")},
+        "published": None if published is None else rounded(published.accuracy.mean),
     }
 
 

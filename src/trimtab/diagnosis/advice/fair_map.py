@@ -23,8 +23,8 @@ NAMED = 4
 class MethodResult:
     """Held-out accuracy of a method, mean over seeds with its interval.
 
-    best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the
-    published one. settings: the chosen keywords of the objective, empty for the published ones.
+    best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the usual
+    one. settings: the chosen keywords of the objective. published: accuracy at the published settings and usual rate.
     """
 
     accuracy: float
@@ -33,10 +33,12 @@ class MethodResult:
     best: bool
     rate: float
     settings: Mapping[str, float] = field(default_factory=dict)
+    published: float | None = None
 
     @property
     def text(self) -> str:
-        rate = "" if self.rate == 1 else f" at {self.rate:g} of the usual learning rate"
+        usual = "" if self.published is None else f" ({decimal(self.published)} at the usual one)"
+        rate = "" if self.rate == 1 else f" at {self.rate:g} of the usual learning rate{usual}"
         return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
 
 
@@ -44,8 +46,7 @@ class MethodResult:
 class MapRegime:
     """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
 
-    k3, tokens: smallest and largest mean of a run, nats per token and tokens per response. before: accuracy before
-    training.
+    k3, tokens: smallest and largest mean of a run, nats per token, tokens per response. before: untrained accuracy.
     """
 
     name: str
@@ -91,8 +92,7 @@ def decimal(value: float) -> str:
 
 
 def load_map() -> tuple[MapRegime, ...]:
-    file = importlib.resources.files("trimtab.diagnosis.advice") / "fair_map.json"
-    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows = json.loads((importlib.resources.files("trimtab.diagnosis.advice") / "fair_map.json").read_text("utf-8"))
     return tuple(
         MapRegime(**row | {"methods": {name: MethodResult(**result) for name, result in row["methods"].items()}})
         for row in rows
