@@ -9,6 +9,10 @@ this or another checkout, so that the map may be made in parts. With each are th
 step by step. Printed are the table of the runs that are there, the processor time they took, and about how much the
 missing ones will take. Runs with the first seed keep some of their rollouts (--out).
 
+    python benchmarks/fair_map.py --hours 0 --pair token-alp token-alp-bypass "m2po (tuned)" "grpo (tuned)"
+
+prints by how much the first of each two leads the second, paired by seed.
+
     python benchmarks/fair_map.py --hours 0 --advice src/trimtab/diagnosis/advice/fair_map.json
 
 writes what `trimtab diagnose` recommends by: the results of methods in the regimes that it can tell.
@@ -33,6 +37,7 @@ import pyarrow.parquet as pq
 
 from trimtab.cli.display import show_runs
 from trimtab.errors import TrimtabError
+from trimtab.intervals import seed_interval
 from trimtab.lab import tuning
 from trimtab.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
 from trimtab.lab.regimes import regime
@@ -227,6 +232,20 @@ def page(
     return "\n".join(lines)
 
 
+def leads(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Of each two names: mean difference of accuracy, paired by seed, with its 95 % interval, in each regime."""
+    by_seed = {
+        name: dict(zip(score.seeds, score.values, strict=True)) for name, score in summarize(rows).scores.items()
+    }
+    found = []
+    for first, other in zip(names[::2], names[1::2], strict=True):
+        for place in DIAGNOSED:
+            one, two = by_seed.get((first, place), {}), by_seed.get((other, place), {})
+            if lead := seed_interval([one[seed] - two[seed] for seed in one if seed in two]):
+                found.append(f"{place}: {first} - {other} {lead.mean:+.3f} [{lead.low:+.3f}, {lead.high:+.3f}]")
+    return found
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy with intervals: a panel for each regime, published settings hollow and tuned ones filled."""
     table = summarize(rows)
@@ -340,6 +359,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/fair-map"), help="where runs in progress are")
     parser.add_argument("--table", type=Path, help="write the table there too")
     parser.add_argument("--advice", type=Path, help="write what `trimtab diagnose` recommends by there")
+    parser.add_argument("--pair", nargs="+", default=[], metavar="METHOD", help="two or more pairs of rows to compare")
     parser.add_argument("--figure", type=Path, help="draw the table there")
     given = parser.parse_args()
     if unknown := set(given.only) - {*METHODS, *REGIMES}:
@@ -365,7 +385,7 @@ def main() -> None:
     missing = sum(store.row(part, run) is None for part, run in wanted)
     found = rows_of(plan, chosen, store)
     text = page(found, missing, chosen, candidates, store)
-    print(f"\n{text}")
+    print(f"\n{text}", *leads(found, given.pair), sep="\n")
     if given.table:
         given.table.write_text(text + "\n")
     if given.figure and found:

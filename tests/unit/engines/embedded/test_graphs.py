@@ -32,7 +32,6 @@ def test_graphs_change_no_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches, whose rows end at different steps and whose keys outgrow their first block."""
     monkeypatch.setattr(shared_prompt_decoder, "BLOCK_ON_ACCELERATOR", 16)
     with_graphs, without = engine(), engine()
-    expected = []
     with monkeypatch.context() as patched:
         patched.setattr(shared_prompt_decoder, "EAGER_STEPS", NEVER)
         expected = [responses(without, seed) for seed in (0, 1)]
