@@ -23,8 +23,6 @@ from trimtab import tasks
 from trimtab.cli.main import app
 from trimtab.training.sft import laboratory_folder
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PAGES = "\n".join(
     (ROOT / page).read_text() for page in ("README.md", "docs/quickstart.md", "docs/methods.md", "docs/evaluation.md")
@@ -60,6 +58,7 @@ PLANS = {
     "trimtab recipes --keys": Plan(says=r"\n\[trainer\]\n"),
     "trimtab recipes --json": Plan(says='"quickstart-stale": '),
     "trimtab show quickstart --set trainer.steps=10": Plan(says="steps = 10"),
+    "trimtab explain NAME": Plan(says="loss =", instead=(("NAME", "token-tis"),)),
     "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
     "trimtab explain token-tis --set weight_max=1.5": Plan(says=r"min\(ρ_t, 1.5\)"),
     "trimtab train quickstart": Plan(TINY, leaves=("runs/quickstart/report.html",)),
@@ -137,6 +136,7 @@ PLANS = {
     "trimtab plan --model qwen2.5-7b --gpus 8": Plan(says="seconds"),
     "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384": Plan(says="seconds"),
 }
+INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
 TARGETS = {
     "make quickstart": TINY,
@@ -166,7 +166,7 @@ def printed_by_help() -> Iterator[str]:
 
 def test_every_printed_command_is_in_the_table_and_every_row_is_printed_somewhere() -> None:
     printed = {*printed_in_pages(), *printed_by_help()}
-    assert printed == {*PLANS, *TARGETS}
+    assert printed == {*PLANS, *TARGETS, INSTALL}
 
 
 def test_no_two_runs_of_the_pages_begin_in_one_folder() -> None:
@@ -186,6 +186,7 @@ def test_every_subcommand_that_the_pages_name_exists() -> None:
     assert named <= {command.name for command in app.registered_commands}
 
 
+@pytest.mark.slow
 def test_every_option_of_a_recipe_between_backticks_is_one(tmp_path: Path) -> None:
     spans = [span for span in re.findall(r"`(--set [^`\n]+)`", PAGES) if not span.endswith("=...")]
     assert len(spans) > 3
@@ -291,6 +292,7 @@ def run_printed(command: str, plan: Plan, folder: Path, tiny: Path) -> None:
     assert re.search(plan.says, done.stdout, re.DOTALL), f"{command}\n{done.stdout[-2000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PLANS)
 def test_a_printed_command_runs(command: str, tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     plan = PLANS[command]
@@ -298,6 +300,7 @@ def test_a_printed_command_runs(command: str, tiny: Path, tmp_path: Path, reques
     run_printed(command, plan, tmp_path, tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TARGETS)
 def test_a_printed_target_exists_and_what_it_runs_does(command: str, tiny: Path, tmp_path: Path) -> None:
     done = shell(command.replace("make", "make -n"), ROOT)
@@ -362,6 +365,7 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
         (4, "", ""),
     ],
 )
+@pytest.mark.slow
 def test_python_of_the_pages_runs(index: int, before: str, after: str, tiny: Path, tmp_path: Path) -> None:
     problems = [{"problem": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(40)]
     write_rows(tmp_path / "train.jsonl", problems)
