@@ -4,7 +4,7 @@
 
 Both methods get the same 1200 optimizer updates of 8 x 8 responses; the sampler's weights are refreshed only every L
 updates. Held-out greedy accuracy on 128 problems, and pass@k from 512 samples of 64 problems. An interrupted run goes
-on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep` tries settings instead.
+on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep LAG` tries settings at one lag instead, with one seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATES = 1200
 
 
 TIS = ("objective.name=token-tis", "objective.clip_high=0.28")
-# Each with the learning rate (and beta_2) that did best in `--sweep`, and OAPL with a weaker pull to its sampler.
+# Each with the learning rate (and beta_2) that did best in `--sweep 32`, and OAPL with a weaker pull to its sampler.
 METHODS = {
     "oapl-beta1": ("objective.name=oapl", "objective.beta=1.0", "optim.lr=5e-5"),
     "token-tis": (*TIS, "optim.lr=2e-5"),
@@ -48,7 +48,7 @@ SWEEP: dict[str, tuple[str, ...]] = {
     "oapl, beta 1, lr 5e-5": (OAPL, "objective.beta=1.0", "optim.lr=5e-5"),
     "oapl, beta 1, lr 1e-4": (OAPL, "objective.beta=1.0", "optim.lr=1e-4"),
 }
-SWEEP_LAG, SWEEP_UPDATES = 32, 600
+SWEEP_COLUMNS = 6
 
 
 def name_of(method: str, lag: int, seed: int) -> str:
@@ -69,16 +69,17 @@ def cells(lags: tuple[int, ...], seeds: tuple[int, ...], updates: int) -> list[C
     ]
 
 
-def sweep(root: Path, workers: int) -> None:
+def sweep(root: Path, lag: int, updates: int, workers: int) -> None:
     """Learning rate, beta_2 and gradient clip at one lag, one seed: where the settings of `METHODS` come from."""
-    fixed = (f"trainer.steps={SWEEP_UPDATES}", "trainer.prompts=8", "eval.every=100", "log.trajectories_every=0")
+    every = updates // SWEEP_COLUMNS
+    fixed = (f"trainer.steps={updates}", "trainer.prompts=8", f"eval.every={every}", "log.trajectories_every=0")
     made = {
-        words: Cell(f"sweep-{index}", "laboratory", (*overrides, f"trainer.sync_every={SWEEP_LAG}", *fixed))
+        words: Cell(f"sweep-{lag}-{index}", "laboratory", (*overrides, f"trainer.sync_every={lag}", *fixed))
         for index, (words, overrides) in enumerate(SWEEP.items())
     }
     results = run(list(made.values()), root, workers=workers, samples=0, problems=0)
     rows = [[words, *(f"{value:.2f}" for value in results[cell.name]["curve"])] for words, cell in made.items()]
-    print(table(["setting", *(f"after {update}" for update in range(0, SWEEP_UPDATES + 1, 100))], rows))
+    print(table(["setting", *(f"after {update}" for update in range(0, updates + 1, every))], rows))
 
 
 def print_tables(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...], ks: Sequence[int]) -> None:
@@ -123,14 +124,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/oapl-lag"))
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--updates", type=int, default=UPDATES, help="of `--sweep 32` in the results: 600")
     parser.add_argument("--samples", type=int, default=512, help="for pass@k")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="try settings at one lag instead")
+    parser.add_argument("--sweep", type=int, metavar="LAG", help="try settings at this lag instead")
     given = parser.parse_args()
     if given.sweep:
-        sweep(given.out, given.workers)
+        sweep(given.out, given.sweep, given.updates, given.workers)
         return
     lags, seeds = tuple(given.lags), tuple(given.seeds)
     results = run(
