@@ -1,6 +1,6 @@
 """Small experiments in the laboratory, each of which settles one claim of docs/results.
 
-    python benchmarks/claims.py EXPERIMENT [--seeds 3] [--out runs/claims]
+    python benchmarks/claims.py {sigma,arms,prefixes,batches,lengths} [--seeds 3] [--out runs/claims]
 
     sigma     does the noise of ALP settle at the mismatch? Four initial sizes, three samplers, 240 updates at a hundred
               times the published rate of ln sigma
@@ -8,11 +8,6 @@
     prefixes  SOUP: share of a response that the older policy wrote x batches between its refreshes, against on-policy
               training
     batches   responses an update x learning rate
-    tails     do ratios blow up without noise? 2,000 updates, 16 a batch, no gradient clip, at two learning rates
-    small     does a small mismatch alone collapse training? Size and kind of the mismatch x learning rate
-    small-long  the same with responses of 120 tokens
-    lags      no correction, a clip around the sampler and token weights with a sampler 1 and 4 updates old, 120 tokens
-    layers    noise of ALP on all four layers, on some of them, and on the logits, 120 tokens
     lengths   do masks of products prefer short responses? Responses of 4, 10, 20 and 40 tokens in one run
 
 Accuracy is greedy, on 128 held-out problems; mean [lowest, highest] of the seeds. An interrupted run goes on where it
@@ -24,15 +19,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from grid import Cell, by_seed, mean_and_range, run, table
-from trimtab.lab.experiment import LONG_RECIPE, WARM_STARTS
-from trimtab.lab.regimes import RECIPE, regime
+from trimtab.lab.regimes import regime
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 
@@ -48,52 +40,21 @@ ARMS = ("no mask", "negative", "positive", "both")
 REGIMES = ("stale-32", "int3", "reuse-16")
 RATIOS, REFRESHES = (0.3, 0.6, 0.9), (2, 8, 16)
 PROMPTS, RATES = (4, 16, 64), (1e-4, 2e-4, 4e-4, 8e-4)
-ALP_CLIPS = ("objective.clip_low=0.2", "objective.clip_high=0.28", "objective.clip_dual=10.0")
-NOISES = {"none": None, "1e-4": 1e-4, "1e-2": 1e-2}
-TAIL_RATES = (2.5e-5, 1e-4)
-SMALL = {
-    "none": (),
-    "bf16": ("engine.dtype=bfloat16",),
-    "int8": ("engine.quantize=int8",),
-    "int4": ("engine.quantize=int4",),
-    "noise-.05": ("engine.noise=0.05",),
-    "noise-.1": ("engine.noise=0.1",),
-    "noise-.2": ("engine.noise=0.2",),
-}
-LONG_SMALL, LONG_RATES = ("none", "int8", "noise-.1", "int4"), (2e-4, 4e-4)
-LAGS = {"up to 1": 2, "up to 4": 5}  # trainer.sync_every
-LAG_METHODS = ("grpo", "token-bypass", "token-tis")
-LAYERS = ("all", "0", "1-2", "3", "logits")
-LENGTHS = (4, 10, 20, 40)  # of `sort`: one digit less, and the stop
+LENGTHS = (4, 10, 20, 40)  # of `sort`: its digits, and the stop
 BANDS = {"product": ("sequence", 0.5, 2.0), "geometric": ("geometric", 0.93, 1.07)}
 
-Results = Mapping[str, dict[str, Any]]
-Rows = tuple[Sequence[str], list[list[str]]]
+Rows = Callable[[Mapping[str, dict[str, Any]], Sequence[int], Path], tuple[Sequence[str], list[list[str]]]]
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """Overrides of each run by name, and the table that is made of them: `rows(results, seeds, out)`."""
-
-    settings: Callable[[], dict[str, tuple[str, ...]]]
-    rows: Callable[[Results, Sequence[int], Path], Rows]
-    recipe: str = RECIPE
-
-    def cells(self, seeds: Sequence[int], extra: Sequence[str]) -> list[Cell]:
-        settings = self.settings()
-        start = {seed: [f"sft.seed={seed % WARM_STARTS}"] if self.recipe == LONG_RECIPE else [] for seed in seeds}
-        return [
-            Cell(
-                f"{name}/seed{seed}",
-                self.recipe,
-                ("log.trajectories_every=0", *sets, *start[seed], f"seed={seed}", *extra),
-            )
-            for seed in seeds
-            for name, sets in settings.items()
-        ]
+def cells_of(settings: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
+    return [
+        Cell(f"{name}/seed{seed}", "laboratory", ("log.trajectories_every=0", *sets, f"seed={seed}"))
+        for seed in seeds
+        for name, sets in settings.items()
+    ]
 
 
-def accuracy(results: Results, name: str, seeds: Sequence[int]) -> str:
+def accuracy(results: Mapping[str, dict[str, Any]], name: str, seeds: Sequence[int]) -> str:
     return mean_and_range(by_seed(results, [f"{name}/seed{seed}" for seed in seeds]))
 
 
@@ -105,7 +66,9 @@ def sigma_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def sigma_rows(results: Results, seeds: Sequence[int], out: Path) -> Rows:
+def sigma_rows(
+    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
+) -> tuple[Sequence[str], list[list[str]]]:
     """Means over seeds: sigma over training, and what noise and mismatch move a log-prob by at the end, nats."""
     rows = []
     for sampler in SAMPLERS:
@@ -143,7 +106,9 @@ def arm_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def arm_rows(results: Results, seeds: Sequence[int], _: Path) -> Rows:
+def arm_rows(
+    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
+) -> tuple[Sequence[str], list[list[str]]]:
     names = {arm: arm.replace(" ", "-") for arm in ARMS}
     rows = [[arm, *(accuracy(results, f"arms/{name}/{names[arm]}", seeds) for name in REGIMES)] for arm in ARMS]
     return ["masked", *REGIMES], rows
@@ -160,7 +125,9 @@ def prefix_settings() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def prefix_rows(results: Results, seeds: Sequence[int], _: Path) -> Rows:
+def prefix_rows(
+    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
+) -> tuple[Sequence[str], list[list[str]]]:
     rows = [["none", "", accuracy(results, "prefixes/none", seeds), *[""] * (len(REFRESHES) - 1)]]
     for whole in (False, True):
         for ratio in RATIOS:
@@ -188,138 +155,14 @@ def batch_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def batch_rows(results: Results, seeds: Sequence[int], _: Path) -> Rows:
+def batch_rows(
+    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
+) -> tuple[Sequence[str], list[list[str]]]:
     rows = [
         [f"{rate:g}", *(accuracy(results, f"batches/{prompts}-{rate:g}", seeds) for prompts in PROMPTS)]
         for rate in RATES
     ]
     return ["learning rate", *(f"{8 * prompts} responses" for prompts in PROMPTS)], rows
-
-
-def tail_settings() -> dict[str, tuple[str, ...]]:
-    """`token-bypass` has the clips of `token-alp`; a step is 16 updates on one batch."""
-    fixed = (
-        *regime("reuse-16").settings,
-        *ALP_CLIPS,
-        "trainer.steps=125",
-        "optim.grad_clip=1e9",
-        "trainer.max_idle_steps=0",
-    )
-    methods = {
-        noise: ("objective.name=token-bypass",)
-        if std is None
-        else ("objective.name=token-alp", f"perturbation.std={std}", "perturbation.lr=5e-4")
-        for noise, std in NOISES.items()
-    }
-    return {
-        f"tails/{rate:g}/{noise}": (*method, *fixed, f"optim.lr={rate}")
-        for rate in TAIL_RATES
-        for noise, method in methods.items()
-    }
-
-
-def tail_rows(results: Results, seeds: Sequence[int], out: Path) -> Rows:
-    """Quantiles of the token ratio policy/sampler over a step's 16 updates: of the first and the last twenty steps."""
-    rows = []
-    for rate in TAIL_RATES:
-        for noise in NOISES:
-            name = f"tails/{rate:g}/{noise}"
-            runs = [read_metrics(out / f"{name}/seed{seed}" / "metrics.jsonl") for seed in seeds]
-            first = [steps[:20] for steps in runs]
-            tails = [
-                " to ".join(f"{mean(at_end(steps, key) for steps in part):.3g}" for part in (first, runs))
-                for key in ("ratio/q01", "ratio/q99", "update/kl", "optim/grad_norm")
-            ]
-            largest = mean_and_range([max(step["optim/grad_norm"] for step in steps) for steps in runs])
-            rows.append([f"{rate:g}", noise, accuracy(results, name, seeds), *tails, largest])
-    quantiles = ["1 % quantile", "99 % quantile", "KL of the updates", "gradient norm"]
-    return ["learning rate", "noise", "accuracy", *quantiles, "largest norm"], rows
-
-
-def small_settings(samplers: Sequence[str], rates: Sequence[float], name: str) -> dict[str, tuple[str, ...]]:
-    return {
-        f"{name}/{sampler}/{rate:g}": (
-            "objective.name=grpo",
-            "trainer.max_idle_steps=0",
-            f"optim.lr={rate}",
-            *SMALL[sampler],
-        )
-        for sampler in samplers
-        for rate in rates
-    }
-
-
-def small_rows(
-    results: Results, seeds: Sequence[int], out: Path, samplers: Sequence[str], rates: Sequence[float], name: str
-) -> Rows:
-    rows = []
-    for sampler in samplers:
-        cells = [f"{name}/{sampler}/{rate:g}" for rate in rates]
-        first = [
-            read_metrics(out / cell / f"seed{seed}" / "metrics.jsonl")[0]["mismatch/k3"]
-            for cell in cells
-            for seed in seeds
-        ]
-        rows.append([sampler, f"{mean(first):.1e}", *(accuracy(results, cell, seeds) for cell in cells)])
-    return ["sampler", "k3 at the start", *(f"rate {rate:g}" for rate in rates)], rows
-
-
-def lag_settings() -> dict[str, tuple[str, ...]]:
-    return {
-        f"lags/{every}/{method}": (
-            f"objective.name={method}",
-            f"trainer.sync_every={every}",
-            "trainer.steps=64",
-            "trainer.max_idle_steps=0",
-            "optim.lr=2e-4",
-        )
-        for every in LAGS.values()
-        for method in LAG_METHODS
-    }
-
-
-def lag_rows(results: Results, seeds: Sequence[int], out: Path) -> Rows:
-    rows = []
-    for lag, every in LAGS.items():
-        for method in LAG_METHODS:
-            name = f"lags/{every}/{method}"
-            runs = [read_metrics(out / f"{name}/seed{seed}" / "metrics.jsonl") for seed in seeds]
-            worst = [
-                mean_and_range([pick(step[key] for step in steps if key in step) for steps in runs])
-                for key, pick in (
-                    ("mismatch/k3", max),
-                    ("mismatch/ess_token", min),
-                    ("length/truncated", max),
-                    ("optim/grad_norm", max),
-                )
-            ]
-            rows.append([lag, method, accuracy(results, name, seeds), *worst])
-    watched = ["largest k3", "smallest ESS", "most truncated", "largest gradient norm"]
-    return ["updates old", "method", "accuracy", *watched], rows
-
-
-def layer_settings() -> dict[str, tuple[str, ...]]:
-    return {
-        f"layers/{layers}": (
-            "objective.name=token-alp",
-            *ALP_CLIPS,
-            "perturbation.std=0.01",
-            f"perturbation.layers={layers}",
-            "engine.quantize=int4",
-            "trainer.max_idle_steps=0",
-        )
-        for layers in LAYERS
-    }
-
-
-def layer_rows(results: Results, seeds: Sequence[int], _: Path) -> Rows:
-    whole = by_seed(results, [f"layers/all/seed{seed}" for seed in seeds])
-    rows = []
-    for layers in LAYERS:
-        found = by_seed(results, [f"layers/{layers}/seed{seed}" for seed in seeds])
-        lead = mean_and_range([value - other for value, other in zip(found, whole, strict=True)])
-        rows.append([layers, mean_and_range(found), "" if layers == "all" else lead])
-    return ["layers with noise", "accuracy", "less all layers"], rows
 
 
 def length_settings() -> dict[str, tuple[str, ...]]:
@@ -344,7 +187,9 @@ def length_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def length_rows(_: Results, seeds: Sequence[int], out: Path) -> Rows:
+def length_rows(
+    _: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
+) -> tuple[Sequence[str], list[list[str]]]:
     """Of responses that ended: the share that each mask keeps; and the reward of the last twenty steps, by length."""
     rows = []
     for arm in ("none", *BANDS):
@@ -370,19 +215,12 @@ def kept_shares(folders: Sequence[Path], level: str, low: float, high: float) ->
     return {n: mean(values) for n, values in inside.items()}
 
 
-SMALL_GRID = {"samplers": tuple(SMALL), "rates": RATES, "name": "small"}
-LONG_GRID = {"samplers": LONG_SMALL, "rates": LONG_RATES, "name": "small-long"}
-EXPERIMENTS = {
-    "sigma": Experiment(sigma_settings, sigma_rows),
-    "arms": Experiment(arm_settings, arm_rows),
-    "prefixes": Experiment(prefix_settings, prefix_rows),
-    "batches": Experiment(batch_settings, batch_rows),
-    "tails": Experiment(tail_settings, tail_rows),
-    "small": Experiment(partial(small_settings, **SMALL_GRID), partial(small_rows, **SMALL_GRID)),
-    "small-long": Experiment(partial(small_settings, **LONG_GRID), partial(small_rows, **LONG_GRID), LONG_RECIPE),
-    "lags": Experiment(lag_settings, lag_rows, LONG_RECIPE),
-    "layers": Experiment(layer_settings, layer_rows, LONG_RECIPE),
-    "lengths": Experiment(length_settings, length_rows),
+EXPERIMENTS: dict[str, tuple[Callable[[], dict[str, tuple[str, ...]]], Rows]] = {
+    "sigma": (sigma_settings, sigma_rows),
+    "arms": (arm_settings, arm_rows),
+    "prefixes": (prefix_settings, prefix_rows),
+    "batches": (batch_settings, batch_rows),
+    "lengths": (length_settings, length_rows),
 }
 
 
@@ -394,10 +232,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
     given = parser.parse_args()
-    experiment, seeds = EXPERIMENTS[given.experiment], range(given.seeds)
-    cells = experiment.cells(seeds, given.set)
+    settings, rows = EXPERIMENTS[given.experiment]
+    seeds = range(given.seeds)
+    cells = cells_of({name: (*sets, *given.set) for name, sets in settings().items()}, seeds)
     results = run(cells, given.out, workers=given.workers, samples=0, problems=0)
-    print(table(*experiment.rows(results, seeds, given.out)))
+    print(table(*rows(results, seeds, given.out)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Both methods get the same 1200 optimizer updates of 8 x 8 responses; the sampler's weights are refreshed only every L
 updates. Held-out greedy accuracy on 128 problems, and pass@k from 512 samples of 64 problems. An interrupted run goes
-on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep LAG` tries settings at one lag instead, with one seed.
+on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep LAG` tries settings at one lag instead, with
+one seed.
 """
 
 from __future__ import annotations
