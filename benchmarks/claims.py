@@ -8,7 +8,7 @@
     prefixes  SOUP: share of a response that the older policy wrote x batches between its refreshes, against on-policy
               training
     batches   responses an update x learning rate
-    lengths   do masks of products prefer short responses? Responses of 4, 10, 20 and 40 tokens in one run
+    lengths   do masks of products prefer short responses? Responses of 4, 10, 20 and 30 tokens in one run
 
 Accuracy is greedy, on 128 held-out problems; mean [lowest, highest] of the seeds. An interrupted run goes on where it
 stopped.
@@ -40,7 +40,7 @@ ARMS = ("no mask", "negative", "positive", "both")
 REGIMES = ("stale-32", "int3", "reuse-16")
 RATIOS, REFRESHES = (0.3, 0.6, 0.9), (2, 8, 16)
 PROMPTS, RATES = (4, 16, 64), (1e-4, 2e-4, 4e-4, 8e-4)
-LENGTHS = (4, 10, 20, 40)  # of `sort`: its digits, and the stop
+LENGTHS = (4, 10, 20, 30)  # of `sort`: its digits, and the stop
 BANDS = {"product": ("sequence", 0.5, 2.0), "geometric": ("geometric", 0.93, 1.07)}
 
 Rows = Callable[[Mapping[str, dict[str, Any]], Sequence[int], Path], tuple[Sequence[str], list[list[str]]]]

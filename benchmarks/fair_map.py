@@ -246,6 +246,12 @@ def leads(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
     return found
 
 
+def tried(store: Store, method: str) -> list[str]:
+    """Accuracy of every setting of a method while it was tuned, by regime."""
+    found = [row for (part, *_), row in store.rows.items() if part == TUNING and row["objective"] == method]
+    return [f"{row['regime']}: {row['method']} (seed {row['seed']}) {row['accuracy']:.3f}" for row in found]
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy with intervals: a panel for each regime, published settings hollow and tuned ones filled."""
     table = summarize(rows)
@@ -360,6 +366,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="write the table there too")
     parser.add_argument("--advice", type=Path, help="write what `trimtab diagnose` recommends by there")
     parser.add_argument("--pair", nargs="+", default=[], metavar="METHOD", help="two or more pairs of rows to compare")
+    parser.add_argument("--tried", metavar="METHOD", help="print the accuracies of all settings while it was tuned")
     parser.add_argument("--figure", type=Path, help="draw the table there")
     given = parser.parse_args()
     if unknown := set(given.only) - {*METHODS, *REGIMES}:
@@ -386,6 +393,8 @@ def main() -> None:
     found = rows_of(plan, chosen, store)
     text = page(found, missing, chosen, candidates, store)
     print(f"\n{text}", *leads(found, given.pair), sep="\n")
+    if given.tried:
+        print(*tried(store, given.tried), sep="\n")
     if given.table:
         given.table.write_text(text + "\n")
     if given.figure and found:
