@@ -29,6 +29,13 @@ METHODS = {
     "token-tis": (*TIS, "optim.lr=2e-5"),
     "oapl-beta0.1": ("objective.name=oapl", "objective.beta=0.1", "optim.lr=1e-4"),
 }
+# By lag, the best of `--sweep LAG`.
+TUNED = {
+    400: {
+        "oapl-tuned": ("objective.name=oapl", "objective.beta=0.3", "optim.lr=5e-5"),
+        "token-tis-tuned": (*TIS, "optim.lr=1e-5"),
+    }
+}
 COLORS = {"oapl-beta1": "#0072B2", "token-tis": "#D55E00", "oapl-beta0.1": "#56B4E9"}
 KS = (1, 4, 16, 64, 256)
 OAPL = "objective.name=oapl"
@@ -52,6 +59,10 @@ SWEEP: dict[str, tuple[str, ...]] = {
 SWEEP_COLUMNS = 6
 
 
+def methods_at(lag: int) -> dict[str, tuple[str, ...]]:
+    return {**METHODS, **TUNED.get(lag, {})}
+
+
 def name_of(method: str, lag: int, seed: int) -> str:
     return f"{method}-L{lag}-seed{seed}"
 
@@ -64,8 +75,8 @@ def cells(lags: tuple[int, ...], seeds: tuple[int, ...], updates: int) -> list[C
             "laboratory",
             (*words, f"trainer.sync_every={lag}", f"seed={seed}", *fixed),
         )
-        for name, words in METHODS.items()
         for lag in sorted(lags, reverse=True)
+        for name, words in methods_at(lag).items()
         for seed in seeds
     ]
 
@@ -86,7 +97,7 @@ def sweep(root: Path, lag: int, updates: int, workers: int) -> None:
 def print_tables(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...], ks: Sequence[int]) -> None:
     rows = []
     for lag in lags:
-        for method in METHODS:
+        for method in methods_at(lag):
             names = [name_of(method, lag, seed) for seed in seeds]
             best = [max(results[name]["curve"]) for name in names]
             passes = [mean_and_range([results[name]["pass"][str(k)] for name in names]) for k in ks]
