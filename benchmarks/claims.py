@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from grid import Cell, by_seed, mean_and_range, run, table
 from trimtab.lab.regimes import regime
 from trimtab.runs import trajectories
@@ -190,29 +192,36 @@ def length_settings() -> dict[str, tuple[str, ...]]:
 def length_rows(
     _: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
 ) -> tuple[Sequence[str], list[list[str]]]:
-    """Of responses that ended: the share that each mask keeps; and the reward of the last twenty steps, by length."""
+    """By length of the response: k3, the share that each mask keeps, and the reward of the last twenty steps."""
     rows = []
     for arm in ("none", *BANDS):
         folders = [out / f"lengths/{arm}/seed{seed}" for seed in seeds]
         runs = [read_metrics(folder / "metrics.jsonl") for folder in folders]
         rewards = [mean_and_range([at_end(steps, f"mixture/{n}/reward") for steps in runs]) for n in LENGTHS]
-        kept = kept_shares(folders, *BANDS[arm]) if arm in BANDS else dict.fromkeys(LENGTHS, 1.0)
-        rows.append([arm, *(f"{kept[n]:.2f}" for n in LENGTHS), *rewards])
-    return ["mask", *(f"kept at {n}" for n in LENGTHS), *(f"reward at {n}" for n in LENGTHS)], rows
+        ratios = log_ratios(folders)
+        k3 = [f"{mean(float((np.exp(row) - 1 - row).mean()) for row in ratios[n]):.1e}" for n in LENGTHS]
+        rows.append([arm, *k3, *(f"{kept_share(ratios[n], arm):.2f}" for n in LENGTHS), *rewards])
+    return ["mask", *(f"{what} at {n}" for what in ("k3", "kept", "reward") for n in LENGTHS)], rows
 
 
-def kept_shares(folders: Sequence[Path], level: str, low: float, high: float) -> dict[int, float]:
-    """Length -> share of the stored responses of that many tokens whose ratio lies in the band."""
-    inside: dict[int, list[bool]] = {n: [] for n in LENGTHS}
+def log_ratios(folders: Sequence[Path]) -> dict[int, list[np.ndarray]]:
+    """Length -> log-probs of the trainer minus the sampler's, of each stored response of so many tokens."""
+    found: dict[int, list[np.ndarray]] = {n: [] for n in LENGTHS}
     for file in (file for folder in folders for file in (folder / "trajectories").glob("step-*.parquet")):
         for row in trajectories.read(file):
             trainer = row.logp_current if row.logp_proximal is None else row.logp_proximal
             assert trainer is not None
-            log_ratio = trainer - row.trajectory.completion.logp_behavior
-            if len(log_ratio) in inside:
-                total = log_ratio.sum() if level == "sequence" else log_ratio.mean()
-                inside[len(log_ratio)].append(bool(math.log(low) <= total <= math.log(high)))
-    return {n: mean(values) for n, values in inside.items()}
+            if len(trainer) in found:
+                found[len(trainer)].append((trainer - row.trajectory.completion.logp_behavior).astype(np.float64))
+    return found
+
+
+def kept_share(ratios: Sequence[np.ndarray], arm: str) -> float:
+    if arm not in BANDS:
+        return 1.0
+    level, low, high = BANDS[arm]
+    totals = [float(row.sum() if level == "sequence" else row.mean()) for row in ratios]
+    return mean(math.log(low) <= total <= math.log(high) for total in totals)
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[], dict[str, tuple[str, ...]]], Rows]] = {
