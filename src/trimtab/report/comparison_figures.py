@@ -20,7 +20,7 @@ from trimtab.pages.page import Chart, Note
 from trimtab.pages.svg import CYCLE, INK, RC, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
 from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group, join_names
-from trimtab.report.summary_columns import accuracy_of, clipped
+from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.reader import Run
 
 # Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
@@ -97,7 +97,7 @@ PANELS = (
     Panel("Gradient norm before clipping", _positive("optim/grad_norm"), log=True),
     Panel("Entropy, nats per token", _first_logged("entropy/mean", "entropy/rollout"), noisy=True),
     Panel("Response length, tokens", _first_logged("length/mean"), noisy=True),
-    Panel("Clipped tokens, share", clipped, noisy=True),
+    Panel("Clipped tokens, share", Run.clipped, noisy=True),
     Panel("Rejected tokens, share", _first_logged("reject/tokens"), noisy=True),
     Panel("Learning rate", _first_logged("optim/lr")),
 )

@@ -14,7 +14,6 @@ from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run
 
 Pick = Callable[[Run], float | None]
-CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # Held-out measurements needed to say when an accuracy was reached; the last one alone says only that it was.
 _MIN_EVALUATIONS = 3
 _TARGET_GAIN = 0.8
@@ -60,13 +59,6 @@ class Outcome:
 def accuracy_of(run: Run) -> Accuracy | None:
     """Returns the held-out accuracy on the run's task, or None if it was not measured."""
     return next(iter(run.accuracy().values()), None)
-
-
-def clipped(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and the share of tokens clipped by any bound; shares add up because the bounds are disjoint."""
-    rows = [(row["step"], [row[key] for key in CLIPS if row.get(key) is not None]) for row in run.rows]
-    pairs = [(step, sum(shares)) for step, shares in rows if shares]
-    return np.array([step for step, _ in pairs], dtype=np.float64), np.array([share for _, share in pairs])
 
 
 def result_columns(target: Target) -> list[Column]:
@@ -173,7 +165,7 @@ def _seconds_to(run: Run, goal: float) -> float | None:
 
 
 def _clipped(run: Run) -> float | None:
-    _, shares = clipped(run)
+    _, shares = run.clipped()
     return float(shares.mean()) if len(shares) else None
 
 

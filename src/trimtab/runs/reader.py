@@ -21,6 +21,7 @@ from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import read_origins
 
 T = TypeVar("T")
+CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
@@ -56,6 +57,12 @@ class Run:
             if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
         ]
         return np.array([step for step, _ in pairs], np.float64), np.array([value for _, value in pairs], np.float64)
+
+    def clipped(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and the share of tokens clipped by any bound; shares add up because the bounds are disjoint."""
+        rows = [(row["step"], [row[key] for key in CLIPS if row.get(key) is not None]) for row in self.rows]
+        pairs = [(step, sum(shares)) for step, shares in rows if shares]
+        return np.array([step for step, _ in pairs], np.float64), np.array([share for _, share in pairs], np.float64)
 
     def accuracy(self) -> dict[str, Accuracy]:
         """Returns the held-out greedy accuracy by task; step 0 is before training."""

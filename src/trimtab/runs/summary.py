@@ -77,7 +77,6 @@ def summarize(
         if measured := series(key):
             mismatch |= {name: measured[-1], f"{name}_worst": worst(measured)}
     rewards = series("reward/mean")
-    clips = [[value for key, value in row.items() if key.startswith("clip/")] for row in rows]
     return RunSummary(
         status=status,
         error=error,
@@ -91,7 +90,7 @@ def summarize(
         curve=tuple(values),
         reward=_mean(rewards[-max(1, len(rewards) // 10) :]),
         grad_norm_max=max(series("optim/grad_norm"), default=None),
-        clipped=_mean([sum(share for share in shares if share is not None) for shares in clips if shares]),
+        clipped=_mean(run.clipped()[1].tolist()),
         rejected=_mean(series("reject/tokens")),
         skipped=int(sum(series("optim/skipped"))),
         **mismatch,

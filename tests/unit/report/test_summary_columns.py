@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.groups import Group
-from trimtab.report.summary_columns import choose_target, clipped, outcome, process_columns, result_columns
+from trimtab.report.summary_columns import choose_target, outcome, process_columns, result_columns
 from trimtab.runs.reader import Run
 
 BASE = {
@@ -104,10 +104,10 @@ def test_numbers_over_the_steps() -> None:
     assert result["mismatch/ess_token"].intervals[0].mean == 0.2
     assert result["clip/share"].intervals[0].mean == pytest.approx(0.1)
     assert result["optim/skipped"].intervals[0].mean == 2
-    steps, shares = clipped(some)
+    steps, shares = some.clipped()
     assert steps.tolist() == [1, 2, 3, 4]
     assert shares.tolist() == pytest.approx([0.3, 0, 0, 0.1])
-    assert len(clipped(run({}))[0]) == 0
+    assert len(run({}).clipped()[0]) == 0
 
 
 def test_a_seed_that_did_not_measure_is_no_part_of_the_mean_and_no_one_wins() -> None:
