@@ -220,15 +220,22 @@ def planned(seeds: int, steps: int, out: Path) -> list[PlannedRun]:
 
 
 def cells(rows: Sequence[dict[str, Any]], runs: Sequence[Watched]) -> list[list[str]]:
-    """How many runs of each method and regime collapsed, and when."""
+    """How many runs of each method and regime collapsed, when, and where their held-out accuracy was first halved."""
     names = list(dict.fromkeys((row["regime"], row["method"]) for row in rows))
     found = []
     for name in names:
-        here = [run for row, run in zip(rows, runs, strict=True) if (row["regime"], row["method"]) == name]
-        ends = [run.end for run in here if run.collapsed]
+        here = [(row, run) for row, run in zip(rows, runs, strict=True) if (row["regime"], row["method"]) == name]
+        ends = [run.end for _, run in here if run.collapsed]
         when = f"{min(ends)} to {max(ends)}" if ends else "-"
-        found.append([*name, str(len(here)), str(len(ends)), when])
+        halves = " ".join(str(step) for row, run in here if run.collapsed and (step := halved(row)) is not None)
+        found.append([*name, str(len(here)), str(len(ends)), when, halves or "-"])
     return found
+
+
+def halved(row: dict[str, Any]) -> int | None:
+    """The first evaluation with less than half of the held-out accuracy before training; None without one."""
+    curve = zip(row["curve_steps"], row["curve"], strict=True)
+    return next((step for step, accuracy in curve if accuracy < row["accuracy_before"] / 2), None)
 
 
 def main() -> None:
@@ -244,7 +251,10 @@ def main() -> None:
         train(PART, planned(given.seeds, given.steps, given.out), Store.open(path), given.workers, math.inf)
     rows = [row for row in pq.read_table(path).to_pylist() if len(row["metrics"]["reward/mean"]) >= 2 * WINDOW]
     runs = [watched(row) for row in rows]
-    print(table(["regime", "method", "runs", "collapsed", "after steps"], cells(rows, runs)), end="\n\n")
+    print(
+        table(["regime", "method", "runs", "collapsed", "after steps", "accuracy halved at"], cells(rows, runs)),
+        end="\n\n",
+    )
     print(table(*candidates(runs)), end="\n\n")
     print(table(["alarm of the monitor", "false alarms", "caught", "median lead"], rules(runs)), end="\n\n")
     for collapsed in (False, True):

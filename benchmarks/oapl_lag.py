@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/oapl-lag"))
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--updates", type=int, default=UPDATES, help="of `--sweep 32` in the results: 600")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="of a run; docs/results has `--sweep 32` with 600")
     parser.add_argument("--samples", type=int, default=512, help="for pass@k")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--figure", type=Path)
