@@ -51,7 +51,7 @@ def main() -> None:
             steps = [worker.step() for _ in range(1 + given.steps)][1:]
             worker.close()
             cells = " | ".join(middle([step[f"time/{phase}"] for step in steps]) for phase in PHASES)
-            print(f"| {tokens} | {micro} | {cells} | {steps[-1]['gpu_bytes'] / 2**30:.1f} |", flush=True)
+            print(f"| {tokens} | {micro} | {cells} | {steps[-1]['gpu_peak'] / 2**30:.1f} |", flush=True)
 
 
 def middle(seconds: list[Any]) -> str:

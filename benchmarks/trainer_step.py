@@ -9,7 +9,8 @@ that costs nothing, one AdamW update; bf16, gradient checkpointing off. TRL runs
 where bfloat16 takes several times as long, float32 alone) and its fastest is the one compared with.
 
 Each side lives in its own process and waits while the other steps. The first step of each is a warm-up. Figures are
-medians; the range of the ratio is over rounds. Target: at least 3x TRL's steps per second.
+medians; the range of the ratio is over rounds; peak memory is that of the process, on a GPU that of its allocator.
+Target: at least 3x TRL's steps per second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -57,7 +59,11 @@ class Commands:
         self._start = time.perf_counter()
 
     def done(self, **facts: Any) -> None:
-        self.ready(seconds=time.perf_counter() - self._start, **facts)
+        import torch
+
+        seconds = time.perf_counter() - self._start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        self.ready(seconds=seconds, peak=peak, gpu_peak=torch.cuda.max_memory_allocated(), **facts)
 
 
 def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
@@ -85,7 +91,7 @@ def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
         bf16=variant.get("bf16", True),
         model_init_kwargs={"dtype": variant["weights"]},
         per_device_train_batch_size=variant["batch"],
-        gradient_accumulation_steps=PROMPTS * SAMPLES // variant["batch"],
+        gradient_accumulation_steps=variant["prompts"] * SAMPLES // variant["batch"],
         num_generations=SAMPLES,
         max_completion_length=tokens,
         generation_kwargs={"min_new_tokens": tokens},
@@ -130,7 +136,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
 
         def step(self, metrics: Any) -> None:
             seen = {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
-            commands.done(length=metrics["length/mean"], gpu_bytes=torch.cuda.max_memory_allocated(), **seen)
+            commands.done(length=metrics["length/mean"], **seen)
 
     problems = [Problem(str(index), question(index), "100") for index in range(64)]
     spec = RewardSpec(lambda completion, _problem: letters(completion))
@@ -188,10 +194,13 @@ class Worker:
         self._process.wait()
 
 
-def fastest_trl(python: str, model: str, tokens: int, steps: int) -> dict[str, Any]:
+def fastest_trl(python: str, model: str, tokens: int, prompts: int, steps: int) -> dict[str, Any]:
     """TRL's best variant, each measured alone after one warm-up step."""
     result: list[tuple[float, dict[str, Any]]] = []
-    for variant in TRL_VARIANTS if has_bfloat16() else TRL_FLOAT32:
+    for one in TRL_VARIANTS if has_bfloat16() else TRL_FLOAT32:
+        if one["batch"] > prompts * SAMPLES:
+            continue
+        variant = one | {"prompts": prompts}
         worker = Worker(python, "trl", model, tokens, variant)
         worker.step()
         seconds = statistics.median(worker.step()["seconds"] for _ in range(steps))
@@ -210,28 +219,31 @@ def alternate(workers: list[Worker], rounds: int) -> Iterator[list[dict[str, Any
 
 def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict[str, Any], micro: int | None) -> None:
     theirs = Worker(trl_python, "trl", model, tokens, variant)
-    own = {"trainer": {"micro_batch_tokens": micro}} if micro else {}
-    ours = Worker(sys.executable, "trimtab", model, tokens, own)
+    own = {"prompts": variant["prompts"]} | ({"micro_batch_tokens": micro} if micro else {})
+    ours = Worker(sys.executable, "trimtab", model, tokens, {"trainer": own})
     results = list(alternate([theirs, ours], rounds))
     for worker in (theirs, ours):
         worker.close()
     trl, trimtab = ([step["seconds"] for step in column] for column in zip(*results, strict=True))
     ratios = sorted(a / b for a, b in zip(trl, trimtab, strict=True))
-    print(f"{theirs.name:<36} {statistics.median(trl):7.2f} s a step")
-    print(f"{'trimtab':<36} {statistics.median(trimtab):7.2f} s a step")
+    last = results[-1]
+    kind = "gpu_peak" if last[1]["gpu_peak"] else "peak"
+    memory = [step[kind] / 1e9 for step in last]
+    print(f"{theirs.name:<36} {statistics.median(trl):7.2f} s a step, peak memory {memory[0]:.1f} GB")
+    print(f"{'trimtab':<36} {statistics.median(trimtab):7.2f} s a step, peak memory {memory[1]:.1f} GB")
     for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
         print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
-    rate, floor = products_alone(model, tokens)
+    rate, floor = products_alone(model, variant["prompts"] * SAMPLES * tokens)
     print(f"  products of the update alone: {floor:.1f} s at {rate:.0f} GFLOP/s (feed-forward's shape)")
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
 
 
-def products_alone(model: str, tokens: int) -> tuple[float, float]:
+def products_alone(model: str, rows: int) -> tuple[float, float]:
     """Returns the rate of products here (GFLOP/s), in bfloat16 where the device multiplies it, else in float32.
 
-    Also the seconds that the products of an update take at this rate.
+    Also the seconds that the products of an update on `rows` tokens take at this rate.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -241,7 +253,6 @@ def products_alone(model: str, tokens: int) -> tuple[float, float]:
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
     width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
-    rows = PROMPTS * SAMPLES * tokens
     dtype = torch.bfloat16 if has_bfloat16() else torch.float32
     device = default_device()
     states, weight = (torch.randn(size, width, dtype=dtype, device=device) for size in (rows, inner))
@@ -273,6 +284,7 @@ def main() -> None:
     parser.add_argument("--trl-python", default=".venv-bench/bin/python", help="interpreter that has trl==1.16.0")
     parser.add_argument("--model", help="a model folder; default: the bundled model, converted once")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="each with 8 completions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--trl-variant", type=json.loads, help='skip the search, e.g. \'{"batch": 64, "weights": "bfloat16"}\''
@@ -292,7 +304,8 @@ def main() -> None:
         )
     model = arguments.model or model_folder()
     both = arguments.trl_python, model, arguments.tokens
-    variant = arguments.trl_variant or fastest_trl(*both, max(1, arguments.rounds // 2))
+    given, prompts = arguments.trl_variant, arguments.prompts
+    variant = given | {"prompts": prompts} if given else fastest_trl(*both, prompts, max(1, arguments.rounds // 2))
     compare(*both, arguments.rounds, variant, arguments.micro_batch_tokens)
 
 
