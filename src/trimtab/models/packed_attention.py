@@ -9,8 +9,9 @@ prompt's keys and its own, and packs the result again. A dense block mask over t
 are masked, and rows of prompt and response would run every prompt once for each response.
 
 `PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
-short rows of reinforcement learning on a CPU, products of small matrices are several times as fast as the fused kernel,
-most of all in the backward. Scores are computed in float32, so autocast rounds nothing before the softmax.
+short rows of reinforcement learning on a CPU, products of small matrices are faster than the fused kernel, most of all
+in the backward; long responses use it (`fused_rows.py`). Scores are computed in float32, so autocast rounds nothing
+before the softmax.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
+from trimtab.models.fused_rows import FusedRows
 from trimtab.models.matmul import batched_product, on_accelerator
 
 PACKED_IMPLEMENTATION = "trimtab"
@@ -87,18 +89,21 @@ class PackedLayout:
     prompt_index: Int[Tensor, " batch"]
     prompt_lengths: Int[Tensor, " prompts"]
     masks: dict[Any, Tensor]  # additive masks by kind of row and window: equal in every layer
+    fused: FusedRows | None = None  # for long responses
 
     @classmethod
     def build(
         cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
     ) -> PackedLayout:
         """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
-        prompts = _rows(prompt_mask, 0)
-        return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
+        prompts, lengths = _rows(prompt_mask, 0), prompt_mask.sum(-1)
+        fused = FusedRows.build(lengths, input_mask.sum(-1), prompt_index)
+        return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, lengths, {}, fused)
 
     def to(self, device: torch.device) -> PackedLayout:
         prompts, responses = self.prompts.to(device), self.responses.to(device)
-        return PackedLayout(prompts, responses, self.prompt_index.to(device), self.prompt_lengths.to(device), {})
+        fused = None if self.fused is None else self.fused.to(device)
+        return PackedLayout(prompts, responses, self.prompt_index.to(device), self.prompt_lengths.to(device), {}, fused)
 
     def mask(
         self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block
@@ -180,6 +185,9 @@ def packed_attention_forward(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
     with torch.autocast(device, enabled=False):  # it would round the float32 scores
+        # In float64 the kernel's gradients are exact to 1e-8 only.
+        if layout.fused is not None and softcap is None and sliding_window is None and dtype != torch.float64:
+            return layout.fused.attend(query, key, value, options.scaling, dtype), None
         return PackedAttention.apply(query, key, value, layout, options), None
 
 
