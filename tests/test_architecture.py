@@ -73,7 +73,7 @@ LINES = {
     "environments": 1_958,
     "evaluation": 1_127,
     "lab": 1_206,
-    "models": 4_058,
+    "models": 4_059,
     "monitor": 1_067,
     "objectives": 3_029,
     "pages": 472,

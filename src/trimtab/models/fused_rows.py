@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimtab.models.matmul import product_dtype
 
+# Forward and backward on a CPU take as long as small products at 512 tokens, and 1 / 1.3 of their time at 768.
 MIN_WIDTH = 768
 
 
@@ -66,7 +67,7 @@ class FusedRows(NamedTuple):
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].to(dtype)
 
     def _spread(self, packed: Float[Tensor, "1 heads tokens width"], dtype: torch.dtype) -> Tensor:
-        # At least float32, in which the gradients of a prompt's keys are then summed over its rows.
+        # At least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
         wide = packed[0].transpose(0, 1).to(torch.promote_types(packed.dtype, torch.float32))
         rows = wide.index_select(0, self.tokens.flatten()).to(dtype)
         return rows.to(product_dtype(rows)).unflatten(0, self.tokens.shape).transpose(1, 2)
