@@ -93,7 +93,7 @@ ROWS = {
     "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),
     "oapl_lag": Row("--out $OUT --lags 1 --seeds 0 --workers 1 --updates 1 --samples 4", r"1 \| token-tis \| \d"),
     "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),
-    "overlap": Row("--rounds 1 --steps 7 --prompts 2 --samples 2", "share of the ideal"),
+    "overlap": Row("--rounds 1 --steps 12 --prompts 2 --samples 2", "share of the ideal"),
     "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),
     "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
     "preflight_matrix": Row(
