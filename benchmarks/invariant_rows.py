@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.models.fused_head import TILE_VOCABULARY
-from trimtab.models.invariant.invariant_attention import KEY_BLOCK, attention_dtype, query_rows
+from trimtab.models.invariant.invariant_attention import KEY_BLOCK, query_rows
 from trimtab.models.matmul import TILE_ROWS, product
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
@@ -139,26 +139,20 @@ def columns() -> Iterator[Line]:
 
 
 def attention() -> Iterator[Line]:
-    """Products of queries and keys, and of weights and values, by the number of queries."""
-    for name, dtype in TYPES.items():
-        scores, values, enough = {}, {}, {}
-        for width in WIDTHS:
-            shapes = (max(QUERY_COUNTS), width), (max(KEY_COUNTS), width), (max(QUERY_COUNTS), 2 * KEY_BLOCK)
-            query, key, weights = (normal(max(BATCHES), *shape, dtype=dtype) for shape in shapes)
-            for form, of in FORMS.items():
-                case = f"width {width}, {form}"
-                enough[case] = query_rows(width, dtype)
-                scores[case] = differing(lambda a, b: torch.bmm(a, b.mT), of, query, key, KEY_COUNTS)
-                parts = weights[..., KEY_BLOCK:], key[:, -KEY_BLOCK:], (KEY_BLOCK,)
-                values[case] = differing(torch.bmm, of, *parts)
-        for what, result in (("scores", scores), ("values", values)):
-            for which, enough_rows in (("too few or no multiple", False), ("multiples of query_rows", True)):
-                differ = {
-                    case: [n for n in sizes if (n % enough[case] == 0) == enough_rows] for case, sizes in result.items()
-                }
-                # In bfloat16 they rest on it where a trial finds it.
-                relied = enough_rows and attention_dtype(key[:0], width) == dtype
-                yield Line(f"{name} attention, {what}, queries: {which}", relied, QUERY_COUNTS, differ)
+    """Float32 products of queries and keys, and of weights and values, by the number of queries."""
+    scores, values, enough = {}, {}, {}
+    for width in WIDTHS:
+        query, key = (normal(max(BATCHES), n, width) for n in (max(QUERY_COUNTS), max(KEY_COUNTS)))
+        weights = normal(max(BATCHES), max(QUERY_COUNTS), 2 * KEY_BLOCK)[..., KEY_BLOCK:]
+        for form, of in FORMS.items():
+            case = f"width {width}, {form}"
+            enough[case] = query_rows(width)
+            scores[case] = differing(lambda a, b: torch.bmm(a, b.mT), of, query, key, KEY_COUNTS)
+            values[case] = differing(torch.bmm, of, weights, key[:, -KEY_BLOCK:], (KEY_BLOCK,))
+    for what, result in (("scores", scores), ("values", values)):
+        for which, relied in (("too few or no multiple", False), ("multiples of query_rows", True)):
+            differ = {case: [n for n in sizes if (n % enough[case] == 0) == relied] for case, sizes in result.items()}
+            yield Line(f"attention, {what}, queries: {which}", relied, QUERY_COUNTS, differ)
 
 
 def differing(

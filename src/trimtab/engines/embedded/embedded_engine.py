@@ -36,7 +36,7 @@ from trimtab.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant import is_invariant
-from trimtab.models.invariant.invariant_attention import KEY_BLOCK, attention_dtype, round_up
+from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import record_routing, router_info
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
@@ -214,8 +214,7 @@ class EmbeddedEngine:
         dtype = self._fused.cache_dtype if self._fused else self._model.dtype
         positions, itemsize = longest + max_tokens, dtype.itemsize
         if self._invariant:
-            positions = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK)
-            itemsize = attention_dtype(next(self._model.parameters()), size).itemsize
+            positions, itemsize = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK), 4
         width = 2 * config.num_hidden_layers * heads * size * itemsize
         max_rows = max(1, CACHE_BYTES // (width * positions))
         count = -(-len(rows) // max_rows)

@@ -26,7 +26,6 @@ from trimtab.models.invariant.invariant_attention import (
     CachedAttention,
     accumulate,
     attend_packed,
-    attention_dtype,
     attention_scores,
     exponentials_,
     largest,
@@ -53,7 +52,7 @@ class _FunctionAttention(CachedAttention):
 
 @dataclass(slots=True)
 class _Cache:
-    """Keys and values of all layers, (owners, key heads, a multiple of `KEY_BLOCK`, width).
+    """Keys and values of all layers, (owners, key heads, a multiple of `KEY_BLOCK`, width); float32 or wider on a CPU.
 
     An owner is a prompt or a row.
     """
@@ -63,11 +62,10 @@ class _Cache:
 
     @classmethod
     def empty(cls, model: Any, owners: int, positions: int, like: Tensor) -> _Cache:
-        config, width = model.config, model.base_model.layers[0].self_attn.head_dim
-        shape = (owners, config.num_key_value_heads, round_up(max(positions, 1), KEY_BLOCK), width)
-        dtype = like.dtype if use_triton(like) else attention_dtype(like, width)  # kernels read the model's dtype
+        attention, config = model.base_model.layers[0].self_attn, model.config
+        shape = (owners, config.num_key_value_heads, round_up(max(positions, 1), KEY_BLOCK), attention.head_dim)
         # Zeros: positions that were never written get no attention, but 0 * NaN would still be NaN.
-        keys, values = ([like.new_zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2))
+        keys, values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
         return cls(keys, values)
 
     def fill(self, layer: int, owners: Tensor, key: Tensor, value: Tensor) -> None:
@@ -105,7 +103,6 @@ class InvariantDecoder:
     def __init__(self, model: Any, starts: PrefillPlan) -> None:
         self._parts = model_parts(model)
         self._dtype = self._parts.weight.dtype
-        self._exact = torch.promote_types(self._dtype, torch.float32)
         # Once a batch, so that weights changed in place between batches cannot be missed. These copies are as large as
         # the model, in float32 on a processor without bfloat16 instructions.
         self._packed, self._head = pack_layers(self._parts.backbone), pack_head(self._parts)
@@ -114,6 +111,8 @@ class InvariantDecoder:
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=device)
         self.prefilled = int(self._lengths.sum()) + int(prefix_lengths.sum())
         like = torch.empty(0, dtype=self._dtype, device=device)
+        if not use_triton(like):  # the kernels read the model's dtype
+            like = like.to(torch.promote_types(self._dtype, torch.float32))
         self._prompts = _Cache.empty(model, len(self._lengths), int(self._lengths.max()), like)
         self._responses = _Cache.empty(model, len(prefix_lengths), int(prefix_lengths.max()), like)
         self.first = self._prefill(starts, prefix_lengths)[starts.row]
@@ -178,7 +177,7 @@ class InvariantDecoder:
             self._lengths = self._lengths[self._grid.used]
             self._prompts.select(self._grid.used)
         positions = torch.arange(self._prompts.keys[0].shape[2], device=prompt.device)
-        self._prompt_shown = (positions < self._lengths[:, None])[:, None, None].to(self._exact)
+        self._prompt_shown = (positions < self._lengths[:, None])[:, None, None].to(self._prompts.keys[0].dtype)
 
     def keep(self, index: Tensor) -> None:
         """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
@@ -190,7 +189,7 @@ class InvariantDecoder:
         while int(self._filled.max()) >= self._responses.keys[0].shape[2]:
             self._responses.grow()
         positions = torch.arange(self._responses.keys[0].shape[2], device=tokens.device)
-        shown = (positions <= self._filled[:, None])[:, None, None].to(self._exact)
+        shown = (positions <= self._filled[:, None])[:, None, None].to(self._responses.keys[0].dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             self._responses.append(layer, self._filled, k, v)
@@ -207,7 +206,7 @@ class InvariantDecoder:
             return self._attend_by_kernel(layer, q, scaling)
         keys, prompt_keys = self._responses.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (keys.shape[1], -1, keys.shape[3])).to(keys.dtype)
-        group, multiple = query.shape[2], query_rows(keys.shape[3], keys.dtype)
+        group, multiple = query.shape[2], query_rows(keys.shape[3])
         of_prompt = _scores(pad_time(self._grid.to_grid(query), multiple), prompt_keys, scaling)
         of_response = _scores(pad_time(query, multiple), keys, scaling)
         peak = self._grid.to_rows(largest(of_prompt, self._prompt_shown), group)

@@ -2,7 +2,7 @@
 
 A token attends to its prompt and to its response up to itself. Keys of both are split into blocks of `KEY_BLOCK`,
 starting at the first token of the prompt and of the response: the boundary between the two is part of a trajectory, so
-sampler and trainer split alike. Then, in float32 but for the products, which are in the dtype of `attention_dtype`:
+sampler and trainer split alike. Then, in float32:
 
     scores     one product for each (query, key), over the width of a head: padded to a multiple of `query_rows`
     maximum    over all keys: exact in any order
@@ -14,7 +14,6 @@ Queries, keys and values are first rounded to the dtype of the model's products,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +25,6 @@ from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
 from trimtab.models.invariant.kernels.runtime import use_triton
-from trimtab.models.matmul import TILE_ROWS, product_dtype
 from trimtab.models.packed_attention import (
     MAX_SAVED_SCORES,
     AttentionOptions,
@@ -87,46 +85,12 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def attention_dtype(values: Tensor, width: int) -> torch.dtype:
-    """Returns the dtype of attention's products for `values` of heads of `width` channels, in PyTorch's own kernels.
-
-    It is bfloat16 for bfloat16 values on a CPU with instructions for it, if a trial finds that a row's bits do not
-    depend on the other rows. Elsewhere it is float32 or wider.
-    """
-    exact = torch.promote_types(values.dtype, torch.float32)
-    if values.device.type != "cpu" or product_dtype(values) != torch.bfloat16:
-        return exact
-    return torch.bfloat16 if _bfloat16_shares_bits(width, torch.get_num_threads()) else exact
-
-
-@cache
-def _bfloat16_shares_bits(width: int, threads: int) -> bool:  # noqa: ARG001  # decides, among others, which kernel runs
-    """Whether a few rows, in small and large batches, have the bits of many; with random numbers whose sums cancel."""
-    generator, least = torch.Generator().manual_seed(0), query_rows(width, torch.bfloat16)
-
-    def cancelling(rows: int, inner: int, sign: int) -> Tensor:
-        half = torch.randn(8, rows, inner // 2, generator=generator)
-        return torch.cat([half, sign * half], -1).bfloat16()
-
-    scores = cancelling(4 * KEY_BLOCK, width, -1), cancelling(4 * KEY_BLOCK, width, 1).mT
-    values = cancelling(4 * KEY_BLOCK, KEY_BLOCK, -1), cancelling(width, KEY_BLOCK, 1).mT.contiguous()
-    return all(
-        torch.equal(torch.bmm(a[:batch, :rows], b[:batch, :, :KEY_BLOCK]), (a @ b)[:batch, :rows, :KEY_BLOCK])
-        for a, b in (scores, values)
-        for batch in (1, 8)
-        for rows in (least, 2 * least, 3 * least, TILE_ROWS)
-    )
-
-
-def query_rows(width: int, dtype: torch.dtype) -> int:
+def query_rows(width: int) -> int:
     """Returns the minimum number of rows of products over heads of `width` channels; fewer rows use other kernels.
 
-    MKL in float32 on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
-    `MKL_CBWR=COMPATIBLE` 8 for all of them. In bfloat16 only products of very few numbers use another kernel. More
-    rows cost time in decoding, where most of them are padding.
+    MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
+    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time in decoding, where most of them are padding.
     """
-    if dtype == torch.bfloat16:
-        return 4 if width >= 32 else 8
     return 8 if width <= 128 else 16
 
 
@@ -139,9 +103,8 @@ def pad_time(states: Float[Tensor, "*batch time width"], multiple: int) -> Float
 def attention_scores(
     query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
 ) -> Float[Tensor, "batch queries keys"]:
-    """Returns all scores in float32 or wider. `queries` is a multiple of `query_rows`, `keys` of `KEY_BLOCK`."""
-    scores = torch.bmm(query, key.transpose(1, 2))
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scaling)
+    """Returns all scores. `queries` is a multiple of `query_rows`, `keys` of `KEY_BLOCK`; both are float32 or wider."""
+    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
 
 
 def largest(scores: Float[Tensor, "*batch keys"], shown: Float[Tensor, "*#batch keys"]) -> Float[Tensor, "*batch 1"]:
@@ -167,8 +130,7 @@ def accumulate(
     """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
     for start in range(0, value.shape[1], KEY_BLOCK):
         part = exponentials[..., start : start + KEY_BLOCK]
-        values = torch.bmm(part.to(value.dtype), value[:, start : start + KEY_BLOCK]).to(part.dtype)
-        sums = part.sum(-1)
+        sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEY_BLOCK])
         before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
     assert before is not None  # there is at least one key: the query's own
     return before
@@ -254,10 +216,9 @@ def _attend(
     """Returns the output rows, and the probabilities of every block as the native backward expects them."""
     out, kept = torch.empty_like(q), []
     heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
-    multiple = query_rows(sizes[1], attention_dtype(q, sizes[1]))
     for block in working_blocks(rows.batch, heads, rows.width, keys, q.device):
         queries = range(*block.queries.indices(rows.width))
-        some = pad_time(q[block.rows, block.queries], multiple)
+        some = pad_time(q[block.rows, block.queries], query_rows(sizes[1]))
         exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)
         out[block.rows, block.queries] = unfold_heads(result.div_(total[..., None]), len(some), some.shape[1])[
             :, : len(queries)
@@ -271,18 +232,18 @@ def _block(
     q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Returns the exponentials of each part's scores, their sum, and the weighted values of some rows and queries."""
-    exact, dtype = torch.promote_types(options.dtype, torch.float32), attention_dtype(q, sizes[1])
+    exact = torch.promote_types(options.dtype, torch.float32)
     queries = range(start, start + q.shape[1])
-    folded, scores, masks = fold_heads(q, *sizes).to(dtype), [], []
+    folded, scores, masks = fold_heads(q, *sizes).to(exact), [], []
     for part in parts:
         keys = part.visible(queries.stop)
-        score = attention_scores(folded, fold_heads(part.keys[rows, :keys], *sizes).to(dtype), options.scaling)
+        score = attention_scores(folded, fold_heads(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
         scores.append(score.view(len(q), -1, len(queries), keys))
         masks.append(part.shown(rows, queries, keys, exact))
     peak = torch.stack([largest(score, shown) for score, shown in zip(scores, masks, strict=True)]).amax(0)
     exponentials, result = [], None
     for part, score, shown in zip(parts, scores, masks, strict=True):
-        values = fold_heads(part.values[rows, : score.shape[-1]], *sizes).to(dtype)
+        values = fold_heads(part.values[rows, : score.shape[-1]], *sizes).to(exact)
         exponentials.append(exponentials_(score, peak, shown).view(*folded.shape[:2], -1))
         result = accumulate(exponentials[-1], values, result)
     assert result is not None
