@@ -101,6 +101,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
+def cancelling(rows: int, inner: int, sign: int, dtype: torch.dtype) -> Tensor:
+    """Rows whose products with those of the other sign are rounding errors alone, which bfloat16 does not hide."""
+    half = normal(rows, inner // 2)
+    return torch.cat([half, sign * half], 1).to(dtype)
+
+
 def rows() -> Iterator[Line]:
     """Some rows of a product, against products of `TILE` rows each that begin elsewhere."""
     for name, dtype in TYPES.items():
@@ -121,7 +127,7 @@ def rows() -> Iterator[Line]:
 
 def tiles(inner: int, outer: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """A weight, rows, and their products, made `TILE` rows at a time."""
-    weight, x = normal(outer, inner, dtype=dtype), normal(count * TILE_ROWS, inner, dtype=dtype)
+    weight, x = cancelling(outer, inner, 1, dtype), cancelling(count * TILE_ROWS, inner, -1, dtype)
     return weight, x, torch.cat([product(part, weight) for part in x.split(TILE_ROWS)])
 
 
@@ -130,7 +136,8 @@ def columns() -> Iterator[Line]:
     for name, dtype in TYPES.items():
         result: dict[str, list[int]] = defaultdict(list)
         for case, (inner, outer) in FUSED.items():
-            weights, x = [normal(n, inner, dtype=dtype) for n in outer], normal(max(SIXTEENS), inner, dtype=dtype)
+            weights = [cancelling(n, inner, 1, dtype) for n in outer]
+            x = cancelling(max(SIXTEENS), inner, -1, dtype)
             joint = torch.cat(weights)
             for n in SIXTEENS:
                 apart = torch.cat([product(x[:n], weight) for weight in weights], -1)
