@@ -41,7 +41,7 @@ RUNS = {
     "token-alp": "token-alp base=laboratory",
     "soup": "soup base=laboratory prefix.refresh=2",
     "oapl": "oapl base=laboratory trainer.sync_every=3",
-    "seq-mis": "laboratory objective.name=seq-mis engine.quantize=int8",
+    "seq-mis-seq-ratio": "laboratory objective.name=seq-mis-seq-ratio engine.quantize=int8",
     "invariant": f"laboratory {BFLOAT16} numerics=invariant",
     "routing": "laboratory model.path=laboratory-moe routing.replay=rollout",
     "worker": "laboratory objective.name=icepop engine.workers=1 trainer.max_lag=0",

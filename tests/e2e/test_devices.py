@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "references": ("objective.name=grpo", "objective.kl_coef=0.1"),
     "noise": ("objective.name=token-alp", "trainer.minibatches=2", "trainer.max_lag=2"),
     "noise on logits": ("objective.name=token-alp", "perturbation.layers=logits", "perturbation.std=0.01"),
-    "adapters": ("objective.name=seq-mis", "model.lora.rank=4", "model.autocast=bfloat16"),
+    "adapters": ("objective.name=seq-mis-seq-ratio", "model.lora.rank=4", "model.autocast=bfloat16"),
     "invariant": ("objective.name=oapl", "numerics=invariant"),
     "top-p": ("sampling.top_p=0.9", "sampling.temperature=0.8"),
     "experts": ("model.path=laboratory-moe", "routing.replay=rollout"),

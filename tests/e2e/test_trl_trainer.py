@@ -59,7 +59,7 @@ def test_the_kl_term_is_that_of_trl(tmp_path: Path) -> None:
 
 def test_every_preset_has_the_loss_and_gradient_of_the_library(tmp_path: Path) -> None:
     cases = run("presets", tmp_path)
-    assert {"grpo", "dr-grpo", "gspo", "icepop", "seq-mis", "turn-tis", "opsm", "m2po"} <= cases.keys()
+    assert {"grpo", "dr-grpo", "gspo", "icepop", "seq-mis-seq-ratio", "turn-tis", "opsm", "m2po"} <= cases.keys()
     assert len(cases) >= 25
     for name, case in cases.items():
         assert case["scale"] > 0, name

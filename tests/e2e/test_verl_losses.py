@@ -78,7 +78,17 @@ def test_grpo_is_the_vanilla_loss_of_verl(environment: dict[str, str]) -> None:
 
 def test_every_preset_has_the_loss_and_gradient_of_the_library(environment: dict[str, str]) -> None:
     cases = run(environment, "presets")
-    assert {"grpo", "dr-grpo", "gspo", "icepop", "token-tis", "seq-mis", "turn-tis", "opsm", "dppo"} <= cases.keys()
+    assert {
+        "grpo",
+        "dr-grpo",
+        "gspo",
+        "icepop",
+        "token-tis",
+        "seq-mis-seq-ratio",
+        "turn-tis",
+        "opsm",
+        "dppo",
+    } <= cases.keys()
     assert len(cases) >= 25
     for name, case in cases.items():
         assert case["scale"] > 0, name

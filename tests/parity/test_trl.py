@@ -42,7 +42,7 @@ LOSSES: dict[str, Objective] = {
     ),
     "importance/token_mask-0.5-2": trimtab.objective("icepop", weight_max=2.0, aggregation="token-mean"),
     "importance/sequence_truncate-3": trimtab.objective("seq-tis", weight_max=3.0),
-    "importance/sequence_mask-3": trimtab.objective("token-mis", weight_max=3.0),
+    "importance/sequence_mask-3": trimtab.objective("seq-mis", weight_max=3.0),
 }
 
 DIFFERENT = {"loss/delta-1.1", "loss/entropy-grpo", "advantage/group", "importance/unscored"}

@@ -31,8 +31,8 @@ ABSENT = {
 """Presets that verl, TRL and Miles all lack, with the reason."""
 
 NEAREST = {
-    "seq-bypass": {"verl": "token-bypass", "TRL": "token-mis", "Miles": "token-bypass"},
-    "seq-alp": {"verl": "token-bypass", "TRL": "token-mis", "Miles": "token-bypass"},
+    "seq-bypass": {"verl": "token-bypass", "TRL": "seq-mis", "Miles": "token-bypass"},
+    "seq-alp": {"verl": "token-bypass", "TRL": "seq-mis", "Miles": "token-bypass"},
     "token-alp": {"verl": "token-bypass", "TRL": "token-tis", "Miles": "token-bypass"},
     "turn-tis": {"verl": "token-tis", "TRL": "token-tis", "Miles": "token-tis"},
     "m2po": {"verl": "token-bypass", "TRL": "token-tis", "Miles": "token-bypass"},

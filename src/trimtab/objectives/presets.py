@@ -102,18 +102,19 @@ _PRESETS = (
         source="`seq-tis` with one weight for each turn; the product over long episodes vanishes (NeMo-RL issue 2269).",
     ),
     Preset(
-        Objective("token-mis", Ratio(), Clipped(), Weight("sequence", "mask", 0.0, 2.0)),
+        Objective("seq-mis", Ratio(), Clipped(), Weight("sequence", "mask", 0.0, 2.0)),
         does="PPO on current/proximal, times the product of proximal/behavior over the response, 0 outside a band.",
         when="Use it to drop whole responses whose weight is too large, instead of truncating it.",
-        source='Liu, Li et al. 2025, "When Speed Kills Stability"; named as in arXiv 2603.19470 Table 1, after the '
-        'level of the clipped ratio. Other sources call `icepop`, whose weight is that of a token, "token MIS".',
+        source='Sequence MIS: Liu, Li et al. 2025, "When Speed Kills Stability"; TRL\'s `sequence_mask`. ALP (arXiv '
+        "2603.19470, Table 1) calls it Token-MIS, after its clipped ratio; elsewhere that is `icepop`, whose weight "
+        "is that of a token.",
     ),
     Preset(
-        Objective("seq-mis", Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0)),
+        Objective("seq-mis-seq-ratio", Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0)),
         does="PPO on the product of current/proximal, times that of proximal/behavior over the response, 0 outside a "
         "band.",
-        when="Use it as `token-mis`, where clipping too should decide about whole responses.",
-        source='Liu, Li et al. 2025, "When Speed Kills Stability"; arXiv 2603.19470 Table 1.',
+        when="Use it as `seq-mis`, where clipping too should decide about whole responses.",
+        source="Seq-MIS of ALP (arXiv 2603.19470, Table 1): ratio and weight are both of the response.",
     ),
     Preset(
         Objective("icepop", Ratio(), Clipped(), Weight("token", "mask", 0.5, 5.0), aggregation=BY_SEQUENCE),

@@ -39,7 +39,7 @@ from trimtab.objectives import PolicyLogps, correct, objective, objectives
     ("trainer", "name", "keywords", "reason"),
     [
         ("verl", "m2po", {}, "statistics of the whole update"),
-        ("prime-rl", "token-mis", {"denominator": "kept"}, "statistics of the whole update"),
+        ("prime-rl", "seq-mis", {"denominator": "kept"}, "statistics of the whole update"),
         ("prime-rl", "icepop", {}, "'seq-mean-token-mean', and this trainer's denominators give 'token-mean'"),
         ("trl", "a3po", {}, "it reads age"),
         ("trl", "luffy", {"length_max": 5}, "it reads off_policy .the tokens of external traces."),

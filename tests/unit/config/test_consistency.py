@@ -266,7 +266,7 @@ ACCEPTED = [
     f"{INVARIANT} engine.workers=1",
     *(
         f"objective.name={name} trainer.max_lag=2"
-        for name in ("seq-tis", "token-mis", "icepop", "geo-mask", "k3-mask", "opsm", "m2po", "token-bypass")
+        for name in ("seq-tis", "seq-mis", "icepop", "geo-mask", "k3-mask", "opsm", "m2po", "token-bypass")
     ),
 ]
 

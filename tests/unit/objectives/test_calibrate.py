@@ -39,8 +39,8 @@ def test_which_presets_have_bounds_to_find() -> None:
         "token-tis": ("weight_max",),
         "seq-tis": ("weight_max",),
         "turn-tis": ("weight_max",),
-        "token-mis": ("weight_max",),  # open below, as published
-        "seq-mis": ("weight_max",),
+        "seq-mis": ("weight_max",),  # open below, as published
+        "seq-mis-seq-ratio": ("weight_max",),
         "icepop": ("weight_min", "weight_max"),
         "geo-mask": ("keep_min", "keep_max"),
         "geo-mask-token-tis": ("weight_min", "weight_max", "keep_min", "keep_max"),
@@ -74,7 +74,7 @@ def test_a_sequence_bound_is_of_the_product_and_masked_tokens_count_for_nothing(
     mask[:, 2] = False
     product = math.exp(0.5 + 0.98)  # one of a hundred beyond
     normal = math.exp(0.5 + 0.49 + (0.94 - 0.49) * 2.3263478740 / 1.6448536270)  # carried outwards from five beyond
-    result = calibrated("token-mis", observed(log, mask))["weight_max"]
+    result = calibrated("seq-mis", observed(log, mask))["weight_max"]
     assert result == pytest.approx(max(product, normal), rel=1e-5)
     assert result >= normal > product
 
@@ -107,7 +107,7 @@ def test_bounds_stay_within_what_published_ones_span() -> None:
         "keep_min": 0.60653,
         "keep_max": 1.64873,
     }
-    assert calibrated("token-mis", far) == {"weight_max": 10.0}
+    assert calibrated("seq-mis", far) == {"weight_max": 10.0}
     assert calibrated("k3-mask", far) == {"divergence_max": 0.1}
     assert calibrated("opsm", far) == {"delta": 0.5}
 

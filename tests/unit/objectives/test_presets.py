@@ -98,7 +98,7 @@ def test_the_equation_shows_its_numbers(name):
 
 
 def test_the_equation_explains_its_symbols_and_warns():
-    text = objective("token-mis", kl="unbiased", kl_coef=0.01, entropy_coef=0.002).equation()
+    text = objective("seq-mis", kl="unbiased", kl_coef=0.01, entropy_coef=0.002).equation()
     assert "+ 0.01·KL − 0.002·H" in text
     assert "ρ = Π_t π_old(y_t)/μ(y_t)" in text
     assert "KL: π/μ·(π_ref/π − log(π_ref/π) − 1), gradient through both" in text

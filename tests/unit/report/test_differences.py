@@ -51,7 +51,9 @@ def test_differing_numbers_and_parts_are_marked() -> None:
 
 
 def test_ratios_of_other_levels_and_policies_are_the_same_part() -> None:
-    parts = by_symbol(align({name: objective(name).equation() for name in ("token-bypass", "seq-mis", "gspo")}))
+    parts = by_symbol(
+        align({name: objective(name).equation() for name in ("token-bypass", "seq-mis-seq-ratio", "gspo")})
+    )
     assert len(parts["r"].readings) == 3
     assert marked(parts["r"], "token-bypass")[-1] == "μ"
 

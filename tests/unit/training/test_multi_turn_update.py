@@ -83,7 +83,7 @@ def updated(groups: list[Group], name: str) -> tuple[torch.Tensor, StepStatistic
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats, batch
 
 
-@pytest.mark.parametrize("name", ["turn-tis", "seq-mis", "oapl", "m2po"])
+@pytest.mark.parametrize("name", ["turn-tis", "seq-mis-seq-ratio", "oapl", "m2po"])
 def test_values_at_observations_change_nothing(groups: list[Group], name: str) -> None:
     weights, stats, batch = updated(groups, name)
     other, other_stats, other_batch = updated(with_junk(groups), name)

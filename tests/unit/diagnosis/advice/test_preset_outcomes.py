@@ -56,8 +56,8 @@ def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
         "token-tis",
         "seq-tis",
         "turn-tis",
-        "token-mis",
         "seq-mis",
+        "seq-mis-seq-ratio",
         "icepop",
         "geo-mask",
         "geo-mask-token-tis",
@@ -72,7 +72,7 @@ def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
         assert 0.0 <= row.ess <= 1.0 + 1e-9
     # And calibrated bounds keep what they promise.
     result = {row.preset: row for row in rows if row.calibrated}
-    for name in ("icepop", "geo-mask", "token-mis", "k3-mask", "opsm"):
+    for name in ("icepop", "geo-mask", "seq-mis", "k3-mask", "opsm"):
         assert result[name].kept >= 0.975, name
     for name in ("token-tis", "seq-tis"):
         assert result[name].kept == 1.0, name
@@ -82,7 +82,7 @@ def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
 def test_hand_numbers() -> None:
     rows = published(
         table(RATIOS, [1.0, 1.0, 1.0]),
-        *("grpo", "token-tis", "icepop", "seq-tis", "token-mis", "geo-mask", "geo-mask-token-tis"),
+        *("grpo", "token-tis", "icepop", "seq-tis", "seq-mis", "geo-mask", "geo-mask-token-tis"),
     )
     flat = np.concatenate(RATIOS)
     n = len(flat)
@@ -107,7 +107,7 @@ def test_hand_numbers() -> None:
     assert seq.bias == pytest.approx(2 * 2.0 / n, rel=1e-5)
     assert seq.ess == pytest.approx(weight.sum() ** 2 / (n * (weight**2).sum()), rel=1e-5)
 
-    mis = rows["token-mis"]  # the response at 4 is gone
+    mis = rows["seq-mis"]  # the response at 4 is gone
     assert (mis.kept, mis.bias) == (pytest.approx(7 / n), pytest.approx(2 * 4.0 / n, rel=1e-5))
 
     geo = rows["geo-mask"]  # geometric means .997, 2, .669: only the first is within [.99, 1.01]
@@ -155,7 +155,7 @@ def test_weights_of_turns_are_products_over_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", ["token-tis", "seq-tis", "turn-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"]
+    "preset", ["token-tis", "seq-tis", "turn-tis", "seq-mis", "icepop", "geo-mask", "geo-mask-token-tis"]
 )
 def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> None:
     table = noisy(80, 0.4)
