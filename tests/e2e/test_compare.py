@@ -186,9 +186,9 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -
     train()
     assert {(row["method"], row["regime"], row["status"]) for row in rows(out)} >= {
         ("dapo", "recipe", "done"),
-        ("token-tis", "recipe", "done"),
+        ("seq-bypass", "recipe", "done"),
     }
-    kept, lost = (out / name / "seed0" / "result.json" for name in ("dapo", "token-tis"))
+    kept, lost = (out / name / "seed0" / "result.json" for name in ("dapo", "seq-bypass"))
     stamp, metrics = kept.stat().st_mtime_ns, (lost.parent / "metrics.jsonl").read_text()
     lost.unlink()  # as if it had been stopped there
     train("--resume")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.config import load_config
+
 pytestmark = pytest.mark.e2e
 
 TRIMTAB = [sys.executable, "-m", "trimtab"]
@@ -49,3 +51,14 @@ def test_a_clean_run_has_no_cause(tmp_path: Path) -> None:
     assert "causes    none stands out above the noise floor" in text
     assert "nothing dropped" in text
     assert "compute the same" in text
+
+
+def test_the_picture_of_readme_compares_with_what_is_recommended_for_the_beginning_of_its_run(tmp_path: Path) -> None:
+    recipe = load_config("quickstart-stale")
+    assert recipe.compare is not None
+    uncorrected, corrected = recipe.compare.objectives
+    settings = (f"trainer.sync_every={recipe.trainer.sync_every}", f"optim.lr={recipe.optim.lr}", "trainer.steps=16")
+    run = laboratory(tmp_path, "stale", f"objective.name={uncorrected}", *settings)
+    values = json.loads(command("diagnose", run, "--json", folder=tmp_path))
+    assert [cause["name"] for cause in values["causes"]] == ["stale"]
+    assert values["recommendation"]["preset"] == corrected

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.cli.describe import FIRST_OBJECTIVES
 from trimtab.config import load_config, recipe_names
+from trimtab.diagnosis.advice.rules import RULES
 from trimtab.models import routing
 from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.invariant import apply as invariant
@@ -39,6 +41,45 @@ def test_the_presets_on_the_page_of_methods_are_those_of_the_code() -> None:
         assert min(len(preset.does), len(preset.source)) >= 10, name
         assert preset.when.startswith("Use it "), name
         assert preset.when.endswith("."), name
+
+
+def measured(column: str) -> dict[str, float]:
+    """The highest accuracy of each preset in a column of the two tables of presets in docs/choosing.md."""
+    best: dict[str, float] = {}
+    place = 0
+    for line in (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in ("preset", "method"):
+            place = [*(cell.partition("-")[0] for cell in cells), column].index(column)
+        name = re.match(r"`([a-z0-9-]+)`", cells[0])
+        if name and 0 < place < len(cells) and (value := re.match(r"[.\d]+", cells[place])):
+            best[name[1]] = max(best.get(name[1], 0.0), float(value[0]))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("says", "column"), [(r"many updates (a|per|of a) |reused", "reuse"), (r"\b(stale|lags?|asynchronous)\b", "stale")]
+)
+def test_a_preset_is_recommended_only_for_what_it_did_not_fail_at(says: str, column: str) -> None:
+    accuracy = measured(column)
+    assert len(accuracy) > 35
+    named = {name for name, preset in PRESETS.items() if re.search(says, preset.when)}
+    assert len(named) >= 2
+    limit = {"reuse": accuracy["grpo"], "stale": accuracy["token-tis"]}[column]
+    assert {name for name in named if accuracy[name] < limit} == set()
+
+
+def test_the_first_picture_shows_what_the_table_and_diagnose_recommend_for_a_lag() -> None:
+    """The end-to-end test of the same page diagnoses the run of the picture."""
+    [rule] = [rule for rule in RULES if rule.name == "stale, short"]
+    pair = load_config("quickstart-stale").compare
+    assert pair is not None
+    assert pair.objectives == ["dapo", rule.preset]
+    assert tuple(re.findall(r"^\| \*\*([a-z-]+)\*\* \|", README, flags=re.MULTILINE)) == FIRST_OBJECTIVES
+    assert f"| **{rule.preset}** | the sampler's weights are old" in README
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    for page, named in ((README, f"`{rule.preset}`"), (quickstart, f"{rule.preset}/seed0")):
+        assert named in page.partition("quickstart-stale.png)")[2][:400]
 
 
 def test_every_preset_is_measured_on_the_page_of_choices() -> None:

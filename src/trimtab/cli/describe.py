@@ -10,8 +10,8 @@ from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 
-FIRST_OBJECTIVES = ("token-tis", "icepop", "token-bypass")
-"""What to try first: a truncated weight, a masked weight, and a ratio to the sampler without a proximal pass."""
+FIRST_OBJECTIVES = ("token-tis", "seq-bypass", "icepop", "token-bypass")
+"""What to try first, as in README: weights per token, and ratios to the sampler without a proximal pass."""
 
 
 def register(app: typer.Typer) -> None:

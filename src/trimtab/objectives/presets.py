@@ -139,7 +139,8 @@ _PRESETS = (
         ),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` with a token weight clipped to [weight_min, weight_max].",
-        when="Use it for a large mismatch without a known cause, such as that of MoE routing.",
+        when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`: Miles' run with 2 "
+        "collapsed.",
         source="Miles' masked importance sampling (its mismatch helper).",
     ),
     Preset(
@@ -185,7 +186,8 @@ _PRESETS = (
         ),
         excluded=("aggregation", "length_max"),
         does="Regresses beta times the log-ratio of the whole response to mu on r - V.",
-        when="Use it where a batch is reused for many updates; one policy must have sampled each response.",
+        when="Use it for a sampler that lags, with `beta` set for the length of the responses; one policy must have "
+        "sampled each of them.",
         source="OAPL, arXiv 2602.19362 eq. 3.",
     ),
     Preset(
@@ -289,7 +291,7 @@ _PRESETS = (
     Preset(
         Objective("pnpo", Ratio("prefix_geometric"), Banded(), aggregation=BY_SEQUENCE),
         does="Weighs each token by the geometric mean of current/proximal up to it, and drops it outside the band.",
-        when="Use it as `gspo` for many updates a batch: a token is not judged by those after it.",
+        when="Use it as `gspo`, where a token must not be judged by those after it.",
         source="Prefix normalization, arXiv 2608.01418; the paper's bounds are not known, these are GRPO's.",
     ),
     Preset(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Clipped, keywords_of, objective, objectives
+from trimtab.objectives.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", objectives())
@@ -112,3 +115,12 @@ def test_the_equation_explains_its_symbols_and_warns():
     assert "1[|log r_t| ≤ c]·r_t A" in masked
     assert "up to which the mean of log² r is at most 0.1" in masked
     assert "what is rejected is not counted" in objective("geo-mask", denominator="kept").equation()
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-(tis|mis)\b", name)])
+def test_a_name_has_the_level_of_the_weight_and_what_bounds_it(name):
+    """As for TRL, verl and Miles; ALP's Table 1 names its pair after the level of the clipped ratio."""
+    level, kind = re.search(r"(token|seq|turn)-(tis|mis)", name).groups()
+    weight = PRESETS[name].objective.weight
+    assert weight.level == {"seq": "sequence"}.get(level, level)
+    assert weight.bound in {"tis": ("truncate", "clip"), "mis": ("mask",)}[kind]

@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.adapters.config_lines import lines
 from trimtab.diagnosis.advice.fair_map import load_map
-from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcomes
 from trimtab.diagnosis.advice.rules import RuleInputs, choose
 from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
 
@@ -26,8 +26,11 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     sample = measured.sample
     stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
-    table = outcomes(AdviceData.of(part))
+    data = AdviceData.of(part)
+    table = outcomes(data)
     size, origin = measured.size, measured.origin
     inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses)
     _, preset, overrides, why = choose(inputs, load_map())
+    if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
+        table = (*table, outcome(data, preset, overrides))
     return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})

@@ -153,6 +153,12 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
     return tuple(_outcome(data, free, name, bounds) for name in rated for bounds in _bounds(data, name))
 
 
+def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
+    """Returns the row of one preset at bounds that are neither the published ones nor quantiles of the data."""
+    row = _outcome(data, lambda built, sign: weights(built, data, sign), preset, bounds)
+    return replace(row, calibrated=False)
+
+
 def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
     """Yields the published bounds, as no overrides, and those of the data if the preset has any and there is enough."""
     yield {}

@@ -7,7 +7,7 @@ measurement that supports it; docs/choosing.md lists the sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimtab.diagnosis.advice.fair_map import MapRegime, covering
 from trimtab.diagnosis.records import MUST_FIX, Cause, PresetOutcome
@@ -50,6 +50,7 @@ class Rule:
 
     what, why: format strings of what the mismatch is and of the reason for the preset (fields: `choose`). own_bounds:
     whether bounds are taken from the data. measured: the cause that the fair map is asked for, None for no question.
+    fixed: bounds that do not come from the data.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Rule:
     why: str
     own_bounds: bool = True
     measured: str | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
 
 
 RULES = (
@@ -135,9 +137,11 @@ RULES = (
         "Where tokens are routed to other experts, a few of them have a large mismatch (k3 {k3} over all); replaying "
         "the sampler's routing would remove the cause.",
         "Bounded token weights correct most tokens, and the geometric mask drops responses that drifted, at any "
-        "length. In Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of this "
-        "data: published ones keep {geo_mask}.",
+        "length. Miles' 30B-A3B runs, one each, needed both: weights up to 1.5 with the mask stayed stable, without it "
+        "they collapsed, and so did weights up to 2 with it. So weights end at 1.5; the other bounds are quantiles of "
+        "this data: the mask's published ones keep {geo_mask}.",
         measured="routing",
+        fixed={"weight_max": 1.5},
     ),
     Rule(
         "precision",
@@ -183,4 +187,4 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     overrides = inputs.bounds(rule.preset) if rule.own_bounds else {}
     if rule.own_bounds and not overrides and bounds_of(rule.preset):
         why += " There are too few responses here to take bounds from, so these are the published ones."
-    return rule, rule.preset, overrides, " ".join(filter(None, (what, why, note)))
+    return rule, rule.preset, {**overrides, **rule.fixed}, " ".join(filter(None, (what, why, note)))

@@ -45,6 +45,8 @@ def case(
         (case(), "precision", "token-tis", {"weight_max": 1.7}),
         (case("precision", verdict="moe", k3=2e-3), "precision", "token-tis", {"weight_max": 1.7}),
         (case("routing", verdict="small-dense", k3=3e-3), "moe", "geo-mask-token-tis", {"keep_min": 0.97}),
+        # Of Miles' runs of a mixture with this mask, the one with weights up to 2 collapsed.
+        (case("routing", verdict="moe"), "moe", "geo-mask-token-tis", {"weight_max": 1.5}),
         (case("quantized", "precision", verdict="moe"), "quantized", "icepop", {"weight_min": 0.3}),
         (case(verdict="moe"), "moe", "geo-mask-token-tis", {"keep_max": 1.03}),
         (case(verdict="beyond", k3=0.8), "beyond", "geo-mask-token-tis", {"keep_max": 1.03}),
@@ -267,16 +269,19 @@ def measured(sample: TokenTable, verdict: str, k3: float) -> Measured:
     return Measured(origin, size, {}, DriftSplit(False, ""), np.zeros((2, 2)), sample)
 
 
-def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it() -> None:
+@pytest.mark.parametrize(("cause", "noise", "calibrated"), [("quantized", 0.04, True), ("routing", 0.2, False)])
+def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it(
+    cause: str, noise: float, calibrated: bool
+) -> None:
     rng = np.random.default_rng(0)
     behavior = rng.normal(-1.0, 0.3, 600).astype(np.float32)
-    log = rng.normal(-0.0008, 0.04, 600).astype(np.float32)
+    log = rng.normal(-(noise**2) / 2, noise, 600).astype(np.float32)
     starts = np.arange(0, 601, 10, dtype=np.int64)
     sample = TokenTable(starts, np.ones(600, dtype=np.bool_), behavior, proximal=behavior + log)
-    table, wanted = advise(measured(sample, "moe", 8e-4), [Cause("quantized", 0.8, "seen")])
-    row = next(row for row in table if row.preset == wanted.preset and row.overrides == wanted.overrides)
-    assert row.calibrated
-    assert row.kept >= 0.98
+    table, wanted = advise(measured(sample, "moe", 8e-4), [Cause(cause, 0.8, "seen")])
+    [row] = [row for row in table if row.preset == wanted.preset and row.overrides == wanted.overrides]
+    assert row.calibrated is calibrated
+    assert row.kept >= 0.95
     section = tomllib.loads(wanted.lines["trimtab"])["objective"]
     config = load_config({"objective": section})
     assert from_section(config.objective.model_dump()) == trimtab.objective(wanted.preset, **wanted.overrides)
