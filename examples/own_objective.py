@@ -1,7 +1,7 @@
 """An objective of your own, in one file outside the package: a rejection rule, what it is called, and a run with it.
 
     python examples/own_objective.py
-    trimtab explain examples.own_objective:gap --set gap_max=0.1
+    trimtab explain examples.own_objective:gap:gap_max=0.1
     trimtab train laboratory --set objective.name=examples.own_objective:gap --set objective.gap_max=0.1
 
 docs/objectives.md explains the parts.

@@ -17,7 +17,7 @@ FIRST_OBJECTIVES = ("token-tis", "seq-bypass", "icepop", "token-bypass")
 def register(app: typer.Typer) -> None:
     app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
     app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
-    app.command("explain", epilog="Example: [bold]trimtab explain token-tis --set weight_max=1.5[/bold]")(explain)
+    app.command("explain", epilog="Example: [bold]trimtab explain token-tis:weight_max=1.5[/bold]")(explain)
 
 
 def recipes(
@@ -69,8 +69,9 @@ def explain(
         str | None,
         typer.Argument(
             metavar="NAME|RECIPE",
-            help="An objective, your own as module:function, a recipe, a .toml file, or a run directory. Without one: "
-            "all objectives, one line each.",
+            help="An objective, your own as module:function, a recipe, a .toml file, or a run directory. Keywords may "
+            "follow an objective as in `trimtab compare`: NAME:KEY=VALUE,KEY=VALUE. Without one: all objectives, each "
+            "in a line.",
             show_default=False,
         ),
     ] = None,
@@ -86,24 +87,26 @@ def explain(
     """
     if trusted:
         allow_code()
-    from trimtab.config import is_recipe, recipe_names
+    from trimtab.config import is_recipe, recipe_names, split_overrides
     from trimtab.objectives import objectives
     from trimtab.objectives.from_section import from_section
-    from trimtab.objectives.lookup import is_custom
+    from trimtab.objectives.lookup import is_custom, split_name
     from trimtab.objectives.presets import COMPOSED
 
     if name is None:
         _list_objectives(sets, as_json)
         return
     known = [*objectives(), COMPOSED.objective.name]
-    recipe = is_recipe(name)
+    recipe, changes = is_recipe(name), sets or []
+    if not recipe and ":" in name:
+        text, (name, rest) = name, split_name(name)
+        changes = [*split_overrides(rest, f"objective {text!r}"), *changes]
     is_objective = name in known or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
         listing = "`trimtab explain` lists objectives, `trimtab recipes` recipes"
         hint = did_you_mean(name, [*known, *recipe_names()], listing)
         raise TrimtabError(f"unknown objective or recipe {name!r}{hint}")
     entries: list[dict[str, Any]] = []
-    changes = sets or []
     if is_objective:
         keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
         objective_built = from_section({"name": name, **_keywords(keywords)})

@@ -18,6 +18,7 @@ from trimtab.corrections.ratios import PER_TOKEN_LEVELS, Ratios, log_ratio, unit
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
+from trimtab.errors import TrimtabError
 
 BLOCK_TOKENS = {"cpu": 1 << 18}
 BLOCK_TOKENS_ELSEWHERE = 1 << 19
@@ -133,8 +134,13 @@ class _Block:
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
             passed = rule.keep(self.evidence)
+            if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
+                what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
+                raise TrimtabError(
+                    f"{type(rule).__name__}.keep returned {what}, expected bools: True at tokens it keeps"
+                )
             if passed.shape not in (keep.shape, (len(keep), 1)):
-                raise ValueError(
+                raise TrimtabError(
                     f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
                     "values of whole sequences are spread to their tokens by evidence.sequences.spread"
                 )

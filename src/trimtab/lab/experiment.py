@@ -11,7 +11,7 @@ from pathlib import Path
 from trimtab.config import Config, load_config, parse_override, split_overrides
 from trimtab.errors import TrimtabError
 from trimtab.lab.regimes import LEARNING_RATE, RECIPE, UPDATES, Regime
-from trimtab.objectives import objectives
+from trimtab.objectives.lookup import split_name
 from trimtab.training.run import check
 
 METHODS = (
@@ -106,10 +106,7 @@ def parse_method(spec: str) -> Method:
 
     Raises `TrimtabError` for any other text or a reserved key.
     """
-    name, _, rest = spec.partition(":")
-    function, _, more = rest.partition(":")
-    if function and "=" not in function and name not in objectives():
-        name, rest = f"{name}:{function}", more
+    name, rest = split_name(spec)
     if not name:
         raise TrimtabError(
             f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE, where NAME may be your own module:function"

@@ -67,6 +67,14 @@ def is_custom(name: str) -> bool:
     return ":" in name
 
 
+def split_name(spec: str) -> tuple[str, str]:
+    """Returns the name in `NAME` or `NAME:KEY=VALUE,...`, which may be a `module:function`, and the text after it."""
+    name, _, rest = spec.partition(":")
+    function, _, more = rest.partition(":")
+    own = function and "=" not in function and name not in PRESETS
+    return (f"{name}:{function}", more) if own else (name, rest)
+
+
 def get_preset(name: str) -> Preset:
     """Returns the preset of a name, `composed` included. Raises `TrimtabError` for an unknown one."""
     known = {**PRESETS, COMPOSED.objective.name: COMPOSED}

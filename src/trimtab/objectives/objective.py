@@ -196,7 +196,7 @@ class Objective:
             state = self._state(sequences, correction, terms)
         keep = logps.mask if correction is None else correction.keep
 
-        value, statistics = self.surrogate(terms, state)
+        value, statistics = self.surrogate.checked(terms, state)
         if correction is not None and correction.weight is not None and self.weight is not None:
             value = value * self.weight.normalized(correction.weight, state.weight_total, state.weight_count)
         kept = sequences.count(keep)

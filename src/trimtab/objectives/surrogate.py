@@ -8,9 +8,11 @@ finite and a token rejected later leaves no NaN in the gradient. A new one is a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from trimtab.corrections.protocols import Peers
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
+from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import State
@@ -49,18 +52,23 @@ class Terms:
         """The ratio, its exponent bounded, with gradient."""
         return bounded(self.log_ratio).exp()
 
-    def share(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
-        """Returns the share of trained tokens at which `where` holds, as a metric."""
-        return {name: Mean.of(where & self.mask, self.mask)}
+    def share(self, name: str, where: Tensor) -> dict[str, Mergeable]:
+        """Returns the share of trained tokens at which `where`, bools (batch, time), holds, as a metric."""
+        return {name: Mean.of(self._trained(name, where), self.mask)}
 
     def clipped(self, values: Tensor, low: Tensor | Number, high: Tensor | Number) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens where a bound holds the update back: `low` at A < 0, `high` at A > 0."""
         below, above = (self.advantage < 0) & (values < low), (self.advantage > 0) & (values > high)
         return {**self.share("clip/low", below), **self.share("clip/high", above)}
 
-    def share_by_tenth(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
+    def share_by_tenth(self, name: str, where: Tensor) -> dict[str, Mergeable]:
         """Returns the share of trained tokens at which `where` holds in each tenth of the response, as a histogram."""
-        return {name: MeanByTenth.of(where & self.mask, self.sequences)}
+        return {name: MeanByTenth.of(self._trained(name, where), self.sequences)}
+
+    def _trained(self, name: str, where: Tensor) -> Tensor:
+        if where.dtype != torch.bool:
+            raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
+        return where & self.mask
 
 
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
@@ -83,6 +91,22 @@ class Surrogate(ABC):
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
         """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
+
+    def checked(self, terms: Terms, state: State) -> Value:
+        """Returns what `__call__` does. Raises `TrimtabError` where that is no value for each token with metrics."""
+        returned, name, shape = self(terms, state), type(self).__name__, tuple(terms.mask.shape)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+            raise TrimtabError(
+                f"{name} returned {type(returned).__name__}, expected two: the value, and metrics or {{}}"
+            )
+        value, statistics = returned
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape or not value.is_floating_point():
+            what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TrimtabError(f"{name} returned {what}, expected a number for each token: floats {shape}")
+        for key, metric in statistics.items():
+            if not isinstance(metric, Mergeable):
+                raise TrimtabError(f"{name}: metric {key!r} is {type(metric).__name__}, expected one of `terms.share`")
+        return returned
 
     @abstractmethod
     def equation(self, ratio: str) -> str:

@@ -144,6 +144,19 @@ def test_explain_changes_objective_and_recipe_of_one_name(capsys: pytest.Capture
     assert ["0.5" in values[kind]["equation"] for kind in ("objective", "recipe")] == [False, True]
 
 
+def test_explain_takes_keywords_as_a_comparison_does(capsys: pytest.CaptureFixture[str]) -> None:
+    own = "tests.unit.objectives.own_rule:dppo"
+    for name, value in ((f"{own}:tv_max=0.07", "> 0.07"), ("token-tis:weight_max=1.5,clip_high=0.3", "min(ρ_t, 1.5)")):
+        assert main.run(["explain", name]) == 0
+        assert value in capsys.readouterr().out
+    assert main.run(["explain", "m2po:tau=0.5", "--set", "tau=0.7", "--json"]) == 0
+    assert "0.7" in json.loads(capsys.readouterr().out)["equation"], "--set comes last"
+    assert main.run(["explain", "token-tis:weight_maxx=3"]) == 2
+    assert "no keyword 'weight_maxx' (did you mean 'weight_max'" in capsys.readouterr().err
+    assert main.run(["explain", "token-tis:3"]) == 2
+    assert "'3' is not KEY=VALUE" in capsys.readouterr().err
+
+
 def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["explain", "composed", "--set", 'surrogate={kind="soft-gate"}']) == 0
     assert "σ(τ (r_t − 1)) A" in capsys.readouterr().out
@@ -300,7 +313,7 @@ def test_explain_alone_lists_every_objective_once(capsys: pytest.CaptureFixture[
     assert main.run(["explain"]) == 0
     first, others = capsys.readouterr().out.split("\n\n")
     names = [[line.split()[0] for line in block.splitlines()[1:]] for block in (first, others)]
-    assert len(names[0]) == 3
+    assert len(names[0]) == 4
     assert sorted(names[0] + names[1]) == sorted(objectives())
     assert all(len(line.split()) > 3 for line in (first + others).splitlines() if line.split()[0] in objectives())
     assert main.run(["explain", "vtrace"]) == 2
