@@ -21,9 +21,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow.parquet as pq
-from canvas import BLUE, GREEN, IMAGES, ORANGE, PALE, PURPLE, RC, SKY, VERMILLION, number, save, table
+from canvas import BLUE, GREEN, IMAGES, ORANGE, PURPLE, RC, SKY, VERMILLION, number, save, table
 
 from trimtab.intervals import seed_interval
+from trimtab.report.comparison_table import summarize
+from trimtab.report.figure_files import accuracy_figure, write_figures
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#000000")
 Row = dict[str, Any]
@@ -40,24 +42,8 @@ def distinct(rows: list[Row], key: str) -> list[str]:
 
 
 def dots(rows: list[Row], path: Path) -> None:
-    regimes, methods = distinct(rows, "regime"), distinct(rows, "method")
-    size = (3.1 * len(regimes) + 2.0, 0.3 * len(methods) + 1.2)
-    figure, panels = plt.subplots(1, len(regimes), figsize=size, sharey=True, constrained_layout=True, squeeze=False)
-    for axes, regime in zip(panels[0], regimes, strict=True):
-        here = [row for row in rows if row["regime"] == regime]
-        axes.axvline(np.mean([row["accuracy_before"] for row in here]), color=PALE, linewidth=1, linestyle=":")
-        for place, method in enumerate(methods):
-            values = [row["accuracy"] for row in here if row["method"] == method]
-            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
-            if values:
-                axes.plot(np.mean(values), place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
-        axes.set_title(regime)
-        axes.set_xlim(-0.02, 1)
-        axes.set_xlabel("held-out accuracy")
-        axes.grid(axis="y", color="#eeeeee")
-    panels[0, 0].set_yticks(range(len(methods)), methods)
-    panels[0, 0].invert_yaxis()
-    save(figure, path)
+    found = summarize(rows)
+    write_figures(lambda: accuracy_figure(found, found.methods), path)
 
 
 def curves(grid: Path, rows: list[Row], metric: str, path: Path, log: bool) -> None:

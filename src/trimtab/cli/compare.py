@@ -219,6 +219,7 @@ def _show(
 ) -> None:
     from trimtab.report.comparison_table import Recommendation, by_accuracy, legend, markdown, recommend, summarize
     from trimtab.report.experiment_page import write_experiment_page
+    from trimtab.report.figure_files import accuracy_figure, write_figures
     from trimtab.runs.summary import read_table
 
     grid, order, verdict = summarize(read_table(out)), None, None
@@ -230,6 +231,7 @@ def _show(
     if tuned is not None:
         page_texts = {"notes": tuned.lines}
     report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
+    figures = write_figures(lambda: accuracy_figure(grid, order or grid.methods), out / "accuracy")
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
     if tuned is not None:
         text += "\n" + "".join(f"- {line}\n" for line in tuned.lines)
@@ -243,12 +245,12 @@ def _show(
         recommendation = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
         settings = {} if tuned is None else {"tuned": [_choice(choice) for choice in tuned.choices]}
         values = {} if advice is None else {"advice": advice.values}
-        print_json(_json(grid, out, report) | values | recommendation | settings)
+        print_json(_json(grid, out, report) | {"figures": figures} | values | recommendation | settings)
     else:
         echo(text)
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
-        echo(f"report: {report}\nresults: {out / 'results.parquet'}")
+        echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")
         if verdict is not None:
             echo(f"\n{verdict.text}")
     for line in failed:

@@ -20,6 +20,7 @@ from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, legend_of, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
 from trimtab.report.differences import align, differing_keys, equation_of
+from trimtab.report.figure_files import write_figures
 from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
 from trimtab.report.summary_columns import (
     Column,
@@ -76,7 +77,7 @@ def compare(grouped: Groups, *, target: float | None = None) -> Comparison:
 
 
 def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
-    """Writes the page `path` and `comparison.png` beside it, and returns `path`.
+    """Writes the page `path` and `comparison.png` and `.svg` beside it, and returns `path`.
 
     `runs` maps a label to the run directories of its seeds. Raises `TrimtabError` when there is nothing to compare or
     a run's files are missing, empty or damaged.
@@ -86,7 +87,7 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 
 def write_page(comparison: Comparison, path: Path) -> Path:
     """Writes the page `path` and, beside it, a picture for documents that cannot include HTML."""
-    write_output(path.parent / PICTURE, picture(comparison.groups))
+    write_figures(lambda: picture(comparison.groups), path.parent / PICTURE)
     return write_output(path, _page(comparison, path.parent).html().encode())
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -17,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import draw
 from trimtab.pages.page import Chart, Note
-from trimtab.pages.svg import CYCLE, INK, RC, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
+from trimtab.pages.svg import CYCLE, INK, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
 from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group, join_names
 from trimtab.report.summary_columns import accuracy_of
@@ -179,26 +176,21 @@ def legend_of(groups: Sequence[tuple[str, str]]) -> Markup:
     return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
 
 
-def picture(groups: Sequence[Group]) -> bytes:
-    """Returns reward, held-out accuracy and k3 as one PNG with a white background."""
-    buffer = io.BytesIO()
-    with mpl.rc_context({**RC, "figure.facecolor": "white", "savefig.facecolor": "white"}), warnings.catch_warnings():
-        # A folder name may contain characters that the font lacks; they are drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = Figure(figsize=(11, 3.5 + 0.22 * ((len(groups) - 1) // 4)), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
-            _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
-            axes.set_title(panel.title, fontsize=10, loc="left")
-            step_axis(axes)
-        handles = [
-            Line2D([], [], color=color, linestyle=style, linewidth=2)
-            for color, style in (_line_style(index) for index in range(len(groups)))
-        ]
-        # matplotlib leaves labels that start with an underscore out of the legend.
-        labels = [f"\N{ZERO WIDTH SPACE}{group.name}" for group in groups]
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
-        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+def picture(groups: Sequence[Group]) -> Figure:
+    """Returns reward, held-out accuracy and k3 as one figure."""
+    figure = Figure(figsize=(11, 3.5 + 0.22 * ((len(groups) - 1) // 4)), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
+        _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
+        axes.set_title(panel.title, fontsize=10, loc="left")
+        step_axis(axes)
+    handles = [
+        Line2D([], [], color=color, linestyle=style, linewidth=2)
+        for color, style in (_line_style(index) for index in range(len(groups)))
+    ]
+    # matplotlib leaves labels that start with an underscore out of the legend.
+    labels = [f"\N{ZERO WIDTH SPACE}{group.name}" for group in groups]
+    figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
+    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ def page(grid: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     with Image.open(folder / "comparison.png") as picture:
         assert picture.width > 1500
         assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 50, "something is drawn"
+    assert len(ElementTree.parse(folder / "comparison.svg").findall(".//{*}g[@id]")) > 50
     return text
 
 

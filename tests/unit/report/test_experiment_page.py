@@ -13,6 +13,7 @@ import pytest
 from trimtab.errors import TrimtabError
 from trimtab.report.comparison_table import ComparisonTable, cell_text, legend, markdown, summarize
 from trimtab.report.experiment_page import write_experiment_page
+from trimtab.report.figure_files import accuracy_figure, write_figures
 from trimtab.runs.summary import read_table
 
 
@@ -156,3 +157,28 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "results.parquet")
     with pytest.raises(TrimtabError, match="no finished run yet"):
         read_table(tmp_path)
+
+
+def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a_paper(tmp_path: Path) -> None:
+    grid = summarize(ROWS)
+    figure = accuracy_figure(grid, ["bad", "gone", "good"])
+    hard, easy = figure.axes
+    start, *pairs = hard.lines
+    assert list(start.get_xdata()) == [0.5, 0.5]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in pairs]
+    assert drawn == [
+        ([0.1, 0.3], [0, 0]),
+        ([pytest.approx(0.2)], [0]),
+        ([0.2, 0.0], [1, 1]),  # one diverged
+        ([pytest.approx(0.1)], [1]),
+        ([0.8, 0.9], [2, 2]),
+        ([pytest.approx(0.85)], [2]),
+    ]
+    assert len(easy.lines) == 3, "a failed run has no dot"
+    written = write_figures(lambda: accuracy_figure(grid, grid.methods), tmp_path / "a" / "accuracy")
+    assert [path.name for path in written] == ["accuracy.png", "accuracy.svg"]
+    again = write_figures(lambda: accuracy_figure(grid, grid.methods), tmp_path / "b" / "accuracy")
+    assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
+    text = written[1].read_text()
+    assert "currentColor" not in text
+    assert "<text" not in text, "letters are outlines: no font is needed"
