@@ -16,16 +16,21 @@ from trimtab.pages.svg import BLUE, INK, RC, VERMILLION
 from trimtab.report.comparison_table import ComparisonTable
 from trimtab.runs.atomic import write_output
 
-_WHITE: dict[Any, Any] = {"figure.facecolor": "white", "savefig.facecolor": "white"}
 # Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
-_FILES = {"svg.fonttype": "path", "svg.hashsalt": "trimtab"}
+_SETTINGS: dict[Any, Any] = {
+    **RC,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "trimtab",
+}
 _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 def write_figures(paint: Callable[[], Figure], path: Path) -> list[Path]:
     """Writes what `paint` draws as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
     written = []
-    with mpl.rc_context({**RC, **_WHITE, **_FILES}), warnings.catch_warnings():
+    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         # A name may contain characters that the font lacks; they are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = paint()
