@@ -113,12 +113,10 @@ PLANS = {
         FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
     ),
     "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
-    "trimtab diagnose runs/quickstart --out quickstart.html": Plan(
-        needs=("runs/quickstart",), leaves=("quickstart.html",), says="(?m)^causes"
-    ),
+    "trimtab diagnose runs/mine --out mine.html": Plan(needs=("runs/mine",), leaves=("mine.html",), says="(?m)^causes"),
     "trimtab report runs/a runs/b runs/c": Plan(needs=("runs/a", "runs/b", "runs/c"), leaves=("runs/report.html",)),
     "trimtab report runs/a runs/b": Plan(needs=("runs/a", "runs/b"), leaves=("runs/report.html",)),
-    "trimtab report runs/quickstart": Plan(needs=("runs/quickstart",), says="runs/quickstart/report.html"),
+    "trimtab report runs/mine": Plan(needs=("runs/mine",), says="runs/mine/report.html"),
     "trimtab report runs/icepop": Plan(needs=("icepop",), says="runs/icepop/report.html"),
     "trimtab compare": Plan(f"{TWO} --regimes on-policy", leaves=("runs/compare/report.html",)),
     "trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3": Plan(
@@ -126,8 +124,8 @@ PLANS = {
     ),
     "trimtab compare --advise runs/mine": Plan(TWO, needs=("runs/mine",), leaves=("runs/advise/report.html",)),
     "trimtab export runs/icepop model/": Plan(needs=("icepop",), leaves=("model/model.safetensors",)),
-    "trimtab export runs/quickstart my-model": Plan(
-        needs=("runs/quickstart",), leaves=("my-model/model.safetensors", "my-model/tokenizer.json")
+    "trimtab export runs/mine my-model": Plan(
+        needs=("runs/mine",), leaves=("my-model/model.safetensors", "my-model/tokenizer.json")
     ),
     "trimtab doctor": Plan(says="torch"),
     "trimtab doctor --bitwise": Plan("laboratory", code=1, says="native numerics promise no equal bits"),

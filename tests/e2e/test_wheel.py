@@ -100,6 +100,8 @@ def test_the_wheel_brings_few_packages(installed: Installed) -> None:
     print(f"{len(brought)} packages besides torch's own: {', '.join(sorted(brought))}; wheel {size / 1e6:.2f} MB")
     assert "trimtab" in brought
     assert len(brought) <= PACKAGES
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"| the wheel | {size / 1e6:.1f} MB |" in page
 
 
 def test_the_wheel_starts_fast(installed: Installed) -> None:

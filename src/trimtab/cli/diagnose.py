@@ -110,7 +110,7 @@ Scalars = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "diagnose",
-        epilog="Example: [bold]trimtab diagnose runs/quickstart --out quickstart.html[/bold]. The exit code is 0 "
+        epilog="Example: [bold]trimtab diagnose runs/mine --out mine.html[/bold]. The exit code is 0 "
         "whatever is found, 2 when the files cannot be used; programs read --json. With --watch, which Ctrl-C ends, it "
         "is 1 after an alarm and 0 without one.",
     )(diagnose)

@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError
 def register(app: typer.Typer) -> None:
     app.command(
         "report",
-        epilog="Example: [bold]trimtab report runs/quickstart[/bold] or [bold]trimtab report runs/a runs/b[/bold]",
+        epilog="Example: [bold]trimtab report runs/mine[/bold] or [bold]trimtab report runs/a runs/b[/bold]",
     )(report)
 
 

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: [bold]trimtab train quickstart --set trainer.steps=10 --out runs/short[/bold]",
     )(train)
     app.command("sft", epilog="Example: [bold]trimtab sft my-task.toml --out runs/warm[/bold]")(sft)
-    app.command("export", epilog="Example: [bold]trimtab export runs/quickstart my-model[/bold]")(export)
+    app.command("export", epilog="Example: [bold]trimtab export runs/mine my-model[/bold]")(export)
 
 
 def train(

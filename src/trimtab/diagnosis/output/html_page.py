@@ -100,20 +100,23 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _size(diagnosis: Diagnosis) -> Section:
     size = diagnosis.measured.size
-    rows: list[tuple[str, str, str, Cell, str]] = []
-    for key, (name, meaning) in words.FIGURES.items():
+    beyond = words.outside(size)
+    rows: list[tuple[Cell, str, str, Cell]] = []
+    for key in [*words.FIGURES, *(key for key in beyond if key not in words.FIGURES)]:
         if key in size.mismatch:
+            name, meaning = words.FIGURES.get(key, (key, ""))
             healthy = Cell(band_text(f"mismatch/{key}"), tone=TONES[judge(f"mismatch/{key}", size.mismatch[key])])
             interval = words.interval_of(size, key) or "no interval"
-            rows.append((name, words.figure(size, key), interval, healthy, meaning))
+            rows.append((Cell(name, note=meaning), words.figure(size, key), interval, healthy))
+    marked = f"{len(beyond)} are outside their healthy ranges, marked in the table" if beyond else "all are healthy"
     tone, text = words.contract(size)
     parts: list[Part] = [
-        Tiles([(name, value, f"95%: {interval}; {meaning}") for name, value, interval, _, meaning in rows[:TILES]]),
+        Tiles([(cell.text, value, f"95%: {interval}; {cell.note}") for cell, value, interval, _ in rows[:TILES]]),
         Note(f"{text}.", "Mean ratio", tone),
-        Note(f"{words.outside_text(size)}.", "Figures"),
+        Note(f"{marked}.", "Figures"),
         *([Note(f"{size.floor_note}.", "Storage")] if size.floor_note else []),
         *charts(*size_panels(diagnosis.measured)),
-        Table(("figure", "value", "95% interval", "healthy", "meaning"), rows, "All figures"),
+        Table(("figure", "value", "95% interval", "healthy"), rows, "All figures"),
     ]
     return Section("How large it is", parts)
 

@@ -77,7 +77,7 @@ def _size(measured: Measured) -> list[str]:
         f"Pearson {pearson}, perplexity ratio {ppl_ratio}"
     )
     masked = words.masked_text(measured.origin)
-    return [words.size_text(measured), figures, words.outside_text(size), *([masked] if masked else [])]
+    return [words.size_text(measured), figures, *words.outside_lines(size), *([masked] if masked else [])]
 
 
 def _cause(diagnosis: Diagnosis, cause: Cause) -> list[str]:

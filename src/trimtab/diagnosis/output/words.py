@@ -159,9 +159,15 @@ def outside(size: MismatchSize) -> dict[str, str]:
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
-def outside_text(size: MismatchSize) -> str:
-    items = ", ".join(f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items())
-    return f"outside their healthy ranges: {items}" if items else "every figure is within its healthy range"
+def outside_lines(size: MismatchSize, a_line: int = 4) -> list[str]:
+    """Returns the figures outside their healthy ranges, each with its range, `a_line` of them in a line."""
+    items = [f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items()]
+    if not items:
+        return ["every figure is within its healthy range"]
+    if len(items) <= a_line:
+        return [f"outside their healthy ranges: {', '.join(items)}"]
+    lines = [", ".join(items[start : start + a_line]) for start in range(0, len(items), a_line)]
+    return [f"{len(items)} figures are outside their healthy ranges:", *lines]
 
 
 def contract(size: MismatchSize) -> tuple[str, str]:

@@ -63,6 +63,17 @@ def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
     assert places == sorted(places)
 
 
+def test_every_figure_outside_its_range_is_in_a_table_that_a_phone_shows_whole(whole: str) -> None:
+    """Of tables with up to four columns text wraps below 640 pixels; wider ones scroll."""
+    [table] = re.findall(r"<h3>All figures</h3>.*?</table>", whole, re.DOTALL)
+    assert re.findall(r"<th[^>]*>(.*?)</th>", table) == ["figure", "value", "95% interval", "healthy"]
+    marked = re.findall(r'<span class="tag warn">(.*?)</span>', table)
+    size = example().measured.size
+    assert sorted(marked) == sorted(words.outside(size).values())
+    assert f"{len(marked)} are outside their healthy ranges, marked in the table." in whole
+    assert "table:not(:has(th:nth-child(5))) .tag { white-space: normal;" in whole
+
+
 def test_lines_to_copy_and_outcomes_are_there(whole: str) -> None:
     text = " ".join(Reader(whole).texts)
     assert "--use-tis --tis-clip 1.31" in text
