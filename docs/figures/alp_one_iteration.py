@@ -154,7 +154,7 @@ def rows_of(found: Mapping[str, Sequence[Outcome]], dtype: str) -> list[list[str
             *[_relative(outcomes, bypass, below) for below in (1.1, RARE)],
             f"{np.mean([o.kl for o in outcomes]):.4f}",
             f"{np.mean([o.largest for o in outcomes]):.2f}",
-            f"{100 * np.mean([o.clipped for o in outcomes]):.1f} %",
+            f"{100 * np.mean([o.clipped for o in outcomes]):.1f}%",
             _rewards(outcomes),
         ]
         for name, outcomes in found.items()

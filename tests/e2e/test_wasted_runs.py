@@ -39,7 +39,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path: Path
     notes = Messages()
     config = sorting(tmp_path, [10, 10, 70, 10], [10, 80, 10, 90], "trainer.steps=4")
     train(config, out=tmp_path / "run", observer=notes)
-    assert "prompts    11 to 71 tokens, median 11, 95 % up to 71 (all 4 problems)" in notes.lines
+    assert "prompts    11 to 71 tokens, median 11, 95% up to 71 (all 4 problems)" in notes.lines
     assert any(line.startswith("1 of them are longer than 53 tokens") for line in notes.lines)
     assert (
         "2 of 4 held-out problems of test do not fit the context with their response: they count as not solved"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,33 @@ def test_contributing_lists_every_hook_of_a_feature() -> None:
     ]
     hooks = {name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")}
     assert sorted(listed) == sorted(hooks)
+
+
+def test_numbers_have_one_style_in_pages_and_in_what_is_printed() -> None:
+    """0.81 and 95%, as numbers are formatted."""
+    script = runpy.run_path(str(ROOT / "tools" / "number_style.py"))
+    samples = {"from .13 to .82, 95 % [-.1, +.2]": "from 0.13 to 0.82, 95% [-0.1, +0.2]", "`.5 %` v2.1": "`.5 %` v2.1"}
+    assert {sample: script["styled"](sample) for sample in samples} == samples
+    for page in script["pages"]():
+        text = page.read_text(encoding="utf-8")
+        assert script["styled"](text) == text, f"{page.name}: run python tools/number_style.py"
+    other = re.compile(rf"{script['DECIMAL']}(?!\d*[a-z%])|{script['PERCENT']}|^ %(?!\w)")
+    for path in (ROOT / "src").rglob("*.py"):
+        for line, text in printed(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not other.search(text), f"{path.relative_to(ROOT)}:{line}: {text}"
+
+
+def printed(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every string with its line, but for docstrings and formats."""
+    left_out = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+            left_out |= {id(part) for part in ast.walk(node.format_spec)}
+        if isinstance(node, ast.Expr):
+            left_out.add(id(node.value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            yield node.lineno, node.value
 
 
 def texts_for_users() -> dict[str, str]:

@@ -298,7 +298,7 @@ _PRESETS = (
         Objective("a3po", SAMPLER, AgedClip()),
         does="Clips current/behavior with bounds that widen with the age of each token.",
         when="Use it for asynchronous rollouts instead of a decoupled loss: it needs no proximal forward.",
-        source="A-3PO, arXiv 2512.06547; AReaL's `loglinear`. At age 8 the bounds are .17 and 4.3.",
+        source="A-3PO, arXiv 2512.06547; AReaL's `loglinear`. At age 8 the bounds are 0.17 and 4.3.",
     ),
     Preset(
         Objective("sapo", Ratio(), SoftGate(1.0, 1.05), aggregation=BY_SEQUENCE),

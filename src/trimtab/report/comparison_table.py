@@ -173,7 +173,7 @@ def legend(table: ComparisonTable) -> str:
     return (
         f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "
         "=: as good as the best by differences paired by seed: from five seeds on the best method is among them with "
-        "95 %, although the same seeds chose the first; below five this says little. "
+        "95%, although the same seeds chose the first; below five this says little. "
         f"†: most runs ended below half of where they started. A diverged run counts as 0.{_power_text(table)}"
     )
 
@@ -186,7 +186,7 @@ def _power_text(table: ComparisonTable) -> str:
         known = sorted(score.detectable for score in others if len(score.values) >= STUDENT_FROM)
         if known:
             texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
-    return f" A lead of the first that would have been seen with 80 %: {', '.join(texts)}." if texts else ""
+    return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
 
 
 @dataclass(frozen=True)

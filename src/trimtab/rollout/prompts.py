@@ -149,7 +149,7 @@ class Survey:
         """Messages for the user: the distribution, and the number of prompts that are too long."""
         count = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
         low, middle, high, top = (f"{value:,}" for value in self._quantiles())
-        span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95 % up to {high}"
+        span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95% up to {high}"
         lines = [f"prompts    {span} ({count} problems)"]
         if self.too_long:
             lines.append(

@@ -72,7 +72,7 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
     if "head_behavior" in objective.needs and (config.sampling.top_logprobs == 0 or config.engine.type == "server"):
         yield (
             f"objective {name!r} reads the sampler's most probable ids, which servers do not return here: set "
-            "sampling.top_logprobs (128 hold more than 99.9 % of the mass) or leave it out, and use engine.type "
+            "sampling.top_logprobs (128 hold more than 99.9% of the mass) or leave it out, and use engine.type "
             '"embedded" or "vllm"'
         )
 

@@ -96,7 +96,7 @@ def test_from_five_seeds_on_the_choice_of_the_first_is_accounted_for() -> None:
     assert table(8).scores["b", "r"].is_best
     # (t(4) at 5 % + at 80 %) * .015811 / sqrt(5)
     assert table(0).scores["b", "r"].detectable == pytest.approx((2.131847 + 0.940965) * 0.0158114 / 5**0.5, abs=1e-5)
-    assert "seen with 80 %: r 0.022 (from 0.022 to 0.022)." in legend(table(0))
+    assert "seen with 80%: r 0.022 (from 0.022 to 0.022)." in legend(table(0))
     assert "seen with" not in legend(summarize(ROWS))
 
 

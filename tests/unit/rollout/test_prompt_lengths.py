@@ -58,7 +58,7 @@ def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named
 def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
     survey = Survey.of(stream(*range(1, 21), max_prompt=18))
     assert survey.lines() == [
-        "prompts    1 to 20 tokens, median 11, 95 % up to 20 (all 20 problems)",
+        "prompts    1 to 20 tokens, median 11, 95% up to 20 (all 20 problems)",
         "2 of them are longer than 18 tokens (sampling.max_prompt_tokens) and are never asked; others take their place "
         "(prompt/dropped)",
     ]

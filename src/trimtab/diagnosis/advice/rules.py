@@ -96,8 +96,8 @@ RULES = (
         "seq-bypass",
         "The sampler's weights are old; refreshing them more often removes the cause.",
         "Without a correction, training collapses; the ratio of the whole response, clipped to [0.5, 4], was best "
-        "(laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo .13, token-tis .70, m2po .82, "
-        "seq-bypass .85). Here it keeps {seq_bypass} of the tokens.",
+        "(laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo 0.13, token-tis 0.70, m2po "
+        "0.82, seq-bypass 0.85). Here it keeps {seq_bypass} of the tokens.",
         measured="stale",
     ),
     Rule(
@@ -107,7 +107,7 @@ RULES = (
         "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
         "{seq_bypass} of the tokens); refreshing them more often removes the cause.",
         "m2po bounds the second moment of the ratio per token; it was designed for old data (arXiv 2510.01161) and "
-        "reached .82 in the laboratory, where grpo fell to .13 and token-tis to .70.",
+        "reached 0.82 in the laboratory, where grpo fell to 0.13 and token-tis to 0.70.",
         measured="stale",
     ),
     Rule(
@@ -126,8 +126,8 @@ RULES = (
         "icepop",
         "A quantized sampler causes a heavy tail of tokens (k3 {k3}).",
         "Weights correct most of them, and the few tokens beyond the bounds, quantiles of this data, are masked at any "
-        "length. In the laboratory (sampler of three bits, mean of five seeds) IcePop was level with token-tis (.81 "
-        "and .82) and with a geometric mask (.79).",
+        "length. In the laboratory (sampler of three bits, mean of five seeds) IcePop was level with token-tis (0.81 "
+        "and 0.82) and with a geometric mask (0.79).",
         measured="quantized",
     ),
     Rule(

@@ -237,7 +237,7 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
             sure = min(sure, EIGHT_BITS_CONFIDENCE)
             evidence += ", which weights of eight bits have too (token ids would tell them apart)"
         return _noise("precision", tokens, sure, evidence)
-    evidence = f"{text}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
+    evidence = f"{text}: more than bfloat16 on both sides gives (up to 0.23 and 3e-3)"
     if noise.persistent:
         evidence += f"; the token id decides {noise.persistent:.0%} of its variance, as with other weights"
     else:
