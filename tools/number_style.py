@@ -74,8 +74,8 @@ def _wrapped(lines: list[str]) -> list[str]:
     indent = " " * (len(lead[0]) if lead else len(lines[0]) - len(lines[0].lstrip()))
     text = " ".join(line.strip() for line in lines)
     first = indent if lead is None else " " * (len(lines[0]) - len(lines[0].lstrip()))
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent, **options)
+    wrapper = textwrap.TextWrapper(WIDTH, first, indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -164,8 +165,8 @@ def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a
     figure = accuracy_figure(grid, ["bad", "gone", "good"])
     hard, easy = figure.axes
     start, *pairs = hard.lines
-    assert list(start.get_xdata()) == [0.5, 0.5]
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in pairs]
+    assert np.asarray(start.get_xdata()).tolist() == [0.5, 0.5]
+    drawn = [tuple(np.asarray(values).tolist() for values in line.get_data()) for line in pairs]
     assert drawn == [
         ([0.1, 0.3], [0, 0]),
         ([pytest.approx(0.2)], [0]),
