@@ -6,11 +6,10 @@ the monitor: it is given, or made here by its public name, at the first batch of
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,12 +31,15 @@ class Observer(Protocol):
     @property
     def observe(self) -> Callable[..., dict[str, float]]: ...
 
+    @property
+    def close(self) -> Callable[[], Any]: ...
+
 
 def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
-    """Returns the given monitor, one without files for True, or one that writes into a folder until the process ends.
+    """Returns the given monitor, one without files for True, or one that writes into a folder.
 
-    merge_ranks: as for `trimtab.Monitor`. Without it, each rank of `torch.distributed` has the folder `rank_RANK`.
-    Raises `TrimtabError` for a folder with it, because ranks do not end together.
+    A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
+    `torch.distributed` has the folder `rank_RANK`.
     """
     if not isinstance(monitor, bool | str):
         return monitor
@@ -45,12 +47,8 @@ def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
 
     if isinstance(monitor, bool):
         return trimtab.Monitor(merge_ranks=merge_ranks)
-    if merge_ranks:
-        raise TrimtabError(f"monitor={monitor!r}: give trimtab.Monitor(out={monitor!r}), and close it after training")
-    ranks = dist.is_available() and dist.is_initialized()
-    own = trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if ranks else ""), merge_ranks=False)
-    atexit.register(own.close)
-    return own
+    alone = not merge_ranks and dist.is_available() and dist.is_initialized()
+    return trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if alone else ""), merge_ranks=merge_ranks)
 
 
 class Observations:
