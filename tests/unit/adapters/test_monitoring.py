@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     )
     monitoring._of_process.cache_clear()
     at_exit: list[Callable[[], Any]] = []
-    monkeypatch.setattr(monitoring, "atexit", SimpleNamespace(register=at_exit.append))
+    exits = SimpleNamespace(register=at_exit.append, unregister=lambda _: None)
+    monkeypatch.setattr(sys.modules[Monitor.__module__], "atexit", exits)
     monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
     return at_exit
 
@@ -253,5 +255,3 @@ def test_what_cannot_be_watched_is_refused() -> None:
         evaluate(objective("reinforce"), mask, advantages(train), behavior=None, **given)
     with pytest.raises(TrimtabError, match="give True or a folder"):
         monitoring.observations(Monitor())  # type: ignore[arg-type]
-    with pytest.raises(TrimtabError, match="close it after training"):
-        monitoring.opened("out", merge_ranks=True)
