@@ -65,14 +65,11 @@ class Observations:
     def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
         """Adds a micro-batch, and returns the scalars of its update so far.
 
-        step: of the update, where the trainer passes it. Raises `TrimtabError` without log-probs of the sampler.
+        step: of the update, where the trainer passes it.
         """
         train = logps.current if logps.proximal is None else logps.proximal
-        if logps.behavior is None or train is None:
-            raise TrimtabError(
-                "monitor: this trainer passes no log-probs of the sampler: turn them on as for an objective that reads "
-                "them (docs/adapters.md), or leave monitor out"
-            )
+        assert train is not None
+        assert logps.behavior is not None
         self._step, self._updated = self._step + self._updated, False
         step = self._step if step is None else step
         return self._monitor.observe(
@@ -80,7 +77,7 @@ class Observations:
             logp_rollout=nan_below_minimum(logps.behavior),
             mask=logps.mask,
             step=step,
-            version=None if logps.age is None else step - logps.age,
+            version=None if logps.age is None else step - (logps.age - 1),  # The newest policy has the age 1.
         )
 
 

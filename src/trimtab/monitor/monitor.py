@@ -140,8 +140,9 @@ class Monitor:
         tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
         if isinstance(version, Tensor) and version.shape == mask.shape:
             tokens["policy_version"], version = version, None
-        rows = {"step": step, "policy_version": version, "group": group, "reward": reward, "advantage": advantage}
-        self._sample.add(mask, tokens, rows)
+        columns = {"group": group, "reward": reward, "advantage": advantage, "policy_version": version}
+        proximal = None if version is None and "policy_version" not in tokens else step
+        self._sample.add(mask, tokens, {"step": step, **columns, "proximal_version": proximal})
         return dict(metrics)
 
     @property
