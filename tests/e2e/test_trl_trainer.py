@@ -113,6 +113,12 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) 
     assert updates["vLLM, across updates"] == [0, 1, 3]
 
 
+def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_generation(tmp_path: Path) -> None:
+    found = run("lost", tmp_path)
+    assert ["undelivered", "fail"] in found["alarms"]
+    assert found["next"].startswith("compare the weights in the sampler with the trainer's: a checksum")
+
+
 def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:
     result = run("monitored", tmp_path)
     assert result["same"]

@@ -402,6 +402,23 @@ def monitored(folder: Path) -> dict[str, Any]:
     }
 
 
+def lost(folder: Path) -> dict[str, Any]:
+    """A sampler that keeps the weights of the start, while TRL sends its own before every generation."""
+    first, alarms = laboratory.build(0)[0], []
+
+    def stale(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+        trained, trainer.model = trainer.model, first
+        try:
+            return sampled(prompts, trainer, noise=0.0)
+        finally:
+            trainer.model = trained
+
+    monitor = Monitor(folder / "monitor", on_alarm=lambda alarm: alarms.append((alarm.name, alarm.status)))
+    trainer = behind_vllm(build(GRPOTrainer, folder, steps=6, own={"monitor": monitor}, rollout=stale))
+    trainer.train()
+    return {"alarms": alarms, "next": monitor.close().next_step}
+
+
 def without_log_probs(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
     return sampled(prompts, trainer) | {"logprobs": None}
 
@@ -463,5 +480,5 @@ def options(_: Path) -> list[str]:
 
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
-    functions = (parity, kl, presets, planted, own, train, monitored, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, own, lost, train, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))
