@@ -45,8 +45,8 @@ class Monitor:
 
     Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
     reason comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer
-    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own, in
-    the folder `run_2` of `out`.
+    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own, in a
+    folder beside `out` (`logs_2`).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Monitor:
         self._group = process_group
         self._distributed = merge_ranks and dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if self._distributed else 0
-        self._folder = None if out is None else Path(out)
+        self._folder = None if out is None else Path(out).absolute()
         self._every = every
         self._on_alarm = on_alarm or warn
         self._sample_tokens = sample_tokens
@@ -73,7 +73,9 @@ class Monitor:
 
     def _begin_run(self) -> None:
         self._runs += 1
-        self._out = self._folder if self._folder is None or self._runs == 1 else self._folder / f"run_{self._runs}"
+        self._out = self._folder
+        if self._folder is not None and self._runs > 1:  # Beside it: `trimtab diagnose` reads all that is in a folder.
+            self._out = self._folder.with_name(f"{self._folder.name}_{self._runs}")
         if self._out is not None:
             self._out.mkdir(parents=True, exist_ok=True)
         self._open = False  # Whether `close` has files to write.

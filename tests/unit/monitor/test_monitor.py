@@ -106,6 +106,9 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
     assert [line["mismatch/k3"] for line in lines] == [one["mismatch/k3"] for one in figures]
     rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * ROWS
+    assert {(row["step"], row["policy_version"], row["proximal_version"]) for row in rows} == {
+        (n, n, n) for n in range(3)
+    }
     tokens = sum(sum(row["loss_mask"]) for row in rows)
     assert tokens == sum(int(part["mask"].sum()) for part in parts)
     assert "<html" in (tmp_path / "diagnose.html").read_text()
@@ -223,19 +226,19 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path, monkeypatch: pytest.M
     """Its k3 is not compared with that of the first, and its files are beside those of the first."""
     monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
     names: list[str] = []
-    monitor = Monitor(tmp_path, on_alarm=lambda alarm: names.append(alarm.name))
+    monitor = Monitor(tmp_path / "logs", on_alarm=lambda alarm: names.append(alarm.name))
     for drift in (0.0, 0.3):
         for step in range(4):
             monitor.observe(**batch(step, drift=drift))
         assert monitor.close().detail == "no alarm in 4 steps"
     assert names == []
-    for folder in (tmp_path, tmp_path / "run_2"):
+    for folder in (tmp_path / "logs", tmp_path / "logs_2"):
         assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1, 2, 3]
         assert len((folder / "sample.jsonl").read_text().splitlines()) == 4 * ROWS
     # A trainer that goes on with the same run, such as one that resumes, goes on with its files.
     monitor.observe(**batch(4, drift=0.3))
     monitor.close()
-    assert len((tmp_path / "run_2" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len((tmp_path / "logs_2" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_faults_of_the_caller() -> None:
