@@ -67,6 +67,20 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library_however_samples_a
         assert abs(cases[f"{one}, 1"]["value"] - cases[f"{other}, 1"]["value"]) > 1e-4, one
 
 
+def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) -> None:
+    run = result(start("own", tmp_path))
+    plain, watched, alone = run["log"]
+    assert plain == watched == alone
+    assert {"loss", "grad_norm", "kl", "clip_ratio/high_mean"} <= set(run["names"])
+    assert len({row[run["names"].index("loss")] for row in plain}) == 4
+    assert run["weights"]
+    assert run["random"]
+    assert all(key.startswith("trimtab/") for key in run["added"])
+    assert run["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
+    assert run["observed"] == [0.0, 1.0, 2.0, 3.0]
+    assert run["page"]  # The monitor that was given is closed.
+
+
 def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(tmp_path: Path) -> None:
     cases = result(start("whole", tmp_path))
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""TRL 1.16 trains with Trimtab's losses, and `grpo` is TRL's own loss."""
+"""TRL 1.16 trains with Trimtab's losses, `grpo` is TRL's own loss, and without an objective nothing changes."""
 
 from __future__ import annotations
 
@@ -80,6 +80,43 @@ def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
     assert result["observed"] == pytest.approx(steps, rel=1e-4)
     assert "mean-ratio" in result["alarms"]  # Noise on log-probs is not a distribution: the mean ratio is exp(.3² / 2).
     assert "trimtab/mismatch/k3" in result["metrics"]
+
+
+def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) -> None:
+    """With every loss type and option, several updates a generation, and TRL's correction for vLLM.
+
+    What is recorded is of the weights that sampled, and the monitor that was given is closed.
+    """
+    cases = run("own", tmp_path)
+    assert len(cases) == 18
+    for name, case in cases.items():
+        assert case["log"], name
+        assert case["weights"], name
+        assert case["random"], name
+        assert min(case["norms"]) > 0.1, name
+        assert case["moved"] > 1e-3, name
+        assert all(key.startswith("trimtab/") for key in case["added"]), name
+        assert "trimtab/mismatch/k3" in case["added"], name
+        assert case["gap"] == 0, name
+        assert case["sampled"] == case["rows"] >= 8, name
+        assert case["page"], name
+        # Steps are counted from 1 in TRL's log and in the files, versions by the updates before.
+        steps = [row["step"] for row in case["observed"]]
+        known = name.startswith("vLLM")
+        expected = [[step + 1, step if known else None, step if known else None] for step in steps]
+        assert case["versions"] == expected, name
+        assert {row.get("age") for row in case["observed"]} == ({0.0} if known else {None}), name
+    updates = {name: [row["step"] for row in case["observed"]] for name, case in cases.items()}
+    assert updates["dapo"] == updates["four generations"] == [0, 1, 2, 3]
+    assert updates["three iterations"] == [0, 3]
+    assert updates["vLLM, two updates"] == [0]
+    assert updates["vLLM, across updates"] == [0, 1, 3]
+
+
+def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_generation(tmp_path: Path) -> None:
+    found = run("lost", tmp_path)
+    assert ["undelivered", "fail"] in found["alarms"]
+    assert found["next"].startswith("compare the weights in the sampler with the trainer's: a checksum")
 
 
 def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:

@@ -98,6 +98,21 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library(environment: dict
     assert "actor/trimtab/weight/mean" in cases["icepop"]["metrics"]
 
 
+def test_without_an_objective_verl_s_losses_and_masks_stay_bit_for_bit(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """With a folder for the monitor and one for log-probs, and where verl does not load the plugin at all."""
+    plain = run({**environment, "VERL_USE_EXTERNAL_PLUGINS": "none"}, "own")
+    folders = {"TRIMTAB_MONITOR": str(tmp_path / "monitor"), "TRIMTAB_DUMP": str(tmp_path / "logps")}
+    recorded = run({**environment, **folders}, "own")
+    assert recorded == plain
+    assert len(json.loads((tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])) > 20
+    computed = {name for name, value in plain.items() if isinstance(value, list)}
+    assert {"vanilla", "vanilla, weighted", "gspo", "cispo, weighted", "driver, {'rollout_is': 'sequence'}"} <= computed
+    assert plain["vanilla"] != plain["vanilla, weighted"]
+    assert plain["configuration"]["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "vanilla"
+
+
 def test_carried_log_probs_stay_out_of_verl_s_measures(environment: dict[str, str]) -> None:
     """`actor.calculate_sum_pi_squared` makes verl square the weights."""
     cases = run(environment, "variance")

@@ -1,6 +1,6 @@
 """TRL's `AsyncGRPOTrainer` with Trimtab's losses on the laboratory model, without a server.
 
-    python tests/e2e/trl_async.py parity|presets|train|refusals|whole FOLDER
+    python tests/e2e/trl_async.py parity|presets|own|train|refusals|whole FOLDER
 
 Prints a JSON object as its last line. The environment must have TRL; its attention kernel, which needs a GPU, is
 replaced by the same attention in torch.
@@ -255,14 +255,16 @@ def parity(folder: Path) -> dict[str, Any]:
     The mixture of experts has the auxiliary loss of its router too.
     """
     samples = drawn(plain_model(folder), 12)
-    ours = build(AsyncGRPOTrainer, folder, samples, {"objective": "token-bypass"})
+    bypass = {"objective": "token-bypass"}
+    ours = build(AsyncGRPOTrainer, folder, samples, bypass)
     theirs = build(PlainTrainer, folder, samples, {})
     three = packed(samples, 3)
     tokens = [batch["global_n_tokens"].item() for batch in three]
     found, once = computed(ours, three, [1.0] * 3), computed(ours, packed(samples, 1), [1.0])
     weighted = computed(theirs, three, [3 * one / sum(tokens) for one in tokens])
     mixture = {"model": laboratory.MIXTURE, "router_aux_loss_coef": 0.1}
-    of_mixture = [build(kind, folder, samples, {}, **mixture) for kind in (AsyncGRPOTrainer, PlainTrainer)]
+    kinds = ((AsyncGRPOTrainer, bypass), (PlainTrainer, {}))
+    of_mixture = [build(kind, folder, samples, own, **mixture) for kind, own in kinds]
     return {
         "tokens": tokens,
         "mixture": difference(*(computed(trainer, packed(samples, 1), [1.0]) for trainer in of_mixture)),
@@ -286,8 +288,8 @@ def presets(folder: Path) -> dict[str, dict[str, float]]:
     model = plain_model(folder)
     samples = drawn(model, 12)
     result: dict[str, dict[str, float]] = {}
-    trainer = build(AsyncGRPOTrainer, folder, samples, {})
-    faulty = build(OneMicroBatch, folder, samples, {})
+    trainer = build(AsyncGRPOTrainer, folder, samples, {"objective": "grpo"})
+    faulty = build(OneMicroBatch, folder, samples, {"objective": "grpo"})
     kept = objective("icepop", denominator="kept", aggregation="token-mean", weight_max=1.05, weight_min=0.95)
     built = [objective(name, **({"length_max": 8} if name in ("dr-grpo", "luffy") else {})) for name in objectives()]
     for one in [*built, replace(kept, name="kept"), replace(objective("seq-tis", normalize=True), name="normalized")]:
@@ -302,6 +304,35 @@ def presets(folder: Path) -> dict[str, dict[str, float]]:
             cases[f"planted, {one.name}"] = computed(faulty, packed(samples, 2), [1.0] * 2)
         result |= {name: difference(found, expected) for name, found in cases.items()}
     return result
+
+
+def own(folder: Path) -> dict[str, Any]:
+    """TRL's trainer, ours with `dump` and `monitor`, and ours without anything: none of them has an objective."""
+    watched = {"dump": folder / "logps", "monitor": Monitor(folder / "monitor", on_alarm=lambda _: None)}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 0.1, "epsilon_high": 0.3}
+    runs = []
+    for kind, given in ((PlainTrainer, {}), (AsyncGRPOTrainer, watched), (AsyncGRPOTrainer, {})):
+        trainer = build(kind, folder, drawn(plain_model(folder), 36, version=1), given, **options)
+        trainer.train()
+        log = [
+            {key: value for key, value in row.items() if isinstance(value, float) and key != "epoch"}
+            for row in trainer.state.log_history
+        ]
+        runs.append((log, [value.detach().clone() for value in trainer.model.parameters()], torch.get_rng_state()))
+    (log, weights, random), (ours, *_), _ = runs
+    clock = ("time", "_per_s", "perf/", "queue")
+    names = [key for key in log[0] if not key.endswith("_s") and not any(word in key for word in clock)]
+    rows = [json.loads(line) for path in sorted((folder / "logps").iterdir()) for line in path.open()]
+    return {
+        "names": names,
+        "log": [[[row.get(key) for key in names] for row in run[0][:4]] for run in runs],
+        "weights": all(torch.equal(a, b) for run in runs for a, b in zip(weights, run[1], strict=True)),
+        "random": all(torch.equal(random, run[2]) for run in runs),
+        "added": sorted(ours[0].keys() - log[0].keys()),
+        "versions": sorted({(row["step"], row["policy_version"], row["proximal_version"]) for row in rows}),
+        "observed": [json.loads(line)["age"] for line in (folder / "monitor" / "metrics.jsonl").open()],
+        "page": (folder / "monitor" / "diagnose.html").exists(),
+    }
 
 
 def train(folder: Path) -> dict[str, Any]:
@@ -392,5 +423,5 @@ def refusals(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    functions = (parity, presets, train, whole, refusals)
+    functions = (parity, presets, own, train, whole, refusals)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -1,6 +1,6 @@
 """Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
 
-    python tests/e2e/trl_trainer.py parity|kl|presets|planted|train|unscored|refusals|options FOLDER
+    python tests/e2e/trl_trainer.py FUNCTION FOLDER     (a function of this file)
 
 Prints a JSON object as its last line.
 """
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ def build(
         processing_class=tokenizer,
         args=arguments,
         train_dataset=data,
+        eval_dataset=data.select(range(4)),
         reward_funcs=digits,
         rollout_func=rollout or sampled,
         **own,
@@ -306,6 +307,83 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
+LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+TWO = {"steps_per_generation": 4, "num_iterations": 2, "epsilon_high": 0.28, "delta": 1.5}
+OWN: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name} for name in LOSS_TYPES},
+    "three iterations": {"num_iterations": 3},
+    "four generations": {"loss_type": "grpo", "steps_per_generation": 1, "gradient_accumulation_steps": 4},
+    "options": {"off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    "KL": {"beta": 0.1, "use_bias_correction_kl": True},
+    "vLLM": {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2},
+    "vLLM, two updates": {"loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_mask", **TWO},
+    "vLLM, across updates": {"loss_type": "grpo", "steps_per_generation": 3},
+    "vLLM, vespo": {"loss_type": "vespo", "num_iterations": 2},
+    "vLLM, no correction": {"vllm_importance_sampling_correction": False},
+}
+"""Settings of TRL's own loss; with a name that begins with vLLM, TRL corrects for a sampler."""
+
+
+def behind_vllm(trainer: PlainTrainer) -> PlainTrainer:
+    """As if the rollout function used TRL's vLLM, to which weights would be sent."""
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    return trainer
+
+
+def own(folder: Path) -> dict[str, dict[str, Any]]:
+    """TRL's trainer, ours with `dump` and `monitor`, and ours without anything: none of them has an objective."""
+    reference = saved(folder)
+    return {
+        name: compared(folder / name, reference, name.startswith("vLLM"), settings) for name, settings in OWN.items()
+    }
+
+
+def compared(folder: Path, reference: Path, vllm: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    watched = {"dump": folder / "logps", "monitor": Monitor(folder / "monitor", on_alarm=lambda _: None)}
+    runs = []
+    for kind, own in ((PlainTrainer, {}), (GRPOTrainer, watched), (GRPOTrainer, {})):
+        options = {"steps": 4, "reference": reference, "eval_strategy": "steps", "eval_steps": 2}
+        trainer = build(kind, folder, own=own, **options, **settings)
+        trainer = behind_vllm(trainer) if vllm else trainer
+        trainer.train()
+        weights = [value.detach().clone() for value in trainer.model.parameters()]
+        runs.append((without_times(trainer), weights, torch.get_rng_state()))
+    (log, weights, random), (ours, *_), _ = runs
+    rows = [json.loads(line) for path in sorted((folder / "logps").iterdir()) for line in path.open()]
+    start = laboratory.build(0)[0].parameters()
+    return {
+        "log": [{key: row[key] for key in plain} for plain, row in zip(log, ours, strict=True)] == log == runs[2][0],
+        "weights": all(torch.equal(a, b) for run in runs for a, b in zip(weights, run[1], strict=True)),
+        "random": all(torch.equal(random, run[2]) for run in runs),
+        "norms": [row["grad_norm"] for row in log if "loss" in row],
+        "moved": max((a - b).abs().max().item() for a, b in zip(weights, start, strict=True)),
+        "added": sorted({key for plain, row in zip(log, ours, strict=True) for key in row.keys() - plain}),
+        "versions": sorted({(row["step"], row.get("policy_version"), row.get("proximal_version")) for row in rows}),
+        "rows": len(rows),
+        "gap": max(map(gap, rows)),
+        "observed": [json.loads(line) for line in (folder / "monitor" / "metrics.jsonl").open()],
+        "sampled": sum(1 for _ in (folder / "monitor" / "sample.jsonl").open()),
+        "page": (folder / "monitor" / "diagnose.html").exists(),
+    }
+
+
+def without_times(trainer: PlainTrainer) -> list[dict[str, Any]]:
+    """What the trainer logged, without what its clock says."""
+    timed = ("time", "per_second")
+    return [
+        {key: value for key, value in row.items() if not any(word in key for word in timed)}
+        for row in trainer.state.log_history
+    ]
+
+
+def gap(row: dict[str, Any]) -> float:
+    """The largest distance of the current policy and that of the generation, where TRL computed both."""
+    old = row.get("logp_proximal") or row["logp_current"]
+    return max((abs(a - b) for a, b in zip(row["logp_current"], old, strict=True)), default=0.0)
+
+
 def monitored(folder: Path) -> dict[str, Any]:
     """Weights and log after three updates with and without `monitor=True`."""
     result = {}
@@ -322,6 +400,23 @@ def monitored(folder: Path) -> dict[str, Any]:
         "k3": [row["trimtab/mismatch/k3"] for row in seen],
         "added": sorted(seen[0].keys() - log[0].keys()),
     }
+
+
+def lost(folder: Path) -> dict[str, Any]:
+    """A sampler that keeps the weights of the start, while TRL sends its own before every generation."""
+    first, alarms = laboratory.build(0)[0], []
+
+    def stale(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+        trained, trainer.model = trainer.model, first
+        try:
+            return sampled(prompts, trainer, noise=0.0)
+        finally:
+            trainer.model = trained
+
+    monitor = Monitor(folder / "monitor", on_alarm=lambda alarm: alarms.append((alarm.name, alarm.status)))
+    trainer = behind_vllm(build(GRPOTrainer, folder, steps=6, own={"monitor": monitor}, rollout=stale))
+    trainer.train()
+    return {"alarms": alarms, "next": monitor.close().next_step}
 
 
 def without_log_probs(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
@@ -385,5 +480,5 @@ def options(_: Path) -> list[str]:
 
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
-    functions = (parity, kl, presets, planted, train, monitored, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, own, lost, train, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

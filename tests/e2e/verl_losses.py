@@ -128,6 +128,49 @@ def parity() -> dict[str, dict[str, float]]:
     return result
 
 
+def own() -> dict[str, Any]:
+    """verl's own losses, corrections and configuration, to the last bit: with the plugin and without it."""
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.utils.config import validate_config
+
+    weights, result = batch()["rollout_log_probs"].exp(), {}
+    for mode in sorted(name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("trimtab-")):
+        for name, carried in (("", None), (", weighted", weights)):
+            aggregation = "seq-mean-token-mean" if mode == "gspo" else "token-mean"
+            try:
+                loss, gradient, metrics = run(mode, 2, carried=carried, loss_agg_mode=aggregation)
+            except Exception as error:  # Some of verl's losses need more of its configuration, or no weights.
+                result[mode + name] = f"{type(error).__name__}: {error}"
+            else:
+                result[mode + name] = [loss, gradient.tolist(), sorted(metrics)]
+    for config in ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {"rollout_is": "sequence"}, {}):
+        fields = {key: value for key, value in batch().items() if key != "length"}
+        rejecting = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 2.0, **config}
+        data = DataProto.from_single_dict(fields | {"response_mask": fields["response_mask"].long()})
+        data, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
+            data, OmegaConf.create(rejecting)
+        )
+        numbers = {key: value for key, value in metrics.items() if "trimtab" not in key}
+        tensors = {key: value.tolist() for key, value in sorted(data.batch.items())}
+        result[f"driver, {config}"] = [tensors, numbers, sorted(data.batch.keys()), torch.rand(()).item()]
+    rollout = {"calculate_log_probs": True}
+    actor = {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"}
+    config = OmegaConf.create(
+        {
+            "algorithm": {"rollout_correction": {"rollout_is": None, "bypass_mode": False}},
+            "actor_rollout_ref": {"rollout": rollout, "actor": actor},
+            "trainer": {"rollout_data_dir": "rollouts"},
+        }
+    )
+    try:
+        validate_config(config, False, False)
+    except Exception as error:  # verl's own check reads much more.
+        result["check"] = f"{type(error).__name__}: {error}"
+    return result | {"configuration": OmegaConf.to_container(config)}
+
+
 def presets() -> dict[str, Any]:
     """Every preset that verl carries, the sampler's log-probs carried by its driver, against the library."""
     from trimtab.adapters.hooks import HOOKS, turns_of
@@ -365,4 +408,5 @@ def added(absent: str = "", **config: Any) -> None:
 if __name__ == "__main__":
     import verl  # noqa: F401 - loads the plugin
 
+    torch.manual_seed(0)
     print(json.dumps(globals()[sys.argv[1]]()))

@@ -95,7 +95,8 @@ def skyrl(folder: Path) -> Callable[..., torch.Tensor]:
     return run
 
 
-def nemo_rl(folder: Path) -> Callable[..., torch.Tensor]:
+def nemo_rl(folder: Path, wrap: Callable[[Any], Any] = lambda loss: loss) -> Callable[..., torch.Tensor]:
+    """wrap: is given the loss."""
     names = {"LossType": "TOKEN_LEVEL SEQUENCE_LEVEL", "LossInputType": "LOGPROB"}
     space: dict[str, Any] = {"torch": torch, "LossFunction": object}
     space |= {name: Enum(name, values) for name, values in names.items()}
@@ -114,7 +115,7 @@ def nemo_rl(folder: Path) -> Callable[..., torch.Tensor]:
             **{"use_on_policy_kl_approximation": False, "sequence_level_importance_ratios": False},
             **{"positive_example_nll_weight": 0.0, "token_level_loss": True, "use_cispo": False, **options},
         }
-        loss = space["ClippedPGLossFn"](SimpleNamespace(**config))
+        loss = wrap(space["ClippedPGLossFn"](SimpleNamespace(**config)))
 
         def shifted(value: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.pad(value.expand_as(logp).double(), (1, 0))
@@ -152,13 +153,14 @@ def areal(folder: Path) -> Callable[..., torch.Tensor]:
     return run
 
 
-def openrlhf(folder: Path) -> Callable[..., torch.Tensor]:
+def openrlhf(folder: Path, wrap: Callable[[Any], Any] = lambda loss: loss) -> Callable[..., torch.Tensor]:
+    """wrap: is given the loss."""
     space: dict[str, Any] = {"torch": torch, "nn": torch.nn}
     load(space, folder / OPENRLHF / "utils.py", "masked_mean")
     load(space, folder / OPENRLHF / "loss.py", "aggregate_loss", "PolicyLoss")
 
     def run(batch: Batch, logp: torch.Tensor, **options: Any) -> torch.Tensor:
-        loss = space["PolicyLoss"](clip_eps_low=0.2, clip_eps_high=0.2, **options)
+        loss = wrap(space["PolicyLoss"](clip_eps_low=0.2, clip_eps_high=0.2, **options))
         parts = [
             loss(
                 logp[part],

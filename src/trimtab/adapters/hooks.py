@@ -139,8 +139,16 @@ def hook(trainer: str) -> Hook:
     return HOOKS[trainer]
 
 
-def build(trainer: str, objective: str | Objective, keywords: Mapping[str, Any]) -> Objective:
-    """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook."""
+def build(trainer: str, objective: str | Objective | None, keywords: Mapping[str, Any]) -> Objective:
+    """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook.
+
+    Raises `TrimtabError` without an objective: the loss of a run is never chosen here.
+    """
+    if objective is None:
+        raise TrimtabError(
+            f"{hook(trainer).trainer}: no objective is given, and this function would replace the trainer's loss: name "
+            'one, such as objective="token-tis" (`trimtab explain` lists them)'
+        )
     if not isinstance(objective, str):
         if keywords:
             raise TrimtabError(
@@ -272,15 +280,36 @@ def evaluate(
     number of the update for `monitor`, where the trainer passes it.
     """
     logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
-    if dump is not None:
-        dump.write_call(logps, advantage)
-    observed = {} if monitor is None else monitor.show(logps, step)
+    observed = record(logps, advantage, dump=dump, monitor=monitor, step=step)
     kept = mask
     if behavior is not None and "behavior" in objective.needs:
         kept = usable_tokens(mask, behavior, current if proximal is None else proximal)
     logps = replace(logps, mask=kept)
     output = objective(logps, per_response(objective, advantage, mask), state=state)
     return output.loss, output.metrics.finalize() | dropped_shares(mask, kept) | observed, logps
+
+
+def record(
+    logps: PolicyLogps,
+    advantage: Tensor,
+    *,
+    dump: Dump | None = None,
+    monitor: Observations | None = None,
+    step: int | None = None,
+) -> dict[str, float]:
+    """Writes the log-probs of a micro-batch, shows them to a monitor, and returns its scalars; no loss is computed.
+
+    advantage, step: as for `evaluate`. Raises `TrimtabError` without log-probs of the sampler.
+    """
+    used = "dump" if dump is not None else "monitor"
+    if logps.behavior is None and (dump is not None or monitor is not None):
+        raise TrimtabError(
+            f"{used}: this trainer passes no log-probs of the sampler: turn them on as for an objective that reads "
+            f"them (docs/adapters.md), or leave {used} out"
+        )
+    if dump is not None:
+        dump.write_call(logps, advantage)
+    return {} if monitor is None else monitor.show(logps, step)
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

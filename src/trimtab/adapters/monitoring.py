@@ -6,11 +6,10 @@ the monitor: it is given, or made here by its public name, at the first batch of
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,12 +31,15 @@ class Observer(Protocol):
     @property
     def observe(self) -> Callable[..., dict[str, float]]: ...
 
+    @property
+    def close(self) -> Callable[[], Any]: ...
+
 
 def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
-    """Returns the given monitor, one without files for True, or one that writes into a folder until the process ends.
+    """Returns the given monitor, one without files for True, or one that writes into a folder.
 
-    merge_ranks: as for `trimtab.Monitor`. Without it, each rank of `torch.distributed` has the folder `rank_RANK`.
-    Raises `TrimtabError` for a folder with it, because ranks do not end together.
+    A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
+    `torch.distributed` has the folder `rank_RANK`.
     """
     if not isinstance(monitor, bool | str):
         return monitor
@@ -45,12 +47,8 @@ def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
 
     if isinstance(monitor, bool):
         return trimtab.Monitor(merge_ranks=merge_ranks)
-    if merge_ranks:
-        raise TrimtabError(f"monitor={monitor!r}: give trimtab.Monitor(out={monitor!r}), and close it after training")
-    ranks = dist.is_available() and dist.is_initialized()
-    own = trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if ranks else ""), merge_ranks=False)
-    atexit.register(own.close)
-    return own
+    alone = not merge_ranks and dist.is_available() and dist.is_initialized()
+    return trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if alone else ""), merge_ranks=merge_ranks)
 
 
 class Observations:
@@ -67,14 +65,11 @@ class Observations:
     def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
         """Adds a micro-batch, and returns the scalars of its update so far.
 
-        step: of the update, where the trainer passes it. Raises `TrimtabError` without log-probs of the sampler.
+        step: of the update, where the trainer passes it.
         """
         train = logps.current if logps.proximal is None else logps.proximal
-        if logps.behavior is None or train is None:
-            raise TrimtabError(
-                "monitor: this trainer passes no log-probs of the sampler: turn them on as for an objective that reads "
-                "them (docs/adapters.md), or leave monitor out"
-            )
+        assert train is not None
+        assert logps.behavior is not None
         self._step, self._updated = self._step + self._updated, False
         step = self._step if step is None else step
         return self._monitor.observe(
@@ -82,7 +77,7 @@ class Observations:
             logp_rollout=nan_below_minimum(logps.behavior),
             mask=logps.mask,
             step=step,
-            version=None if logps.age is None else step - logps.age,
+            version=None if logps.age is None else step - (logps.age - 1),  # The newest policy has the age 1.
         )
 
 

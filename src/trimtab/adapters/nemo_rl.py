@@ -1,8 +1,9 @@
-"""A Trimtab objective as a loss function of NeMo-RL. Checked against NeMo-RL 7ea279ab.
+"""A Trimtab objective as a loss function of NeMo-RL, or a monitor beside its own. Checked against NeMo-RL 7ea279ab.
 
 In a copy of examples/run_grpo.py, after `setup(...)`:
 
     loss_fn = ObjectiveLoss("icepop", use_fused_linear_logprobs=loss_fn.use_fused_linear_logprobs)
+    loss_fn = RecordedLoss(loss_fn, monitor="monitor")  # NeMo-RL's own loss
 """
 
 from __future__ import annotations
@@ -14,14 +15,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, evaluate, peer_module, per_response
-from trimtab.adapters.monitoring import MonitorChoice, observations
+from trimtab.adapters.hooks import (
+    METRICS,
+    averaged,
+    build,
+    counted_state,
+    evaluate,
+    peer_module,
+    per_response,
+    record,
+)
+from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
 from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
 """A metric that NeMo-RL's training loop reads at every step."""
+
+
+class RecordedLoss:
+    """NeMo-RL's own loss, bit for bit, whose log-probs are shown to a monitor.
+
+    own: the loss that `setup` returns. monitor: True, or a folder for the files of each process: scalars and alarms of
+    `trimtab.Monitor`.
+    """
+
+    def __init__(self, own: Any, *, monitor: MonitorChoice) -> None:
+        vars(self).update(vars(own))  # What NeMo-RL reads of a loss: its type, its input, ...
+        self._own, self._monitor = own, monitor
+        normalizer = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces").MetricNormalizer
+        added = dict.fromkeys((f"trimtab/{name}" for name in OBSERVED), normalizer.TOKENS)
+        self.metric_normalizations = {**getattr(own, "metric_normalizations", {}), **added}
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self).get("_own")  # Not there yet where a copy is made.
+        if own is None:
+            raise AttributeError(name)
+        return getattr(own, name)
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Returns what NeMo-RL's loss returns, with the shares of the micro-batch in the figures of the monitor."""
+        behind, mask, proximal = _read(next_token_logprobs.detach(), data)
+        logps = PolicyLogps(next_token_logprobs.detach(), behind.get("generation_logprobs"), mask, proximal=proximal)
+        observed = averaged(record(logps, behind["advantages"], monitor=observations(self._monitor)))
+        loss, metrics = self._own(
+            next_token_logprobs=next_token_logprobs,
+            data=data,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            **inputs,
+        )
+        share = (mask.sum() / global_valid_toks).item()
+        return loss, metrics | {key: value * share for key, value in observed.items()}
 
 
 class ObjectiveLoss:
@@ -35,7 +88,7 @@ class ObjectiveLoss:
 
     def __init__(
         self,
-        objective: str | Objective,
+        objective: str | Objective | None = None,
         *,
         use_fused_linear_logprobs: bool = False,
         monitor: MonitorChoice = None,
@@ -71,12 +124,7 @@ class ObjectiveLoss:
         `force_on_policy_ratio`, which fills `prev_logprobs` with zeros and allows one update a generation, the policy
         at the start of the update is the current one.
         """
-        # Position t of the log-probs is token t + 1; data has a position more at the front.
-        behind = {name: value[:, 1:] for name, value in data.items() if isinstance(value, Tensor) and value.ndim == 2}
-        mask = (behind["token_mask"] * data["sample_mask"][:, None]).bool()
-        proximal = behind.get("prev_logprobs")
-        if proximal is not None and not bool(proximal[mask].any()):
-            proximal = next_token_logprobs.detach()
+        behind, mask, proximal = _read(next_token_logprobs, data)
         self._check_reference(mask, behind.get("reference_policy_logprobs"))
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)
@@ -121,6 +169,17 @@ class ObjectiveLoss:
                 f"{name} has kl_coef = {self.objective.kl.coef:g}, and NeMo-RL computes no reference log-probs: set "
                 "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)"
             )
+
+
+def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """Returns the columns, the trained tokens and the policy at the start of the update, (batch, time - 1) each."""
+    # Position t of the log-probs is token t + 1; data has a position more at the front.
+    behind = {name: value[:, 1:] for name, value in data.items() if isinstance(value, Tensor) and value.ndim == 2}
+    mask = (behind["token_mask"] * data["sample_mask"][:, None]).bool()
+    proximal = behind.get("prev_logprobs")
+    if proximal is not None and not bool(proximal[mask].any()):
+        proximal = current.detach()
+    return behind, mask, proximal
 
 
 def _mismatch(logps: PolicyLogps, tokens: Tensor) -> float:

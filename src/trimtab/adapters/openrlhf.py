@@ -1,7 +1,8 @@
-"""A Trimtab objective in place of OpenRLHF's policy loss. Checked against OpenRLHF 0.11.2 (3c3be623).
+"""A Trimtab objective in place of OpenRLHF's policy loss, or a record of its own. Checked against 0.11.2 (3c3be623).
 
 import trimtab.adapters.openrlhf
 trimtab.adapters.openrlhf.install("icepop")     # in the process of the policy actor, before it is built
+trimtab.adapters.openrlhf.install(dump="logps")     # OpenRLHF's own loss, whose log-probs are written
 """
 
 from __future__ import annotations
@@ -12,32 +13,63 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module
+from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective
+from trimtab.objectives import Objective, PolicyLogps
 
 MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
 
 
 def install(
-    objective: str | Objective, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
+    objective: str | Objective | None = None,
+    *,
+    dump: str | None = None,
+    monitor: MonitorChoice = None,
+    **keywords: Any,
 ) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
-    dump: a folder for the log-probs of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the
-    files of each process: the alarms of `trimtab.Monitor`.
+    Without an objective the loss is OpenRLHF's own, bit for bit. dump: a folder for the log-probs of every call, which
+    `trimtab diagnose` reads. monitor: True, or a folder for the files of each process: the alarms of `trimtab.Monitor`.
     """
-    built = build("openrlhf", objective, keywords)
-
-    def policy_loss(*_: Any, **__: Any) -> ObjectiveLoss:
-        return ObjectiveLoss(built, dump=dump, monitor=monitor)
-
-    for name in MODULES:
-        module = peer_module("OpenRLHF", name)
+    built = None if objective is None and not keywords else build("openrlhf", objective, keywords)
+    modules = [peer_module("OpenRLHF", name) for name in MODULES]
+    for name, module in zip(MODULES, modules, strict=True):
         if not hasattr(module, "PolicyLoss"):
             raise TrimtabError(f"this version of OpenRLHF has no {name}.PolicyLoss: use 0.11.2")
-        setattr(module, "PolicyLoss", policy_loss)  # noqa: B010 - pyright knows no such module
+    own = modules[0].PolicyLoss
+
+    def policy_loss(*arguments: Any, **options: Any) -> nn.Module:
+        if built is None:
+            return RecordedLoss(own(*arguments, **options), dump=dump, monitor=monitor)
+        return ObjectiveLoss(built, dump=dump, monitor=monitor)
+
+    for module in modules:
+        module.PolicyLoss = policy_loss
+
+
+class RecordedLoss(nn.Module):
+    """OpenRLHF's own `PolicyLoss`, whose log-probs are written and shown to a monitor."""
+
+    def __init__(self, own: nn.Module, *, dump: str | None = None, monitor: MonitorChoice = None) -> None:
+        super().__init__()
+        self.own = own
+        self._dump, self._monitor = None if dump is None else Dump(dump), monitor
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        **counts: Any,
+    ) -> Any:
+        mask = _mask(action_mask, log_probs)
+        logps = PolicyLogps(log_probs.detach(), rollout_log_probs, mask, proximal=old_log_probs)
+        record(logps, advantages, dump=self._dump, monitor=observations(self._monitor))
+        return self.own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
 
 
 class ObjectiveLoss(nn.Module):
@@ -63,7 +95,7 @@ class ObjectiveLoss(nn.Module):
         global_batch_size: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
-        mask = action_mask.bool() if action_mask is not None else torch.ones_like(log_probs, dtype=torch.bool)
+        mask = _mask(action_mask, log_probs)
         if "behavior" in self.objective.needs and rollout_log_probs is None:
             raise TrimtabError(
                 f"{self.objective.name} reads the sampler's log-probs: set --algo.advantage.is_correction_enable, "
@@ -89,3 +121,7 @@ class ObjectiveLoss(nn.Module):
             gap = torch.where(logps.mask, rollout_log_probs - old_log_probs, 0.0).detach()
             mismatch = gap.sum() / mask.sum().clamp(min=1)
         return loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch
+
+
+def _mask(action_mask: Tensor | None, like: Tensor) -> Tensor:
+    return torch.ones_like(like, dtype=torch.bool) if action_mask is None else action_mask.bool()

@@ -1,4 +1,4 @@
-"""A Trimtab objective as the custom loss of prime-rl. Checked against prime-rl 559b4477.
+"""A Trimtab objective, or prime-rl's own loss with a monitor, as a custom loss. Checked against prime-rl 559b4477.
 
 [trainer.loss]
 type = "custom"
@@ -7,21 +7,29 @@ import_path = "trimtab.adapters.prime_rl.loss"
 [trainer.loss.kwargs]
 objective = "icepop"
 aggregation = "token-mean"
+
+Without `objective`, the loss is prime-rl's own, of the type and with the keywords of its configuration:
+
+[trainer.loss.kwargs]
+monitor = "out/monitor"
+type = "default"
+dppo_mask_high = 0.3
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective
+from trimtab.objectives import Objective, PolicyLogps
 
 
 class LossInputs(Protocol):
@@ -42,14 +50,19 @@ class LossOutputs(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def loss(inputs: LossInputs, *, objective: str = "ipo", monitor: MonitorChoice = None, **keywords: Any) -> LossOutputs:
+def loss(
+    inputs: LossInputs, *, objective: str | None = None, monitor: MonitorChoice = None, **keywords: Any
+) -> LossOutputs:
     """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
 
     monitor: true, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`. objective,
-    keywords: as for `trimtab.objective`; the aggregation must be token-mean. A batch of prime-rl is one
-    update, so that the policy at its start is the current one. Raises `TrimtabError` for an objective that needs the
-    whole update, and for token weights other than 1.
+    keywords: as for `trimtab.objective`; the aggregation must be token-mean. Without an objective, prime-rl's own loss
+    is returned as it is, and the keywords are those of `trainer.loss`. A batch of prime-rl is one update, so that the
+    policy at its start is the current one. Raises `TrimtabError` for an objective that needs the whole update, and for
+    token weights other than 1.
     """
+    if objective is None:
+        return _own_loss(inputs, monitor, keywords)
     if not isinstance(objective, str):
         raise TrimtabError(f"trainer.loss.kwargs.objective = {objective!r}: give the name of an objective")
     built = _built(objective, json.dumps(keywords))
@@ -69,7 +82,31 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", monitor: MonitorChoice =
         state=counted_state(1, 1, like=current),
         monitor=observations(monitor),
     )
-    return LossOutputs(value, {key: torch.tensor(number) for key, number in averaged(metrics).items()})
+    return LossOutputs(value, _tensors(metrics))
+
+
+def _own_loss(inputs: LossInputs, monitor: MonitorChoice, keywords: dict[str, Any]) -> LossOutputs:
+    current = inputs.trainer_logprobs[None].detach()
+    logps = PolicyLogps(current, inputs.inference_logprobs[None], inputs.loss_mask[None], proximal=current)
+    observed = record(logps, inputs.advantages[None], monitor=observations(monitor))
+    own = _own(json.dumps(keywords))(inputs)
+    return LossOutputs(own.loss, own.metrics | _tensors(observed))
+
+
+def _tensors(metrics: Mapping[str, float]) -> dict[str, Tensor]:
+    return {key: torch.tensor(number) for key, number in averaged(metrics).items()}
+
+
+@cache
+def _own(keywords: str) -> Callable[[LossInputs], Any]:
+    """Returns prime-rl's own loss, as its trainer builds it from the section `trainer.loss`."""
+    configs = peer_module("prime-rl", "prime_rl.configs.trainer")
+    options = json.loads(keywords)
+    kinds = {"default": configs.DefaultLossConfig, "ipo": configs.IPOLossConfig}
+    kind = options.pop("type", "default")
+    if kind not in kinds:
+        raise TrimtabError(f"trainer.loss.kwargs.type = {kind!r}: prime-rl's own losses are {' and '.join(kinds)}")
+    return peer_module("prime-rl", "prime_rl.trainer.rl.loss").setup_rl_loss_fn(kinds[kind](**options))
 
 
 @cache

@@ -35,7 +35,7 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def register(
-    objective: str | Objective,
+    objective: str | Objective | None = None,
     name: str | None = None,
     *,
     dump: str | None = None,
@@ -47,6 +47,8 @@ def register(
     Call it before `ray.init`, in the script that starts the training; then set
     `trainer.algorithm.policy_loss_type` to the name. dump: a folder for the log-probs of every call, which `trimtab
     diagnose` reads. monitor: True, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`.
+    Raises `TrimtabError` without an objective: each worker of SkyRL finds SkyRL's own losses by their names, so that
+    none can be wrapped.
     """
     built = build("skyrl", objective, keywords)
     chosen = name or f"trimtab-{built.name}"

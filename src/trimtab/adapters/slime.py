@@ -7,6 +7,10 @@ with in trimtab.yaml the name of an objective, or a table of its keywords:
 
     trimtab_objective: {name: icepop, weight_min: 0.5}
     trimtab_monitor: true  # optional, or a folder for the files of each process: `trimtab.Monitor`
+
+`trimtab_monitor` alone records beside the trainer's own loss:
+
+    --get-mismatch-metrics --custom-tis-function-path trimtab.adapters.slime.tis --custom-config-path trimtab.yaml
 """
 
 from __future__ import annotations
@@ -54,14 +58,20 @@ def tis(
 
     pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that
     `usable_tokens` leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without
-    `--use-tis`, which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics. Raises
-    `TrimtabError` for an objective without a correction, or with a mask that reads the current policy or advantages,
-    which this hook does not pass.
+    `--use-tis`, which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics; so it is with
+    `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without a correction, or with a mask that
+    reads the current policy or advantages, which this hook does not pass, and for `--use-tis` without an objective.
     """
-    built = _objective(args, "custom_tis_function_path")
-    require_correction(built, "", "use loss")
+    monitor = _monitor(args)
+    built = None if monitor and _records(args) else _objective(args, "custom_tis_function_path")
+    if built is not None:
+        require_correction(built, "", "use loss")
     _check_whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)
+    shown = {} if monitor is None else monitor.show(PolicyLogps(None, behavior, mask, proximal=trainer))
+    figures = {f"trimtab/{key}": torch.full_like(pg_loss, shown[key]).nan_to_num() for key in OBSERVED if shown}
+    if built is None:
+        return pg_loss, list(loss_masks), figures
     kept = usable_tokens(mask, behavior, trainer)
     result = correct(
         trainer,
@@ -74,13 +84,11 @@ def tis(
     weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
     trained, usable = (_flat(values.to(pg_loss), response_lengths) for values in (mask, kept))
     metrics = {
+        **figures,
         "trimtab/weight/mean": weight.clone(),
         "trimtab/reject/tokens": usable - keep,
         "trimtab/unscored_tokens": trained - usable,
     }
-    if monitor := _monitor(args):
-        shown = monitor.show(PolicyLogps(None, behavior, mask, proximal=trainer))
-        metrics |= {f"trimtab/{key}": torch.full_like(weight, shown[key]).nan_to_num() for key in OBSERVED}
     return pg_loss * weight * keep if args.use_tis else pg_loss, list(loss_masks), metrics
 
 
@@ -118,6 +126,18 @@ def loss(
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
     values = {key: torch.tensor(number).to(size) * size for key, number in averaged(metrics).items()}
     return value, {"loss": value.detach().clone(), **values}
+
+
+def _records(args: Namespace) -> bool:
+    """Returns whether there is no objective. Raises `TrimtabError` if `tis` then replaces the trainer's correction."""
+    if getattr(args, "trimtab_objective", None) is not None:
+        return False
+    if args.use_tis:
+        raise TrimtabError(
+            "--use-tis with this function and no trimtab_objective would leave the trainer's own correction out: set "
+            "--get-mismatch-metrics in its place, or name an objective"
+        )
+    return True
 
 
 def _objective(args: Namespace, flag: str) -> Objective:

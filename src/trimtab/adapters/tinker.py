@@ -24,14 +24,19 @@ CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, flo
 
 
 def custom_loss(
-    objective: str | Objective, *, dump: str | None = None, monitor: Observer | MonitorChoice = None, **keywords: Any
+    objective: str | Objective | None = None,
+    *,
+    dump: str | None = None,
+    monitor: Observer | MonitorChoice = None,
+    **keywords: Any,
 ) -> CustomLoss:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 
     Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's), `advantages`, and `mask` where some
     tokens are not trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
     `old_logprobs`, the policy at its start is the current one. dump: a folder for the log-probs of every call, which
-    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, True, or a folder for its files; each call is a step.
+    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, True, or a folder for its files; each call is a step. Raises
+    `TrimtabError` without an objective: tinker's own losses are computed in its service, so that none can be wrapped.
     """
     built = build("tinker", objective, keywords)
     written = None if dump is None else Dump(dump)

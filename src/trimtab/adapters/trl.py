@@ -1,6 +1,7 @@
-"""TRL's `GRPOTrainer` with any Trimtab objective as its loss. Checked against TRL 1.16.
+"""TRL's `GRPOTrainer` whose log-probs are recorded, with any Trimtab objective as its loss. Checked against TRL 1.16.
 
     from trimtab.adapters.trl import GRPOTrainer
+    trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, dump="logps")  # TRL's own loss
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
 
 Generation, rewards, advantages and everything else remain TRL's. `AsyncGRPOTrainer` here is that of `trl.experimental`,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,39 +48,61 @@ def __getattr__(name: str) -> Any:
 
 
 class GRPOTrainer(ObjectiveLoss, PlainTrainer):
-    """A `trl.GRPOTrainer` whose loss is a Trimtab objective.
+    """A `trl.GRPOTrainer` that records log-probs, and whose loss may be a Trimtab objective.
 
-    objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
-    update after each generation, which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, or True, which is shown
-    the same batches; its metrics go to TRL's log. Other parameters are those of TRL.
+    objective: a preset, or an `Objective` for other numbers and parts. Without it the loss is TRL's own, bit for bit,
+    with every option of TRL. dump: a folder for the log-probs of the first update after each generation, which
+    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True, which is shown the same batches
+    and closed when training ends; its metrics go to TRL's log. Other parameters are those of TRL.
 
-    Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
-    all processes. Tokens whose log-prob the sampler did not report are not trained; nor are their responses, unless the
-    trainer is certain of the token (`usable_tokens`). `trimtab/unscored` and `trimtab/unscored_tokens` are the shares
-    left out. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have no effect,
-    and for objectives and dumps that need what TRL does not have.
+    With an objective, denominators and other statistics are those of the whole update: of all micro-batches of an
+    accumulation window, on all processes. Tokens whose log-prob the sampler did not report are not trained; nor are
+    their responses, unless the trainer is certain of the token (`usable_tokens`). `trimtab/unscored` and
+    `trimtab/unscored_tokens` are the shares left out. Raises `TrimtabError`, before a model is loaded, for settings of
+    TRL that would have no effect, and for objectives and dumps that need what TRL does not have.
     """
 
     def __init__(
         self,
         *args: Any,
-        objective: str | Objective = "grpo",
+        objective: str | Objective | None = None,
         dump: str | Path | None = None,
-        monitor: Observer | bool | None = None,
+        monitor: Observer | str | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl", objective, dump, monitor)
+        self._scored: Tensor | None = None
+        self._sampled = 0
+        if self._used:
+            self._check_trainer(inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments)
+        super().__init__(*args, **kwargs)
+        self._close_at_end()
+
+    def _check_trainer(self, given: Mapping[str, Any]) -> None:
+        """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
         known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
         if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
             raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")
-        given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
         settings = given.get("args") or _TRL.GRPOConfig()
-        check_settings(self._objective, settings, _TRL.GRPOConfig)
+        if self._objective is not None:
+            check_settings(self._objective, settings, _TRL.GRPOConfig)
         if not settings.use_vllm and given.get("rollout_func") is None:
             self._check_sampler(None)
-        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Notes the number of updates before the generation: TRL sends its weights to vLLM before each one."""
+        if self.model.training:
+            self._sampled = self.state.global_step
+        return super()._generate_and_score_completions(inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scored = result[0].detach() if self._records else None
+        return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self._objective is None:
+            return self._own_loss(model, inputs)
         current, entropy, auxiliary = self._score(model, inputs)
         logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
         update = self._begun(model) if self.model.training else None
@@ -93,6 +117,14 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
             self._log("eval", output.metrics.finalize())
         else:
             self._add(update, inputs, logps, output.metrics)
+        return loss
+
+    def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Returns TRL's own loss. What is recorded are the log-probs that it computed."""
+        loss = super()._compute_loss(model, inputs)
+        if self._records and self.model.training:
+            self._add(self._begun(model), inputs, self._logps(inputs, self._scored), None)
+        self._scored = None
         return loss
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -128,21 +160,23 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
         """Raises `TrimtabError` where the sampler's log-probs are needed and TRL does not have them."""
         readers = {"dump": self._dump, "monitor": self._monitor}
         used = [name for name, reader in readers.items() if reader is not None]
-        if behavior is not None or not ("behavior" in self._objective.needs or used):
+        if self._objective is not None and "behavior" in self._objective.needs:
+            used.insert(0, self._objective.name)
+        if behavior is not None or not used:
             return
-        reader = self._objective.name if "behavior" in self._objective.needs else used[0]
         raise TrimtabError(
-            f"{reader} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
+            f"{used[0]} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
         )
 
     def _begun(self, model: Any) -> Update:
         """Returns the update of this micro-batch, which its first one begins."""
         if self._update is None or self._update.step != self.state.global_step:
-            self._update = Update(self.state.global_step, self._whole_update(model))
+            state = None if self._objective is None else self._whole_update(model, self._objective)
+            self._update = Update(self.state.global_step, state)
         return self._update
 
     @torch.no_grad()
-    def _whole_update(self, model: Any) -> State:
+    def _whole_update(self, model: Any, objective: Objective) -> State:
         """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
         buffered, size = self._buffered_inputs, self.args.steps_per_generation
         steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
@@ -151,20 +185,22 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
             # What `usable_tokens` leaves out depends on the trainer's log-probs.
             behavior = inputs.get("sampling_per_token_logps")
             holes = behavior is not None and bool(missing_logps(_mask(inputs), behavior).any())
-            current = self._score(model, inputs)[0] if holes or self._objective.prepare_needs else None
-            parts.append(self._objective.prepare(self._logps(inputs, current), _advantage(inputs)))
+            current = self._score(model, inputs)[0] if holes or objective.prepare_needs else None
+            parts.append(objective.prepare(self._logps(inputs, current), _advantage(inputs)))
         return self._summed(parts)
 
-    def _add(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics) -> None:
-        """Adds a micro-batch to its update. The first update after a generation is written and shown to the monitor."""
-        window = self.current_gradient_accumulation_steps
-        first = self._step % (self.args.steps_per_generation * self.num_iterations) < window
+    def _add(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics | None) -> None:
+        """Adds a micro-batch to its update. What is trained at the weights that sampled is written and shown, once."""
+        size = self.args.steps_per_generation
+        first = update.step == self._sampled and self._step % (size * self.num_iterations) < size
+        # Without vLLM, a rollout function has its own sampler, whose weights are not known here.
+        version = self._sampled if self.use_vllm else None
         self._collect(
             update,
             metrics,
-            rows=_dump_rows(inputs, logps) if first and self._dump is not None else [],
-            observed=_monitor_batch(inputs, logps) if first and self._monitor is not None else None,
-            last=(self._step + 1) % window == 0,
+            rows=_dump_rows(inputs, logps, version) if first and self._dump is not None else [],
+            observed=_monitor_batch(inputs, logps, version) if first and self._monitor is not None else None,
+            last=self.accelerator.sync_gradients,
         )
 
 
@@ -178,7 +214,7 @@ def _advantage(inputs: dict[str, Any]) -> Tensor:
     return advantage[:, None] if advantage.ndim == 1 else advantage
 
 
-def _dump_rows(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
+def _dump_rows(inputs: dict[str, Any], logps: PolicyLogps, version: int | None) -> list[dict[str, Any]]:
     assert logps.current is not None
     advantage = _advantage(inputs)
     tokens = {
@@ -189,14 +225,17 @@ def _dump_rows(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any
         "loss_mask": _mask(inputs),
     }
     prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+    versions = None if version is None else [version] * len(advantage)
     responses = {
         "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
         "prompt_id": [" ".join(map(str, ids[mask.bool()].tolist())) for ids, mask in prompts],
+        "policy_version": versions,
+        "proximal_version": versions,
     }
     return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
 
 
-def _monitor_batch(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]:
+def _monitor_batch(inputs: dict[str, Any], logps: PolicyLogps, version: int | None) -> dict[str, Any]:
     assert logps.proximal is not None
     advantage = _advantage(inputs)
     return {
@@ -205,4 +244,5 @@ def _monitor_batch(inputs: dict[str, Any], logps: PolicyLogps) -> dict[str, Any]
         "mask": _mask(inputs),
         "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
         "response_ids": inputs["completion_ids"],
+        "version": version,
     }

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` with any Trimtab objective as its loss. Checked against TRL 1.16.
+"""TRL's `AsyncGRPOTrainer` whose log-probs are recorded, with any Trimtab objective as its loss. Checked against 1.16.
 
     from trimtab.adapters.trl import AsyncGRPOTrainer
     trainer = AsyncGRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +32,45 @@ PlainTrainer: Any = _TRL.AsyncGRPOTrainer
 
 
 class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
-    """A `trl.experimental.async_grpo.AsyncGRPOTrainer` whose loss is a Trimtab objective.
+    """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records, and whose loss may be a Trimtab objective.
 
     objective: a preset, or an `Objective` for other numbers and parts; `token-bypass` is TRL's own loss where an update
-    is one micro-batch. dump: a folder for the log-probs of every update, which `trimtab diagnose` reads. monitor: a
-    `trimtab.Monitor`, or True, which is shown the same batches. Other parameters are those of TRL.
+    is one micro-batch. Without it the loss is TRL's own, bit for bit. dump: a folder for the log-probs of every update,
+    which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True, which is shown the same
+    batches and closed when training ends. Other parameters are those of TRL.
 
-    A sample serves one update, so that the policy at its start is the current one. Denominators and other statistics
-    are those of the whole update: of all micro-batches of an accumulation window, on all processes. A response is a
-    sample of TRL's, whichever tokens it shares with others in its row. Tokens without a log-prob of the sampler are
-    left out as in `GRPOTrainer`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that would have
-    no effect, and for objectives that need what TRL does not have.
+    With an objective, a sample serves one update, so that the policy at its start is the current one. Denominators and
+    other statistics are those of the whole update: of all micro-batches of an accumulation window, on all processes. A
+    response is a sample of TRL's, whichever tokens it shares with others in its row. Tokens without a log-prob of the
+    sampler are left out as in `GRPOTrainer`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that
+    would have no effect, and for objectives that need what TRL does not have.
     """
 
     def __init__(
         self,
         *args: Any,
-        objective: str | Objective = "token-bypass",
+        objective: str | Objective | None = None,
         dump: str | Path | None = None,
-        monitor: Observer | bool | None = None,
+        monitor: Observer | str | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl-async", objective, dump, monitor)
-        if not hasattr(_TRL, "TreeRow"):
+        if self._used and not hasattr(_TRL, "TreeRow"):
             raise TrimtabError("this version of TRL packs samples by another method: use TRL 1.16")
-        given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
-        if given.get("args") is not None:
-            check_ignored(given["args"], _TRL.AsyncGRPOConfig)
-        if self._objective.advantage == "dr-grpo" and given.get("rollout_worker") is None:
-            raise TrimtabError(
-                f"{self._objective.name} has advantages without the standard deviation, and TRL's rollout worker "
-                "divides by it: pass a rollout_worker that does not"
-            )
+        if self._objective is not None:
+            given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
+            _check_arguments(self._objective, given)
         self._window: list[dict[str, Any]] = []
         self._seen = self._version = 0
         super().__init__(*args, **kwargs)
-        if self.rollout_queue is not None:
+        if self._used and self.rollout_queue is not None:
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
+        self._close_at_end()
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        loader.base_dataloader.collate_fn = _with_versions(loader.base_dataloader.collate_fn)
+        if self._used:
+            loader.base_dataloader.collate_fn = _with_versions(loader.base_dataloader.collate_fn)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,14 +83,22 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         self,
         model: Any,
         inputs: dict[str, Any],
-        return_outputs: bool = False,  # noqa: ARG002 - of TRL's signature
-        num_items_in_batch: Any = None,  # noqa: ARG002
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Tensor:
+        if not self._used:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._update is None:
-            self._update = Update(self.state.global_step, self._whole_update(model))
+            self._update = Update(self.state.global_step, self._begun(model))
         update, part = self._update, PackedResponses.of(inputs)
-        outputs = self._forward(model, inputs)
+        own, outputs = self._forward(model, inputs)
         logps = self._logps(part, outputs)
+        if self._objective is None:
+            self._log("train", {"age": self._age(part).float().mean().item()})
+            self._add(update, part, logps, None)
+            return own
+        for name in [key for key in self._metrics["train"] if key.startswith("clip_ratio/")]:
+            del self._metrics["train"][name]  # By `epsilon`, which has no effect here.
         output = self._objective(logps, part.advantage, state=update.state)
         # Processes average their gradients, and each loss is a share of the whole update.
         loss = output.loss * self.accelerator.num_processes
@@ -103,32 +109,33 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         self._add(update, part, logps, output.metrics)
         return loss
 
-    def _forward(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Returns what the model gives TRL's own loss, which logs its metrics and counts; its value is left out."""
+    def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Returns TRL's own loss, which logs its metrics and counts, and what the model gives it."""
         returned: list[Any] = []
 
         def forward(**keywords: Any) -> Any:
             returned.append(model(**keywords))
             return returned[-1]
 
-        super().compute_loss(forward, inputs)
-        for name in [key for key in self._metrics["train"] if key.startswith("clip_ratio/")]:
-            del self._metrics["train"][name]  # By `epsilon`, which has no effect here.
-        return returned[0]
+        return super().compute_loss(forward, inputs), returned[0]
 
     def _unlogged_forward(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Does a forward pass besides that of the loss, which TRL's metrics and counts leave out."""
         counts = {name: value for name, value in vars(self).items() if name.startswith("_step_")}
         metrics, self._metrics = self._metrics, {"train": defaultdict(list)}
         try:
-            return self._forward(model, inputs)
+            return self._forward(model, inputs)[1]
         finally:
             self._metrics = metrics
             self.__dict__.update(counts)
 
     @torch.no_grad()
-    def _whole_update(self, model: Any) -> State:
-        """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
+    def _begun(self, model: Any) -> State | None:
+        """Returns the statistics of the update that begins: over its micro-batches, and over all processes.
+
+        Without an objective, only the version of the weights is found out.
+        """
+        objective = self._objective
         window = [self._prepare_inputs(inputs) for inputs in self._window]
         parts = [PackedResponses.of(inputs) for inputs in window]
         holes = any(bool(missing_logps(part.mask, part.behavior).any()) for part in parts)
@@ -136,11 +143,13 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         version = self.model_version if self.accelerator.is_main_process else 0
         known = torch.tensor([version, int(holes)], device=self.accelerator.device)
         self._version, holes = self.accelerator.reduce(known, reduction="sum").tolist()
+        if objective is None:
+            return None
         # What `usable_tokens` leaves out depends on the trainer's log-probs.
-        score = self._unlogged_forward if holes or self._objective.prepare_needs else lambda *_: None
+        score = self._unlogged_forward if holes or objective.prepare_needs else lambda *_: None
         return self._summed(
             [
-                self._objective.prepare(self._logps(part, score(model, inputs)), part.advantage)
+                objective.prepare(self._logps(part, score(model, inputs)), part.advantage)
                 for part, inputs in zip(parts, window, strict=True)
             ]
         )
@@ -165,7 +174,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         every = self.args.weight_sync_steps
         return ((self._version - part.version) * every + self.state.global_step % every).clamp(min=0)
 
-    def _add(self, update: Update, part: PackedResponses, logps: PolicyLogps, metrics: Metrics) -> None:
+    def _add(self, update: Update, part: PackedResponses, logps: PolicyLogps, metrics: Metrics | None) -> None:
         """Adds a micro-batch to its update."""
         assert logps.current is not None
         self._seen += 1
@@ -186,6 +195,17 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
                 "version": sampled,
             },
             last=self._seen == len(self._window),
+        )
+
+
+def _check_arguments(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Raises `TrimtabError` for arguments of TRL that would have no effect, or that the objective needs otherwise."""
+    if given.get("args") is not None:
+        check_ignored(given["args"], _TRL.AsyncGRPOConfig)
+    if objective.advantage == "dr-grpo" and given.get("rollout_worker") is None:
+        raise TrimtabError(
+            f"{objective.name} has advantages without the standard deviation, and TRL's rollout worker divides by it: "
+            "pass a rollout_worker that does not"
         )
 
 

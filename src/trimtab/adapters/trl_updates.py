@@ -1,7 +1,8 @@
-"""What TRL's trainers share when a Trimtab objective is their loss: its parts, and what an update logs and writes."""
+"""What TRL's trainers share here: an objective, a dump and a monitor, and what an update logs and writes."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,36 +17,71 @@ from trimtab.adapters.monitoring import Observer, opened
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, State
 
+# Not an import statement: the package is not required.
+TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
+
 
 @dataclass
 class Update:
-    """What is known and collected over the micro-batches of one update. observed: metrics of the monitor."""
+    """What is known and collected over the micro-batches of one update.
+
+    state, metrics: of the objective; None where the loss is TRL's own. observed: metrics of the monitor.
+    """
 
     step: int
-    state: State
+    state: State | None = None
     metrics: Metrics | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     observed: dict[str, float] = field(default_factory=dict)
 
 
+class CloseMonitor(TrainerCallback):
+    """Closes a monitor when training ends, on all processes."""
+
+    def __init__(self, monitor: Observer) -> None:
+        self._monitor = monitor
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._monitor.close()
+
+
 class ObjectiveLoss:
-    """The base of a trainer of TRL that has an objective, a dump and a monitor."""
+    """The base of a trainer of TRL that may have an objective, a dump and a monitor."""
 
     accelerator: Any
+    add_callback: Any
     _metrics: Any
 
     def _set_parts(
-        self, hook: str, objective: str | Objective, dump: str | Path | None, monitor: Observer | bool | None
+        self,
+        hook: str,
+        objective: str | Objective | None,
+        dump: str | Path | None,
+        monitor: Observer | str | bool | None,
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
-        if "unsloth" in sys.modules:
-            raise TrimtabError(
-                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
-            )
-        self._objective = build(hook, objective, {})
+        self._objective = None if objective is None else build(hook, objective, {})
         self._dump = None if dump is None else Dump(dump)
         self._monitor = opened(monitor, merge_ranks=True) if monitor else None
         self._update: Update | None = None
+        if self._used and "unsloth" in sys.modules:
+            raise TrimtabError(
+                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
+            )
+
+    @property
+    def _records(self) -> bool:
+        """Whether log-probs are written or shown to a monitor."""
+        return self._dump is not None or self._monitor is not None
+
+    @property
+    def _used(self) -> bool:
+        """Whether anything differs from TRL's trainer."""
+        return self._objective is not None or self._records
+
+    def _close_at_end(self) -> None:
+        if self._monitor is not None:
+            self.add_callback(CloseMonitor(self._monitor))
 
     def _summed(self, parts: Sequence[State]) -> State:
         """Returns the state of the update of which these are the micro-batches, over all processes."""
@@ -55,7 +91,7 @@ class ObjectiveLoss:
     def _collect(
         self,
         update: Update,
-        metrics: Metrics,
+        metrics: Metrics | None,
         *,
         rows: Sequence[dict[str, Any]],
         observed: Mapping[str, Any] | None,
@@ -63,15 +99,16 @@ class ObjectiveLoss:
     ) -> None:
         """Adds a micro-batch to its update; logs and writes the update at its last one.
 
-        rows: for the dump. observed: what the monitor is shown, or None.
+        metrics: of the objective, or None. rows: for the dump. observed: what the monitor is shown, or None.
         """
-        update.metrics = metrics if update.metrics is None else update.metrics + metrics
+        if metrics is not None:
+            update.metrics = metrics if update.metrics is None else update.metrics + metrics
         update.rows += rows
         if self._monitor is not None and observed is not None:
             update.observed = self._monitor.observe(step=update.step, **observed)
         if not last:
             return
-        self._log("train", update.metrics.finalize() | update.observed)
+        self._log("train", ({} if update.metrics is None else update.metrics.finalize()) | update.observed)
         if self._dump is not None and update.rows:
             self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
 
@@ -80,6 +117,8 @@ class ObjectiveLoss:
         values = {
             key: value for key, value in values.items() if not key.startswith("clip/tenth/")
         }  # Not on all of them.
+        if not values:
+            return
         here = torch.tensor(list(values.values()), device=self.accelerator.device)
         means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
         for key, value in prefixed_metrics(dict(zip(values, means, strict=True))).items():

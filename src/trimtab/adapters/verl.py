@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters import verl_driver, verl_dump
+from trimtab.adapters import verl_driver, verl_dump, verl_monitor
 from trimtab.adapters.verl_loss import LOSS_PREFIX, OBJECTIVES_VARIABLE, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objectives
@@ -64,8 +64,10 @@ def register() -> list[str]:
                 registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
     _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_correction, named))
-    if folder := os.environ.get(verl_driver.MONITOR):
-        _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_monitored, folder))
+    if folder := os.environ.get(verl_monitor.MONITOR):
+        watch = verl_monitor.Watch(folder)
+        _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
+        watch.follow()  # Imports the trainers, which find the wrapped function.
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
     _replace("verl.utils.config", "validate_config", partial(verl_driver.wrap_validate_config, named))

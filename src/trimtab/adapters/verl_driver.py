@@ -6,22 +6,16 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from itertools import count
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
-from trimtab.adapters.monitoring import opened
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY_LOGPS, LOSS_PREFIX, PolicyLoss
-from trimtab.corrections.reduce import nan_below_minimum
+from trimtab.adapters.verl_monitor import MONITOR
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import correct, mismatch
-
-MONITOR = "TRIMTAB_MONITOR"
 
 
 def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,28 +43,6 @@ def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
         fields["rollout_is_weights"] = result.weight.to(old) * result.keep
         return batch, _correction_metrics(result.metrics.finalize() | dropped_shares(mask, kept))
-
-    return add_to_batch
-
-
-def wrap_monitored(folder: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the same function of verl, which sees each batch once: a `trimtab.Monitor` of the folder is shown it."""
-    steps = count()
-    monitor = functools.cache(lambda: opened(folder, merge_ranks=False))  # in the process of the driver alone
-
-    @functools.wraps(original)
-    def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
-        fields, group = batch.batch, batch.non_tensor_batch.get("uid")
-        observed = monitor().observe(
-            logp_train=fields["old_log_probs"],
-            logp_rollout=nan_below_minimum(fields["rollout_log_probs"]),
-            mask=fields["response_mask"].bool(),
-            step=next(steps),
-            group=None if group is None else torch.from_numpy(np.unique(group.astype(str), return_inverse=True)[1]),
-            reward=fields["token_level_scores"].sum(-1) if "token_level_scores" in fields else None,
-        )
-        batch, metrics = original(batch, rollout_corr_config)
-        return batch, metrics | _correction_metrics(observed)
 
     return add_to_batch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,33 @@ NAMES = ("responses", "response_mask", "rollout_log_probs", "old_log_probs", "en
 SETTINGS = "set actor_rollout_ref.rollout.calculate_log_probs=True and trainer.rollout_data_dir=DIR"
 
 
+SYNCHRONOUS = ("RayPPOTrainer", "PPOTrainerSync")
+"""Trainers that send their weights before every generation."""
+
+
 def install(folder: str) -> None:
-    """Makes verl's trainers write every batch into the folder. V1 is left out where its `transfer_queue` is missing."""
+    """Makes verl's trainers write every batch into the folder."""
     dump = Dump(folder)
-    _extend(importlib.import_module("verl.trainer.ppo.ray_trainer").RayPPOTrainer, dump, v0_rows)
-    try:
-        v1 = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
-    except ModuleNotFoundError as error:
-        if error.name != "transfer_queue":
-            raise
-    else:
-        _extend(v1.PPOTrainer, dump, v1_rows)
+    for trainer, batch_rows in trainers():
+        _extend(trainer, dump, batch_rows)
+
+
+def trainers() -> Iterator[tuple[Any, Callable[[Any, Any], Iterator[dict[str, Any]]]]]:
+    """Yields the trainers v0 and V1, and what reads a batch of each, without one whose packages are missing here.
+
+    Every process of a run loads the plugin, and only that of the driver needs these packages.
+    """
+    for name, trainer, batch_rows in (
+        ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", v0_rows),
+        ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", v1_rows),
+    ):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "verl":
+                raise
+        else:
+            yield getattr(module, trainer), batch_rows
 
 
 def _extend(trainer: Any, dump: Dump, batch_rows: Callable[[Any, Any], Iterator[dict[str, Any]]]) -> None:
@@ -56,19 +72,39 @@ def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
     )
     tokens = {name: [row.tolist() for row in data[name].unbind()] for name in NAMES if name in data.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
     responses = {"uid": data["uid"].tolist(), "score": [row.sum().item() for row in data["rm_scores"].unbind()]}
-    oldest = [tag.get("min_global_steps") for tag in batch.tags]
-    if None not in oldest:
-        responses |= {"policy_version": oldest, "proximal_version": [trainer.global_steps - 1] * len(oldest)}
+    responses |= _versions(trainer, [tag.get("min_global_steps") for tag in batch.tags])
     length = torch.tensor([len(row) for row in tokens["responses"]])
     for row, tag in zip(rows(length, tokens, responses), batch.tags, strict=True):
         if not tag.get("is_padding", False):
             yield row
 
 
-def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:  # noqa: ARG001 - called as `v1_rows`
+def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
     """Yields the responses of a batch of v0, whose tensors are padded to one length after the prompts."""
     tensors = batch.batch
     tokens = {name: tensors[name] for name in NAMES if name in tensors.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
     length = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(1)
     score = tensors["token_level_scores"].sum(-1)
-    yield from rows(length, tokens, {"uid": batch.non_tensor_batch["uid"].tolist(), "score": score})
+    oldest = batch.non_tensor_batch.get("min_global_steps", [None] * len(length))
+    responses = {"uid": batch.non_tensor_batch["uid"].tolist(), "score": score}
+    yield from rows(length, tokens, responses | _versions(trainer, list(oldest)))
+
+
+def versions(trainer: Any, oldest: Sequence[int | None]) -> list[int] | None:
+    """Returns the steps completed when each response was begun, or None where that is not known.
+
+    oldest: what the sampler's server said of each response. In verl's own asynchronous trainer it counts publications.
+    """
+    if hasattr(trainer, "current_param_version"):
+        return None
+    known = [int(one) for one in oldest if one is not None]
+    if len(known) == len(oldest):
+        return known
+    return [trainer.global_steps - 1] * len(oldest) if type(trainer).__name__ in SYNCHRONOUS else None
+
+
+def _versions(trainer: Any, oldest: Sequence[int | None]) -> dict[str, list[int]]:
+    known = versions(trainer, oldest)
+    return (
+        {} if known is None else {"policy_version": known, "proximal_version": [trainer.global_steps - 1] * len(known)}
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import warnings
@@ -33,8 +34,8 @@ class Monitor:
         logger.log(monitor.observe(logp_train=new, logp_rollout=old, mask=mask, step=step))   # in the loop
         monitor.close()
 
-    out: a folder for `metrics.jsonl` (one object per step), `sample.jsonl` (which `trimtab diagnose` reads) and
-        `diagnose.html`; None writes nothing.
+    out: a folder for `metrics.jsonl` (one object per step), `sample.jsonl` (which `trimtab diagnose` reads), both
+        written at every step, and `diagnose.html`; None writes nothing.
     every: measures the steps whose number is a multiple of it.
     on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
     sample_tokens: trained tokens of the sample, on each rank.
@@ -43,7 +44,9 @@ class Monitor:
     merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
 
     Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
-    reason comes back after 20 steps.
+    reason comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer
+    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own, in a
+    folder beside `out` (`logs_2`).
     """
 
     def __init__(
@@ -61,12 +64,22 @@ class Monitor:
         self._group = process_group
         self._distributed = merge_ranks and dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if self._distributed else 0
-        self._out = None if out is None else Path(out)
-        if self._out is not None:
-            self._out.mkdir(parents=True, exist_ok=True)
+        self._folder = None if out is None else Path(out).absolute()
         self._every = every
         self._on_alarm = on_alarm or warn
-        self._sample = Sample(sample_tokens, seed=self._rank)
+        self._sample_tokens = sample_tokens
+        self._runs = 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._runs += 1
+        self._out = self._folder
+        if self._folder is not None and self._runs > 1:  # Beside it: `trimtab diagnose` reads all that is in a folder.
+            self._out = self._folder.with_name(f"{self._folder.name}_{self._runs}")
+        if self._out is not None:
+            self._out.mkdir(parents=True, exist_ok=True)
+        self._open = False  # Whether `close` has files to write.
+        self._sample = Sample(self._sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
         self._first: list[Step] = []
         self._last: deque[Step] = deque(maxlen=KEPT)
@@ -105,6 +118,12 @@ class Monitor:
             return {}
         if self._current is not None and self._current[0] != step:
             self._finish()
+        if self._last and step < self._last[-1].number:
+            self.close()
+            self._begin_run()
+        if self._out is not None and not self._open:
+            self._open = True
+            atexit.register(self._close_at_exit)
         here = step_metrics(
             logp_train,
             logp_rollout,
@@ -123,30 +142,57 @@ class Monitor:
         tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
         if isinstance(version, Tensor) and version.shape == mask.shape:
             tokens["policy_version"], version = version, None
-        rows = {"step": step, "policy_version": version, "group": group, "reward": reward, "advantage": advantage}
-        self._sample.add(mask, tokens, rows)
+        columns = {"group": group, "reward": reward, "advantage": advantage, "policy_version": version}
+        proximal = None if version is None and "policy_version" not in tokens else step
+        self._sample.add(mask, tokens, {"step": step, **columns, "proximal_version": proximal})
         return dict(metrics)
 
     @property
     def verdict(self) -> Finding:
-        """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`."""
+        """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`, and what to do."""
         raised = sorted(self._raised.values(), key=lambda alarm: alarm.step)
         status = STATUSES[max((STATUSES.index(alarm.status) for alarm in raised), default=0)]
+        if self._out is None:
+            diagnose = "give out=FOLDER and run `trimtab diagnose FOLDER`"
+        else:
+            diagnose = f"run `trimtab diagnose {self._out}`"
+        if not self._steps and self._current is None:
+            return Finding("note", "monitor", "no step was observed", "call `observe` at every step")
+        if not raised:
+            advice = f"{diagnose} to see which tokens the mismatch is at"
+            return Finding(status, "monitor", f"no alarm in {self._steps} steps", advice)
         detail = "; ".join(f"{alarm.name} at step {alarm.step}" for alarm in raised)
-        return Finding(status, "monitor", detail or f"no alarm in {self._steps} steps")
+        advice = next(alarm.next_step for alarm in raised if alarm.status == status)
+        return Finding(status, "monitor", detail, advice.replace("run `trimtab diagnose` on the sample", diagnose))
 
     def close(self) -> Finding:
-        """Judges the last step, writes the sample and its page, and returns the verdict."""
+        """Judges the last step, writes the page of the sample, and returns the verdict.
+
+        A second call changes nothing. With `merge_ranks`, all ranks call it.
+        """
         if self._current is not None:
             self._finish()
-        if self._out is not None and len(self._sample):
-            name = "sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl"
-            self._sample.write(self._out / name)
+        if self._out is not None and self._open:
+            self._open = False
+            atexit.unregister(self._close_at_exit)
+            self._write_sample(self._out, whole=True)
             if self._distributed:
                 dist.barrier(self._group)
             if self._rank == 0:
                 self._write_page(self._out)
         return self.verdict
+
+    def _close_at_exit(self) -> None:
+        # Ranks do not end together: a collective could wait for ever.
+        if not self._distributed:
+            self.close()
+        elif self._current is not None:
+            self._finish()
+
+    def _write_sample(self, out: Path, *, whole: bool) -> None:
+        if len(self._sample):
+            path = out / ("sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl")
+            (self._sample.write if whole else self._sample.flush)(path)
 
     def _finish(self) -> None:
         assert self._current is not None
@@ -168,6 +214,8 @@ class Monitor:
             if self._rank == 0 and (worse or self._steps - self._last_seen[alarm.name] >= WINDOW):
                 self._on_alarm(alarm)
             self._last_seen[alarm.name] = self._steps
+        if self._out is not None:
+            self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
             names = [alarm.name for alarm in found]
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -192,6 +240,8 @@ class Monitor:
         from trimtab.diagnosis.pipeline import diagnose
 
         files = sorted(out.glob("sample*.jsonl"))
+        if not files:
+            return
         write_page(diagnose(files), out / "diagnose.html", f"trimtab diagnose {out}", None)
 
 

@@ -55,6 +55,7 @@ class Sample:
         self._threshold = 1.0
         self._tokens = 0
         self._parts: list[_Part] = []
+        self._written: int | None = None  # parts in the file; None where it has to be written anew
 
     def add(
         self, mask: Bool[Tensor, "batch time"], tokens: Mapping[str, Tensor | None], rows: Mapping[str, Any]
@@ -97,7 +98,7 @@ class Sample:
         kept = max(1, int(np.searchsorted(trained[order].cumsum(), self.limit, side="right")))
         if kept == len(order):
             return
-        self._threshold = float(drawn[order[kept]])
+        self._threshold, self._written = float(drawn[order[kept]]), None
         self._parts = _joined([part.below(self._threshold) for part in self._parts])
         self._tokens = sum(int(part.trained.sum()) for part in self._parts)
 
@@ -105,15 +106,30 @@ class Sample:
         """Writes JSON lines in the columns of Trimtab's trajectory files, under a temporary name that is renamed."""
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            records = (record for part in self._parts for record in part.records())
-            for _, row in sorted(records, key=lambda pair: (pair[1]["step"], pair[0])):
-                file.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
+            file.writelines(_lines(self._parts))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        self._written = len(self._parts)
+
+    def flush(self, path: Path) -> None:
+        """Adds what came since to the file. It is written anew, which becomes rare, where responses were dropped."""
+        if self._written is None:
+            self.write(path)
+            return
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(_lines(self._parts[self._written :]))
+        self._written = len(self._parts)
 
     def __len__(self) -> int:
         return sum(len(part.drawn) for part in self._parts)
+
+
+def _lines(parts: Sequence[_Part]) -> Iterator[str]:
+    """Yields the responses of the parts by step, as JSON."""
+    records = (record for part in parts for record in part.records())
+    for _, row in sorted(records, key=lambda pair: (pair[1]["step"], pair[0])):
+        yield json.dumps({name: _plain(value) for name, value in row.items()}) + "\n"
 
 
 def _joined(parts: Sequence[_Part]) -> list[_Part]:

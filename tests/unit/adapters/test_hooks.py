@@ -447,7 +447,7 @@ def test_prime_rl_s_keywords_may_be_tables_and_token_weights_are_refused() -> No
         prime_rl.loss(inputs, objective=["ipo"])  # type: ignore[arg-type]
     inputs.loss_weights = torch.tensor([1.0, 0.5, 1.0])
     with pytest.raises(TrimtabError, match="rl_weights other than 1"):
-        prime_rl.loss(inputs)
+        prime_rl.loss(inputs, objective="ipo")
 
 
 def test_slime_refuses_what_its_hook_does_not_pass() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
+from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_monitor
 from trimtab.adapters.hooks import evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
@@ -38,7 +40,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     )
     monitoring._of_process.cache_clear()
     at_exit: list[Callable[[], Any]] = []
-    monkeypatch.setattr(monitoring, "atexit", SimpleNamespace(register=at_exit.append))
+    exits = SimpleNamespace(register=at_exit.append, unregister=lambda _: None)
+    monkeypatch.setattr(sys.modules[Monitor.__module__], "atexit", exits)
     monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
     return at_exit
 
@@ -183,6 +186,179 @@ def test_the_figures_and_alarms_are_those_of_the_monitor(trainer: str, tmp_path:
     assert (tmp_path / "ours" / "sample.jsonl").stat().st_size > 0
 
 
+def own_loss(current: Tensor) -> Tensor:
+    """In place of a trainer's own loss."""
+    return -(current.exp() * torch.linspace(1, 2, current.shape[1], dtype=current.dtype)).sum()
+
+
+def record_prime_rl(monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
+    """prime-rl builds its loss from the section of its configuration, whose values are the keywords."""
+    config = SimpleNamespace(DefaultLossConfig=dict, IPOLossConfig=None)
+    monkeypatch.setitem(sys.modules, "prime_rl.configs.trainer", config)
+
+    def setup(options: dict[str, float]) -> Callable[[Any], Any]:
+        metrics = {"kl_tau": torch.tensor(options["kl_tau"])}
+        return lambda given: SimpleNamespace(loss=own_loss(given.trainer_logprobs[None]), metrics=metrics)
+
+    monkeypatch.setitem(sys.modules, "prime_rl.trainer.rl.loss", SimpleNamespace(setup_rl_loss_fn=setup))
+    results = [
+        prime_rl.loss(
+            SimpleNamespace(
+                trainer_logprobs=current[row],
+                inference_logprobs=one["logp_rollout"][row],
+                advantages=advantages(current)[row],
+                loss_mask=one["mask"][row],
+                loss_weights=torch.full_like(current[row], 0.5),  # prime-rl's own loss knows what they mean.
+            ),
+            monitor=folder,
+            kl_tau=0.25,
+        )
+        for row in range(len(current))
+    ]
+    assert results[0].metrics["kl_tau"].item() == 0.25
+    return torch.stack([result.loss for result in results]).sum(), dict(results[-1].metrics)
+
+
+def record_openrlhf(monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
+    class PolicyLoss(torch.nn.Module):
+        def __init__(self, clip_eps_low: float) -> None:
+            super().__init__()
+            assert clip_eps_low == 0.1
+
+        def forward(self, log_probs: Tensor, *given: Any, dp_size: int = 1) -> tuple[Tensor, ...]:
+            assert (len(given), dp_size) == (4, 2)
+            return own_loss(log_probs), torch.zeros(()), torch.zeros(()), None
+
+    modules = {name: SimpleNamespace(PolicyLoss=PolicyLoss) for name in openrlhf.MODULES}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    openrlhf.install(monitor=folder)
+    loss = modules["openrlhf.trainer.ray.ppo_actor"].PolicyLoss(clip_eps_low=0.1)
+    rows = (advantages(current), one["mask"])
+    return loss(current, current.detach(), *rows, rollout_log_probs=one["logp_rollout"], dp_size=2)[0], {}
+
+
+def record_areal(monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
+    """A packed row, as AReaL passes it; `eps_clip` is of its own loss."""
+
+    def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: Any, eps_clip: float, **_: Any) -> Tensor:
+        assert (eps_clip, entropy.item(), input_data["logprobs"].ndim) == (0.2, 0.0, 1)
+        return own_loss(logprobs.view(current.shape))
+
+    actor = SimpleNamespace(grpo_loss_fn=grpo_loss_fn)
+    monkeypatch.setitem(sys.modules, areal.MODULE, actor)
+    monkeypatch.setitem(sys.modules, "areal.utils.environ", SimpleNamespace(is_single_controller=lambda: False))
+    areal.install(monitor=folder)
+    data = {
+        "logprobs": one["logp_rollout"].flatten(),
+        "prox_logp": current.detach().flatten(),
+        "advantages": advantages(current).flatten(),
+        "loss_mask": one["mask"].float().flatten(),
+        "versions": torch.full((current.numel(),), one["step"]),
+        "cu_seqlens": torch.arange(len(current) + 1) * current.shape[1],
+    }
+    options = {"eps_clip": 0.2, "current_version": one["step"], "use_decoupled_loss": True}
+    return actor.grpo_loss_fn(current.flatten(), torch.zeros(()), data, **options), {}
+
+
+def record_nemo_rl(_: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
+    class Own:
+        input_type = "logprob"
+
+        def __init__(self) -> None:
+            self.metric_normalizations = {"kl": "tokens"}
+
+        def __call__(self, next_token_logprobs: Tensor, data: Any, **counts: Any) -> tuple[Tensor, dict[str, float]]:
+            assert counts.keys() == {"global_valid_seqs", "global_valid_toks"}
+            return own_loss(next_token_logprobs), {"kl": float("prev_logprobs" in data)}
+
+    columns = {"token_mask": one["mask"].double(), "advantages": advantages(current)}
+    columns |= {"prev_logprobs": current.detach(), "generation_logprobs": one["logp_rollout"]}
+    data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in columns.items()}
+    loss = copy.deepcopy(nemo_rl.RecordedLoss(Own(), monitor=folder))  # As Ray sends it to the workers.
+    assert (loss.input_type, loss.metric_normalizations["kl"]) == ("logprob", "tokens")
+    assert "trimtab/mean_ratio" in loss.metric_normalizations
+    value, metrics = loss(
+        next_token_logprobs=current,
+        data={**data, "sample_mask": torch.ones(len(current))},
+        global_valid_seqs=torch.tensor(len(current)),
+        global_valid_toks=one["mask"].sum(),
+    )
+    assert metrics["kl"] == 1
+    return value, metrics
+
+
+def record_slime(_: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
+    given = -(current.exp() * torch.linspace(1, 2, current.shape[1], dtype=current.dtype)).flatten()
+    masks = list(one["mask"].int())
+    loss, kept, metrics = slime.tis(
+        Namespace(trimtab_monitor=folder, use_tis=False),
+        pg_loss=given,
+        train_log_probs=list(current.detach()),
+        rollout_log_probs=list(one["logp_rollout"]),
+        loss_masks=masks,
+        response_lengths=[current.shape[1]] * len(current),
+    )
+    assert loss is given
+    assert all(map(torch.equal, kept, masks))
+    return loss.sum(), {key: value.mean() for key, value in metrics.items()}
+
+
+RECORDS = {
+    "prime-rl": record_prime_rl,
+    "openrlhf": record_openrlhf,
+    "areal": record_areal,
+    "nemo-rl": record_nemo_rl,
+    "slime": record_slime,
+}
+
+
+@pytest.mark.parametrize("trainer", RECORDS)
+def test_without_an_objective_the_loss_is_the_trainer_s_own(
+    trainer: str, tmp_path: Path, peers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prime_rl._own.cache_clear()
+    direct, k3 = Monitor(on_alarm=lambda _: None), []
+    for step in range(3):
+        one = responses(step)
+        current = one["logp_train"].clone().requires_grad_()
+        again = one["logp_train"].clone().requires_grad_()
+        loss, metrics = RECORDS[trainer](monkeypatch, one, current, str(tmp_path))
+        expected = own_loss(again)
+        assert_close(loss, expected, rtol=1e-12, atol=0)  # Sums over rows are in another order.
+        assert torch.equal(torch.autograd.grad(loss, current)[0], torch.autograd.grad(expected, again)[0])
+        figures = direct.observe(**{key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step")})
+        k3.append(figures["mismatch/k3"])
+        for key in FIGURES if metrics else ():
+            assert_close(float(metrics[f"trimtab/{key}"]), figures[key], rtol=1e-6, atol=0)
+        update()
+    peers[0]()  # The process ends.
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["mismatch/k3"] for row in rows] == pytest.approx(k3, rel=1e-6)
+    assert [row.get("age") for row in rows] == [0.0 if trainer == "areal" else None] * 3
+
+
+def test_no_loss_is_chosen_for_the_user() -> None:
+    """Where the trainer's own loss cannot be wrapped, and where it would be replaced, an objective is named."""
+    calls: dict[str, Callable[[], Any]] = {
+        "SkyRL": lambda: skyrl.register(monitor=True),
+        "tinker": lambda: tinker.custom_loss(dump="logps"),
+        "NeMo-RL": nemo_rl.ObjectiveLoss,
+        "OpenRLHF": lambda: openrlhf.ObjectiveLoss(None),  # type: ignore[arg-type]
+        "AReaL": lambda: areal.actor_loss(None),
+    }
+    for trainer, call in calls.items():
+        with pytest.raises(TrimtabError, match=f"{trainer}: no objective is given, and this function would replace"):
+            call()
+    args = Namespace(trimtab_monitor=True, use_tis=True)
+    with pytest.raises(TrimtabError, match="would leave the trainer's own correction out: set --get-mismatch-metrics"):
+        slime.tis(
+            args, pg_loss=torch.ones(1), train_log_probs=[], rollout_log_probs=[], loss_masks=[], response_lengths=[]
+        )
+    with pytest.raises(TrimtabError, match="needs trimtab_objective"):
+        slime.loss(args, {}, torch.ones(1), torch.sum)
+
+
 def test_each_call_of_tinker_is_a_step() -> None:
     names: list[str] = []
     monitor, direct = (Monitor(on_alarm=lambda alarm: names.append(alarm.name)) for _ in range(2))
@@ -209,7 +385,7 @@ def test_the_driver_of_verl_shows_a_batch_a_step(tmp_path: Path) -> None:
         shown.batch["response_mask"] = torch.zeros_like(shown.batch["response_mask"])
         return shown, {"rollout_corr/kl": 0.5}
 
-    add, direct = verl_driver.wrap_monitored(str(tmp_path), original), Monitor()
+    add, direct = verl_monitor.Watch(str(tmp_path)).wrap_correction(original), Monitor()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for step in range(LOST + 3):
@@ -253,5 +429,3 @@ def test_what_cannot_be_watched_is_refused() -> None:
         evaluate(objective("reinforce"), mask, advantages(train), behavior=None, **given)
     with pytest.raises(TrimtabError, match="give True or a folder"):
         monitoring.observations(Monitor())  # type: ignore[arg-type]
-    with pytest.raises(TrimtabError, match="close it after training"):
-        monitoring.opened("out", merge_ranks=True)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.adapters.verl_dump import NAMES, install
+from trimtab.adapters.verl_dump import NAMES, SYNCHRONOUS, install, versions
 
 ROOT = Path(__file__).parents[3]
 V1_ARGUMENTS = ["self", "batch", "timing_raw", "rollout_data_dir"]
@@ -165,7 +165,20 @@ def test_a_batch_of_v0_is_cut_to_its_responses(tmp_path: Path, verl: Any) -> Non
     assert [row["responses"] for row in rows] == [[5, 6, 7], [8, 9], [5], [1, 1]]
     assert [row["rollout_log_probs"] for row in rows] == [[-1.0, 0.0, -0.5], [-2.0, -0.25], [-1.5], [0.0, 0.0]]
     assert [row["score"] for row in rows] == [1.0, 0.0, 0.5, 0.0]
+    # v0 sends its weights before every generation; in step 7, six steps are behind them.
+    assert {(row["policy_version"], row["proximal_version"]) for row in rows} == {(6, 6)}
     assert trimtab.diagnose(tmp_path).measured.origin.framework == "verl"
+
+
+def test_versions_are_those_of_the_servers_and_assumed_where_weights_are_sent_before_every_generation() -> None:
+    trainers = {name: type(name, (), {"global_steps": 7})() for name in ("RayPPOTrainer", "PPOTrainerSync", "Other")}
+    for trainer in trainers.values():
+        assert versions(trainer, [4, 6]) == [4, 6]
+    unknown = {name: versions(trainer, [4, None]) for name, trainer in trainers.items()}
+    assert unknown == {"RayPPOTrainer": [6, 6], "PPOTrainerSync": [6, 6], "Other": None}
+    # verl's experimental trainer counts publications, and several steps are between two of them.
+    publications = type("FullyAsyncTrainer", (), {"global_steps": 7, "current_param_version": 2})()
+    assert versions(publications, [1, 2]) is None
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
@@ -214,7 +227,16 @@ def test_verls_own_source_still_matches() -> None:
     texts = {node.value for node in ast.walk(ast.parse(v1)) if isinstance(node, ast.Constant)}
     assert {*NAMES, "uid", "rm_scores", "is_padding", "min_global_steps"} <= texts
     assert v1.index("self._log_rollout_data(batch") < v1.index("tq.kv_clear(keys=batch.keys")
-    tags = (root / "trainer/ppo/v1/agent_loop_tq.py").read_text()
-    assert '"min_global_steps"' in tags
+    for path in ("trainer/ppo/v1/agent_loop_tq.py", "experimental/agent_loop/agent_loop.py"):
+        assert '"min_global_steps"' in (root / path).read_text()
+    # What the monitor follows, and that the synchronous trainers send their weights at every step.
+    assert arguments(ast.parse(v1), "fit") == ["self", "agent_loop_manager"]
+    assert arguments(ast.parse(v1), "_compute_advantage") == ["self", "batch", "metrics"]
+    assert arguments(ast.parse(v0), "fit") == ["self"]
+    sync = (root / "trainer/ppo/v1/trainer_sync.py").read_text()
+    for name, text in zip(SYNCHRONOUS, (v0, sync), strict=True):
+        assert f"class {name}" in text
+        assert "update_weights(self.global_steps)" in text
+    assert "self.current_param_version" in (root / "experimental/fully_async_policy/fully_async_trainer.py").read_text()
     assert "  use_v1: true" in (root / "trainer/config/ppo_trainer.yaml").read_text()
     assert "calculate_log_probs" in (root / "trainer/config/rollout/rollout.yaml").read_text()

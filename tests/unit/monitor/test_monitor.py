@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -103,6 +106,9 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
     assert [line["mismatch/k3"] for line in lines] == [one["mismatch/k3"] for one in figures]
     rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * ROWS
+    assert {(row["step"], row["policy_version"], row["proximal_version"]) for row in rows} == {
+        (n, n, n) for n in range(3)
+    }
     tokens = sum(sum(row["loss_mask"]) for row in rows)
     assert tokens == sum(int(part["mask"].sum()) for part in parts)
     assert "<html" in (tmp_path / "diagnose.html").read_text()
@@ -153,6 +159,86 @@ def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Pat
         {"loss_mask": [True, False, True], "response_ids": [0, 1, 2], "step": 7, "reward": 0.5},
         {"loss_mask": [False, True, True, True], "response_ids": [8, 9, 10, 11], "step": 7, "reward": 2.0},
     ]
+
+
+TRAINING = """
+import os, signal, sys
+from trimtab.monitor import Monitor
+from tests.support.noisy_batch import batch
+monitor = Monitor(sys.argv[1], on_alarm=lambda _: None)
+for step in range(4):
+    monitor.observe(**batch(step))
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "steps"), [("killed", 3), ("without close", 4)])
+def test_the_end_of_a_process_leaves_its_rows_and_its_sample(end: str, steps: int, tmp_path: Path) -> None:
+    """A killed process loses the step that is not complete; one that ends closes its monitor."""
+    root = Path(__file__).parents[3]
+    (tmp_path / "sample.jsonl").write_text("of an earlier process\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
+    command = [sys.executable, "-c", TRAINING, str(tmp_path), end]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == (-9 if end == "killed" else 0), ended.stderr
+    rows, sample = (
+        [json.loads(line) for line in (tmp_path / name).open()] for name in ("metrics.jsonl", "sample.jsonl")
+    )
+    assert [row["step"] for row in rows] == list(range(steps))
+    assert [row["step"] for row in sample] == [step for step in range(steps) for _ in range(ROWS)]
+    assert (tmp_path / "diagnose.html").exists() == (end == "without close")
+
+
+def test_the_file_holds_the_sample_after_every_step(tmp_path: Path) -> None:
+    """Also where responses are dropped, after which it is written anew."""
+    sample, appended = Sample(1_000, seed=0), 0
+    path, whole = tmp_path / "sample.jsonl", tmp_path / "whole.jsonl"
+    for step in range(20):
+        one, before = batch(step), path.read_text() if step else ""
+        sample.add(one["mask"], {"logp_behavior": one["logp_rollout"]}, {"step": step})
+        sample.flush(path)
+        sample.write(whole)
+        assert sorted(path.open()) == sorted(whole.open())
+        appended += path.read_text().startswith(before)
+    assert 3 < appended < 20
+
+
+def test_closing_again_changes_nothing_and_the_verdict_says_what_to_do(tmp_path: Path) -> None:
+    assert Monitor().close().next_step == "call `observe` at every step"
+    monitor = Monitor(tmp_path, on_alarm=lambda _: None)
+    for step in range(4):
+        monitor.observe(**batch(step))
+    found = monitor.close()
+    assert (found.status, found.next_step.startswith(f"run `trimtab diagnose {tmp_path}`")) == ("ok", True)
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert {path.name for path in written} == {"metrics.jsonl", "sample.jsonl", "diagnose.html"}
+    assert monitor.close() == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
+    for step in range(4, 8):
+        monitor.observe(**batch(step, drift=1.5))
+    alarmed = monitor.close()
+    assert (alarmed.status, alarmed.name) == ("fail", "monitor")
+    assert alarmed.next_step == monitor._raised["undelivered"].next_step
+
+
+def test_a_second_trainer_begins_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its k3 is not compared with that of the first, and its files are beside those of the first."""
+    monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
+    names: list[str] = []
+    monitor = Monitor(tmp_path / "logs", on_alarm=lambda alarm: names.append(alarm.name))
+    for drift in (0.0, 0.3):
+        for step in range(4):
+            monitor.observe(**batch(step, drift=drift))
+        assert monitor.close().detail == "no alarm in 4 steps"
+    assert names == []
+    for folder in (tmp_path / "logs", tmp_path / "logs_2"):
+        assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1, 2, 3]
+        assert len((folder / "sample.jsonl").read_text().splitlines()) == 4 * ROWS
+    # A trainer that goes on with the same run, such as one that resumes, goes on with its files.
+    monitor.observe(**batch(4, drift=0.3))
+    monitor.close()
+    assert len((tmp_path / "logs_2" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_faults_of_the_caller() -> None:
