@@ -184,7 +184,8 @@ def test_code_leaves_no_note_for_a_later_session(bubblewrap: PythonPool) -> None
 
 # What of a device that anybody may write, here of a file of the test, code can change or find out.
 TOUCHES = """import ctypes, os
-libc, now, old = ctypes.CDLL(None), (ctypes.c_long * 4)(0, (1 << 30) - 1, 0, (1 << 30) - 1), os.uname().machine == 'x86_64'
+libc, now = ctypes.CDLL(None), (ctypes.c_long * 4)(0, (1 << 30) - 1, 0, (1 << 30) - 1)
+old = os.uname().machine == 'x86_64'
 file, path = os.open('/dev/device', os.O_RDWR), b'/dev/device'
 for touch in (
     lambda: os.utime(path), lambda: os.utime(file), lambda: os.utime(path, ns=(7, 7)),

@@ -300,7 +300,7 @@ EXHAUSTION = [
             ("readahead", "print(ctypes.CDLL(None).readahead(os.open(os.__file__, 0), 0, 4096))", "^None\n-1\n$"),
             (
                 "madvise",
-                "file = os.open(os.__file__, 0)\nmmap.mmap(file, 4096, mmap.MAP_PRIVATE, 1).madvise(21)\nprint('ESCAPED')",
+                "file = os.open(os.__file__, 0)\nmmap.mmap(file, 9, mmap.MAP_PRIVATE, 1).madvise(21)\nprint('ESCAPED')",
                 DENIED,
             ),
         )
