@@ -101,7 +101,9 @@ def test_a_pool_goes_on_after_callers_gave_up_at_any_moment(sandbox: SandboxName
                     thread.start()
                 for thread in threads:
                     thread.join(draw.random() * (0.004 if sandbox == "monty" else 0.15))
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(GaveUp))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(GaveUp)
+                    )
                 deadline = time.monotonic() + 60
                 for thread in threads:
                     thread.join(max(0.0, deadline - time.monotonic()))

@@ -80,7 +80,7 @@ class BubblewrapSandbox:
                 return replace(result, error=f"{result.error}; {LOST}")
             return result
         finally:  # also where the caller gives up: the next run must not receive the answer of this one
-            if not ended:
+            if container is not None and not ended:
                 self._sessions[session] = container
             elif container is not None:
                 self._sessions.pop(session, None)
