@@ -137,7 +137,11 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
         wrong = "a response without tokens"
     elif max(result.ids, default=0) >= vocabulary:
         wrong = f"token {reprlib.repr(max(result.ids))}, beyond the vocabulary of {vocabulary}"
-    elif not request.scored and min(result.logp, default=0.0) < -IMPROBABLE - math.log(vocabulary):
+    elif (
+        not request.scored
+        and sampling.temperature <= 1.0  # above it, log-probs from before the temperature are found by `probe`
+        and min(result.logp, default=0.0) < -IMPROBABLE - math.log(vocabulary)
+    ):
         wrong = f"log-prob {min(result.logp):g} for a token that it sampled, which no such token has"
     elif (
         tokens * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS

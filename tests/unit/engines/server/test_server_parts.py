@@ -82,9 +82,11 @@ def test_log_probs_that_carry_no_information(logp: list[float], possible: bool) 
         check_result("http://x", result, replace(ASK, max_tokens=99), 6)
 
 
-def test_a_given_token_may_be_improbable() -> None:
-    given = replace(ASK, ids=(3, 4), max_tokens=2, scored=2)
-    check_result("http://x", CompletionResult([3, 4], [-80.0, -0.5], "length"), given, 6)
+def test_what_may_be_improbable() -> None:
+    """A given token, and one sampled at a high temperature, which shows log-probs from before it."""
+    result = CompletionResult([3, 4], [-80.0, -0.5], "length")
+    check_result("http://x", result, replace(ASK, ids=(3, 4), max_tokens=2, scored=2), 6)
+    check_result("http://x", result, replace(ASK, sampling=SamplingParams(temperature=1e4)), 6)
 
 
 def test_results_that_no_server_can_have_sampled() -> None:
