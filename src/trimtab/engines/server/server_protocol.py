@@ -128,7 +128,7 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
     Raises:
         WrongAnswer: it cannot.
     """
-    tokens, sampling = len(result.ids), request.sampling
+    tokens = len(result.ids)
     if tokens != len(result.logp):
         wrong = f"{tokens} tokens with {len(result.logp)} log-probs; it must return one for each"
     elif tokens > request.max_tokens:
@@ -137,19 +137,24 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
         wrong = "a response without tokens"
     elif max(result.ids, default=0) >= vocabulary:
         wrong = f"token {reprlib.repr(max(result.ids))}, beyond the vocabulary of {vocabulary}"
-    elif (
-        not request.scored
-        and sampling.temperature <= 1.0  # above it, log-probs from before the temperature are found by `probe`
-        and min(result.logp, default=0.0) < -IMPROBABLE - math.log(vocabulary)
-    ):
-        wrong = f"log-prob {min(result.logp):g} for a token that it sampled, which no such token has"
-    elif (
-        tokens * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
-        and not sampling.truncated  # which may have left one token to sample
-        and max(result.logp) - min(result.logp) < RESOLUTION
-        and abs(result.logp[0] + math.log(vocabulary)) > UNIFORM
-    ):
-        wrong = f"log-prob {result.logp[0]:g} for all {tokens} tokens, sampled at temperature {sampling.temperature:g}"
+    elif tokens and (impossible := _impossible(result.logp, request, math.log(vocabulary))):
+        wrong = impossible
     else:
         return
     raise WrongAnswer(f"{where} returned {wrong}")
+
+
+def _impossible(logp: Sequence[float], request: CompletionRequest, uniform: float) -> str | None:
+    """Returns what no sampled tokens have, None if they may have these log-probs. uniform: log(vocabulary).
+
+    Above temperature 1 only zeros are looked for: log-probs from before the temperature are found by the probe.
+    """
+    sampling, first, lowest = request.sampling, logp[0], min(logp)
+    hot = sampling.temperature > 1.0
+    if lowest < -IMPROBABLE - uniform and not request.scored and not hot:
+        return f"log-prob {lowest:g} for a token that it sampled, which no such token has"
+    same = max(logp) - lowest < RESOLUTION and (not hot or abs(first) < RESOLUTION) and abs(first + uniform) > UNIFORM
+    many = len(logp) * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
+    if same and many and not sampling.truncated:  # truncation may have left one token to sample
+        return f"log-prob {first:g} for all {len(logp)} tokens, sampled at temperature {sampling.temperature:g}"
+    return None
