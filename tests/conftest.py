@@ -46,8 +46,6 @@ settings.register_profile("few", max_examples=6, deadline=None, derandomize=True
 settings.register_profile("many", max_examples=100, deadline=None)
 settings.load_profile("few")
 
-DATA = Path(os.environ.get("TRIMTAB_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that claims no other tier is a unit test."""
@@ -100,6 +98,20 @@ def figures_unarranged(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def benchmark_data() -> Path:
     """The folder with real GSM8K, MAWPS, AIME, AMC and Minerva rows; tests that need it skip without it."""
-    if not DATA.is_dir():
-        pytest.skip(f"benchmark files are absent ({DATA}); set TRIMTAB_TEST_DATA to a folder that holds them")
-    return DATA
+    return named_folder("TRIMTAB_TEST_DATA", "published benchmark files")
+
+
+@pytest.fixture(scope="session")
+def public_cases() -> Path:
+    """The folder with files of faults that people reported."""
+    return named_folder("TRIMTAB_TEST_CASES", "files of reported faults")
+
+
+def named_folder(variable: str, what: str) -> Path:
+    """Returns the folder that an environment variable names; nothing outside the repository is read otherwise."""
+    name = os.environ.get(variable)
+    if not name:
+        pytest.skip(f"the repository has no {what}: set {variable} to a folder that holds them")
+    if not Path(name).is_dir():
+        pytest.fail(f"{variable} = {name} is not a folder")
+    return Path(name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -76,6 +78,33 @@ def neighbors(path: Path) -> str:
     names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
+
+
+def without_credentials(text: str) -> str:
+    """Returns one line of text without user names and passwords in the addresses it quotes."""
+    return re.sub("://.*@", "://***@", text)
+
+
+def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
+    """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is no text.
+
+    instead: what to do where it holds a user name or a password. path: whether it may have a path.
+    """
+    if not isinstance(url, str):  # the owner of the key refuses it
+        return None
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number up to 65535, or half a bracket
+        valid = False
+    else:
+        if "@" in parts.netloc:
+            shown = without_credentials(url)
+            return f"{key} holds a user name or a password ({shown}), which a run would write to its files: {instead}"
+        valid = valid and (path or (parts.path in ("", "/") and not parts.query and not parts.fragment))
+    if valid and url.isprintable() and " " not in url:
+        return None
+    return f"{key}: {without_credentials(url)!r} is not the base URL of a server: write it like http://127.0.0.1:8000"
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:

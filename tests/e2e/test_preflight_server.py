@@ -25,15 +25,19 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
         running.kill()
 
 
-def preflight(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    words = ["preflight", "laboratory", "--sampler", "server", "--url", server.url, "--lengths", "8", "20", "--json"]
-    code = main.run([*words, "--set", f"engine.server.kind={server.kind}"])
+def run(server: ServerProcess, *lengths: str) -> int:
+    words = ["preflight", "laboratory", "--sampler", "server", "--url", server.url, "--lengths", *lengths, "--json"]
+    return main.run([*words, "--set", f"engine.server.kind={server.kind}"])
+
+
+def preflight(server: ServerProcess, capsys: pytest.CaptureFixture[str], *lengths: str) -> tuple[int, dict[str, Any]]:
+    code = run(server, *lengths)
     result = json.loads(capsys.readouterr().out)
     return code, {check["name"]: check for check in result["checks"]}
 
 
 def test_a_healthy_server_passes(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    code, checks = preflight(server, capsys)
+    code, checks = preflight(server, capsys, "8", "20")
     print(server.kind, {name: check["detail"] for name, check in checks.items()})
     # These servers report the sampled token alone.
     assert {name: check["status"] for name, check in checks.items() if check["status"] != "ok"} == {
@@ -46,7 +50,9 @@ def test_a_healthy_server_passes(server: ServerProcess, capsys: pytest.CaptureFi
 
 def test_one_value_in_place_of_log_probs_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     server.configure(logp=-0.5)
-    code, checks = preflight(server, capsys)
+    code, checks = preflight(server, capsys, "4", "7")  # of longer responses such an answer is refused
     assert code == 1
     assert checks["mismatch"]["status"] == "fail"
     assert checks["prefill"]["detail"].endswith(PARTS["decode/prefill"][0])  # scores of prompts are not replaced
+    assert run(server, "8") == 2
+    assert "returned log-prob -0.5 for all 8 tokens, sampled at temperature 1" in capsys.readouterr().err

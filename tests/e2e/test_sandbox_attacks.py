@@ -12,11 +12,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.sandbox_attacks import ATTACKS, TIME, WRITABLE, Attack
 
 from trimtab.sandbox.code_result import MAX_ERROR, CodeResult
+from trimtab.sandbox.container_command import container_command
 from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
@@ -178,6 +180,51 @@ def test_code_leaves_no_note_for_a_later_session(bubblewrap: PythonPool) -> None
         assert session.run(SIGHTS).output != before  # within the session the marks are seen
     assert before
     assert [see() for _ in range(3)] == [before] * 3
+
+
+# What of a device that anybody may write, here of a file of the test, code can change or find out.
+TOUCHES = """import ctypes, os
+libc, now = ctypes.CDLL(None), (ctypes.c_long * 4)(0, (1 << 30) - 1, 0, (1 << 30) - 1)
+old = os.uname().machine == 'x86_64'
+file, path = os.open('/dev/device', os.O_RDWR), b'/dev/device'
+for touch in (
+    lambda: os.utime(path), lambda: os.utime(file), lambda: os.utime(path, ns=(7, 7)),
+    lambda: libc.utimensat(-100, path, now, 0), lambda: libc.futimens(file, None),  # UTIME_NOW, as its owner need not
+    lambda: old and [libc.syscall(132, path, None), libc.syscall(235, path, None), libc.syscall(261, -100, path, None)],
+):
+    try: touch()
+    except OSError: pass
+try: print(os.preadv(file, [bytearray(4)], 0, os.RWF_NOWAIT))
+except OSError as error: print(error.strerror)
+print(os.preadv(file, [bytearray(4)], 0, 0))
+"""
+
+
+def test_a_file_that_all_containers_share_keeps_its_times_and_does_not_tell_what_is_in_memory(
+    bubblewrap: PythonPool,  # noqa: ARG001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As /dev/null is bound, whose times a later container could read. No device is touched here."""
+    shared = tmp_path / "device"
+    shared.write_bytes(bytes(4096))
+    shared.chmod(0o666)
+    os.utime(shared, ns=(10**18, 10**18))
+    before = shared.stat()
+
+    def command(*arguments: Any, **options: Any) -> list[str]:
+        words = container_command(*arguments, **options)
+        end = words.index("--chdir")
+        return [*words[:end], "--dev-bind", str(shared), "/dev/device", *words[end:]]
+
+    monkeypatch.setattr("trimtab.sandbox.bubblewrap.container_command", command)
+    with PythonPool("bubblewrap", timeout=60.0, workers=1) as pool, pool.session() as session:
+        seen = session.run("import os\nos.stat('/dev/device').st_mtime_ns, os.access('/dev/device', os.W_OK)")
+        result = session.run(TOUCHES)
+    after = shared.stat()
+    assert seen == CodeResult(f"({10**18}, True)\n")
+    assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
+    assert result == CodeResult("Operation not supported\n4\n")
 
 
 def test_the_list_has_at_least_25_kinds() -> None:

@@ -109,6 +109,12 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     "placeholder": ({"logp": [-9999.0, -0.25]}, "greater than -9999, got -9999.0"),
     "positive-logp": ({"logp": [-0.5, 2.0]}, "less than or equal to 0.001, got 2.0"),
     "zeros": ({"ids": [3] * 8, "logp": [0.0] * 8}, "log-prob 0 for all 8 tokens, sampled at temperature 1"),
+    "tiny": (
+        {"ids": [3] * 8, "logp": [-1e-9, -2e-9] * 4},
+        "log-prob -1e-09 for all 8 tokens, sampled at temperature 1",
+    ),
+    "constant": ({"ids": [3] * 8, "logp": [-0.5] * 8}, "log-prob -0.5 for all 8 tokens, sampled at temperature 1"),
+    "absurd": ({"logp": [-9998.0, -0.25]}, "log-prob -9998 for a token that it sampled, which no such token has"),
     "too-many": ({"ids": [3] * 200, "logp": [-0.5] * 200}, "returned 200 tokens, asked for 20"),
     "odd-finish": ({"finish": "error"}, "'stop', 'length' or 'abort', got 'error'"),
 }
@@ -176,7 +182,7 @@ def test_one_wrong_answer_of_five_is_said_and_not_trained_on(
 def test_log_probs_of_0_are_possible(laboratory: LoadedModel, server: ServerProcess, prompts: list[Prompt]) -> None:
     """At temperature 0, for a few tokens, and as a result of rounding."""
     engine = engine_over(laboratory, [server])
-    for logp, changes in ((0.0, {"temperature": 0.0}), (0.0, {"max_tokens": 7}), (1e-6, {})):
+    for logp, changes in ((0.0, {"temperature": 0.0}), (0.0, {"max_tokens": 7}), (1e-6, {"max_tokens": 7})):
         server.configure(logp=logp)
         [[one]] = engine.generate(prompts[:1], 1, replace(SAMPLING, **changes), seed=SEED)
         assert one.logp_behavior.tolist() == [np.float32(logp)] * len(one.response_ids)

@@ -273,6 +273,38 @@ EXHAUSTION = [
         )
         for name, command, value in (("watch", 1026, 1), ("leases", 1024, 0))
     ),
+    *(
+        Attack(f"times of a file by {call}", f"import ctypes, os\n{code}", f"{DENIED}|^None\n-1\n$")
+        for call, code in {
+            "path": "os.utime('/tmp')\nprint('ESCAPED')",
+            "number": "os.utime(os.open('/tmp/x', os.O_CREAT))\nprint('ESCAPED')",
+            # utime, utimes and futimesat of x86_64; other machines have the fourth call alone
+            "older calls": "call = ctypes.CDLL(None).syscall\nold = os.uname().machine == 'x86_64'\n"
+            "print(max([call(132, b'/tmp', 0), call(235, b'/tmp', 0), call(261, -100, b'/tmp', 0)] if old else [-1]))",
+        }.items()
+    ),
+    *(
+        Attack(f"pages of files in memory by {call}", f"import ctypes, mmap, os\n{code}", held)
+        for call, code, held in (
+            (
+                "preadv2",
+                "print(os.preadv(os.open(os.__file__, 0), [bytearray(9)], 0, os.RWF_NOWAIT), 'ESCAPED')",
+                "Operation not supported",
+            ),
+            ("mincore", "print(ctypes.CDLL(None).mincore(None, 0, None))", "^None\n-1\n$"),
+            (
+                "move_pages",
+                "print(ctypes.CDLL(None).syscall(279 if os.uname().machine == 'x86_64' else 239, 0, 0, 0, 0, 0, 0))",
+                "^None\n-1\n$",
+            ),
+            ("readahead", "print(ctypes.CDLL(None).readahead(os.open(os.__file__, 0), 0, 4096))", "^None\n-1\n$"),
+            (
+                "madvise",
+                "file = os.open(os.__file__, 0)\nmmap.mmap(file, 9, mmap.MAP_PRIVATE, 1).madvise(21)\nprint('ESCAPED')",
+                DENIED,
+            ),
+        )
+    ),
     Attack(
         "image of the memory",
         "import ctypes, resource as r\nprint(ctypes.CDLL(None).prctl(4, 1, 0, 0, 0), r.getrlimit(r.RLIMIT_CORE))",

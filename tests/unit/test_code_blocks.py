@@ -179,6 +179,16 @@ def test_yaml_and_json_of_a_page_can_be_read(page: str, index: int, code: str) -
     assert yaml.safe_load(code), f"{page}, block {index}"
 
 
+def test_the_workflow_of_the_page_of_preflight_runs_it() -> None:
+    [workflow] = [yaml.safe_load(block) for block in blocks(ROOT / "docs" / "preflight.md", "yaml")]
+    [job] = workflow["jobs"].values()
+    assert all(len({"uses", "run"} & step.keys()) == 1 for step in job["steps"])
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert [command for command in commands if command.startswith("trimtab preflight ") and "--github" in command]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert any(f"trimtab-{version}-py3-none-any.whl[train]" in command for command in commands)
+
+
 def test_a_target_of_a_page_is_one() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     targets |= set(re.findall(r"^(quickstart-\S+) (\S+): ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[0])
@@ -193,7 +203,7 @@ def test_files_for_contributors_can_be_read() -> None:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """The `trimtab` commands of indented and of bash blocks, continued lines joined, comments left out."""
+    """The `trimtab` commands of indented and bash blocks and of workflows, continued lines joined, without comments."""
     found = []
     for path in PAGES:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -204,6 +214,8 @@ def command_lines() -> list[tuple[str, str]]:
             for line in block.replace("\\\n", " ").splitlines()
             if line[:8] == "trimtab "
         ]
+        for block in blocks(path, "yaml"):
+            lines += re.findall(r"^ +- run: (trimtab .*)$", block, flags=re.MULTILINE)
         found += [(path.name, line.partition("  #")[0].strip()) for line in lines]
     return sorted(set(found))
 

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, preflight, report, starting, train
 from trimtab.cli.output import echo
-from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
+from trimtab.errors import Stopped, TrimtabError, TrimtabWarning, without_credentials
 from trimtab.plugins import only_named
 from trimtab.sandbox.code_result import clean
 
@@ -138,7 +138,7 @@ def _print_error(line: str) -> int:
 
 
 def _one_line(text: str) -> str:
-    return f"trimtab: {' '.join(text.split())}"
+    return f"trimtab: {without_credentials(' '.join(text.split()))}"
 
 
 def _format_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,13 @@ from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
     from trimtab.preflight.checklist import Preflight
+    from trimtab.preflight.engine_pair import Check
 
 LENGTHS = [128, 512, 2048]
 LEVELS = {"fail": "error", "note": "warning", "ok": "notice"}
 """Status of a check -> command of GitHub's workflows."""
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The variable with the file that GitHub shows as the summary of a step."""
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="HF id, folder, bundled model, or recipe.")]
 Sampler = Annotated[
@@ -54,7 +58,7 @@ Bound = Annotated[
     ),
 ]
 HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page.")]
-Github = Annotated[bool, typer.Option("--github", help="Print annotations for a GitHub workflow.")]
+Github = Annotated[bool, typer.Option("--github", help="Annotations and a summary for a GitHub workflow.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -83,7 +87,9 @@ def preflight(
     """Compare sampler and trainer before anything is trained: is this pair fit to train?
 
     The sampler writes and the trainer scores the same ids. Weights are changed, published and restored; nothing is
-    saved.
+    saved. It judges Trimtab's samplers (embedded, vLLM, servers) and Trimtab's trainer, or a forward as TRL and verl
+    make it. For a trainer of your own there are trimtab.testing.assert_parity in its tests and trimtab.Monitor in its
+    loop.
     """
     require_extra("train", "trimtab preflight")
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
@@ -95,39 +101,50 @@ def preflight(
 
     config = pair_config(model, sampler, dtype, url, sets or [])
     limit = default_bound(config, trainer) if bound is None else bound
-    with only_json(as_json), tempfile.TemporaryDirectory() as folder, _progress() as notify:
+    with only_json(as_json), tempfile.TemporaryDirectory() as folder, _progress() as (notify, show):
         pair = build_pair(config, trainer, prompts, limit, Path(folder), notify)
         try:
+            chosen = facts(config, trainer)
+            show(*_pair_row(chosen))
             record = receipt(config, trainer, pair, lengths or LENGTHS)
-            result = replace(run(pair, lengths or LENGTHS, facts(config, trainer), notify), receipt=record)
+            result = run(pair, lengths or LENGTHS, chosen, notify, lambda check: show(*_check_row(check)))
         finally:
             pair.engine.close()
+        result = replace(result, receipt=record)
+        show("verdict", result.verdict)
+        show("receipt", record["sha256"])
     if html is not None:
         write_page(result, html, shlex.join(["trimtab", *sys.argv[1:]]))
     if as_json:
         print_json(result.as_dict() | {"page": html})
-    else:
-        _show(result, html)
+    elif html is not None:
+        echo(_row("page", str(html)))
     if github:
         for line in github_lines(result):
             echo(line, err=as_json)
+        if path := os.environ.get(SUMMARY):
+            write_summary(result, Path(path))
     if not result.ok:
         raise typer.Exit(1)
 
 
-def _show(result: Preflight, page: Path | None) -> None:
+def _pair_row(facts: Mapping[str, str]) -> tuple[str, str]:
+    return "pair", f"{facts['sampler']} | {facts['trainer']} ({facts['model']})"
+
+
+def _check_row(check: Check) -> tuple[str, str]:
+    return f"{check.status:<6}{check.name}", check.text
+
+
+def _row(label: str, text: str) -> str:
+    """Returns the lines of one row; all rows begin their text at the same column."""
     from trimtab.cli.console import PlainTextConsole
     from trimtab.diagnosis.output.terminal import folded
+    from trimtab.preflight.checklist import CHECKS
 
     console = PlainTextConsole()
-    rows = [("pair", f"{result.facts['sampler']} | {result.facts['trainer']} ({result.facts['model']})")]
-    rows += [(f"{check.status:<6}{check.name}", check.text) for check in result.checks]
-    rows.append(("verdict", result.verdict))
-    if result.receipt is not None:
-        rows.append(("receipt", result.receipt["sha256"]))
-    if page is not None:
-        rows.append(("page", str(page)))
-    echo(folded(rows, console.width if console.is_terminal else None))
+    width = len("fail  ") + max(map(len, CHECKS))
+    return folded([(f"{label:<{width}}", text)], console.width if console.is_terminal else None)
 
 
 def github_lines(result: Preflight) -> list[str]:
@@ -140,11 +157,49 @@ def github_lines(result: Preflight) -> list[str]:
     ]
 
 
+def write_summary(result: Preflight, path: Path) -> None:
+    """Appends the result to a file that GitHub shows as the summary of a step, as Markdown.
+
+    Raises:
+        TrimtabError: it cannot be written.
+    """
+    rows = [_pair_row(result.facts), *((check.status, f"{check.name}: {check.text}") for check in result.checks)]
+    cells = [f"| {label} | {_cell(text)} |" for label, text in rows]
+    title = f"### trimtab preflight: {_cell(result.verdict)}"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n".join([title, "", "| | |", "|---|---|", *cells, ""]) + "\n")
+    except OSError as error:
+        raise TrimtabError(f"{SUMMARY} = {path} cannot be written: {error.strerror}") from None
+
+
+def _cell(text: str) -> str:
+    """Returns one line without marks of Markdown or HTML."""
+    marks = {mark: f"\\{mark}" for mark in "\\`*_|[]#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+    return "".join(sign if sign.isprintable() else " " for sign in text).translate(str.maketrans(marks))
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is done at the moment on standard error, if that is a terminal."""
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, str], None]]]:
+    """Yields a function for what is done next and one for what was found, which is printed at once.
+
+    What is done next stands on standard error: in a bar on a terminal, else in lines, without the checks, whose own
+    lines follow.
+    """
     from trimtab.cli.console import PlainTextConsole, progress_bar
+    from trimtab.preflight.checklist import CHECKS
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         task = bar.add_task("loading", total=None)
-        yield lambda text: bar.update(task, description=text)
+
+        def notify(text: str) -> None:
+            bar.update(task, description=text)
+            if bar.disable and text not in CHECKS:
+                echo(f"trimtab preflight: {text}", err=True)
+
+        def show(label: str, text: str) -> None:
+            bar.stop()  # the bar would stand in the line, and redirect it
+            echo(_row(label, text))
+            bar.start()
+
+        yield notify, show

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trimtab.config.schema import Config
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, address_problem
+
+AUTHORIZATION = "TRIMTAB_SERVER_AUTHORIZATION"
+"""The environment variable with the value of the header `Authorization` of requests to inference servers."""
+SET_AUTHORIZATION = f"set {AUTHORIZATION} to the header's value, such as 'Bearer KEY', in the environment"
+NO_CREDENTIALS = "use a server that needs none, on a private network"
 
 
 def refuse(contradictions: Iterable[str]) -> None:
@@ -108,10 +113,20 @@ def _proximal(config: Config) -> Iterator[str]:
         yield f'{kind} needs model.dtype = "float32": changes of one update are lost in an average in bfloat16'
 
 
+def _addresses(config: Config) -> list[str]:
+    """What is wrong with the addresses of servers."""
+    named = [("engine.server.urls", url, SET_AUTHORIZATION) for url in config.engine.server.urls]
+    if config.environment is not None and config.environment.name == "openenv":
+        named.append(("environment.url", config.environment.keywords.get("url"), NO_CREDENTIALS))
+    found = [address_problem(key, url, instead, path=key == "environment.url") for key, url, instead in named]
+    return [problem for problem in found if problem is not None]
+
+
 def _engines(config: Config) -> Iterator[str]:
     engine, ray = config.engine, config.ray
     if engine.type == "server" and not engine.server.urls:
         yield 'engine.server.urls is empty: name at least one server, e.g. ["http://127.0.0.1:8000"]'
+    yield from _addresses(config)
     urls = [url.rstrip("/") for url in engine.server.urls]
     if repeated := next((url for url in urls if urls.count(url) > 1), None):
         yield (f"engine.server.urls names {repeated} twice: name each server once and raise engine.server.concurrency")

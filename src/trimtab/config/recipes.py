@@ -15,7 +15,7 @@ from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, Objecti
 from trimtab.config.paths import resolve_path, resolve_paths
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.config.section import PluginSection
-from trimtab.errors import TrimtabError, did_you_mean, neighbors
+from trimtab.errors import TrimtabError, did_you_mean, neighbors, without_credentials
 from trimtab.files import parse_toml, regular_file
 
 _DEFAULT_NAMES = {
@@ -77,9 +77,9 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
         config = Config.model_validate(data)
         refuse(contradictions(config))
     except ValidationError as error:
-        raise TrimtabError(f"{where}: {_explain(error)}") from None
+        raise TrimtabError(without_credentials(f"{where}: {_explain(error)}")) from None
     except TrimtabError as error:
-        raise TrimtabError(f"{where}: {error}") from None
+        raise TrimtabError(without_credentials(f"{where}: {error}")) from None
     return config
 
 

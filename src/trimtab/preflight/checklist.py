@@ -67,11 +67,16 @@ class Preflight:
 
 
 def run(
-    pair: EnginePair, lengths: Sequence[int], facts: Mapping[str, str], on_progress: Callable[[str], None]
+    pair: EnginePair,
+    lengths: Sequence[int],
+    facts: Mapping[str, str],
+    on_progress: Callable[[str], None],
+    on_check: Callable[[Check], None] = lambda _: None,
 ) -> Preflight:
     """Publishes the trainer's weights and runs every check. A check that the engine refuses has failed.
 
-    lengths: of responses in tokens; those beyond the context are shortened to it.
+    lengths: of responses in tokens; those beyond the context are shortened to it. on_progress: called with what is
+    done next. on_check: called with each check when it has been made.
     """
     pair.publish()
     samples: dict[int, ScoredResponses] = {}
@@ -79,11 +84,12 @@ def run(
         on_progress(f"responses of {length} tokens")
         prompts = pair.prompts[: max(2, min(16, TOKENS // length))]
         samples[length] = pair.compare(prompts, length)
-    found = []
+    found: list[Check] = []
     for name, check in CHECKS.items():
         on_progress(name)
         try:
             found.append(check(pair, samples))
         except TrimtabError as error:
             found.append(Check("fail", name, str(error)))
+        on_check(found[-1])
     return Preflight(facts, pair.bound, found, samples)

@@ -22,13 +22,15 @@ from dataclasses import replace
 
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
-from trimtab.sandbox.code_result import LOST, CodeResult, Limits
+from trimtab.sandbox.code_result import GRACE, LOST, CodeResult, Limits
 from trimtab.sandbox.container import Container, ContainerError, Request, Setup, Started
 from trimtab.sandbox.container_command import container_command
 from trimtab.sandbox.seccomp import container_filter, supported
+from trimtab.sandbox.slots import Slots
 
 STARTER = "trimtab.sandbox.container_starter"
 START_ATTEMPTS = 3
+READY_TIMEOUT = 90.0  # seconds until a container is ready: those in which it must start, and some for its process
 # What bubblewrap or process 1 says where the kernel denies namespaces or another user, and what to do then.
 NO_NAMESPACES = (
     *("No permissions to create", "Creating new namespace failed", "setting up uid map", "user namespaces"),
@@ -52,32 +54,37 @@ class BubblewrapSandbox:
             raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
         self._limits = limits
         self._stateful = stateful
-        self._running = threading.BoundedSemaphore(workers)
+        self._running = Slots(range(workers), START_ATTEMPTS * READY_TIMEOUT + limits.timeout + 2 * GRACE)
         self._sessions: dict[int, Container] = {}  # those with a session's variables
         command = container_command(limits, packages, stateful=stateful)
         self._starter = _Starter(Setup(command, container_filter(platform.machine())), count=workers)
         self._starter.fill()
 
     def run(self, session: int, code: str) -> CodeResult:
-        with self._running:
-            container = self._sessions.pop(session, None)
+        return self._running.use(lambda _: self._run(session, code))
+
+    def _run(self, session: int, code: str) -> CodeResult:
+        container = self._sessions.get(session)
+        ended = True
+        try:
+            self._sessions.pop(session, None)  # until it has answered
             try:
                 container = container or self._starter.take()
             except ContainerError as error:
                 return CodeResult("", f"the sandbox could not be started: {error}")
-            ended = True
             try:
                 result, ended = container.run(code, self._limits)
             except ContainerError as error:
                 result = CodeResult("", str(error), error.timed_out)
-            finally:  # also where the caller gives up: the next run must not receive the answer of this one
-                if ended:
-                    container.kill()
-                else:
-                    self._sessions[session] = container
             if ended and self._stateful:
                 return replace(result, error=f"{result.error}; {LOST}")
             return result
+        finally:  # also where the caller gives up: the next run must not receive the answer of this one
+            if container is not None and not ended:
+                self._sessions[session] = container
+            elif container is not None:
+                self._sessions.pop(session, None)
+                container.kill()
 
     def end(self, session: int) -> None:
         if (container := self._sessions.pop(session, None)) is not None:
@@ -97,13 +104,13 @@ class _Starter:
         self._process: WorkerProcess | None = None
         self._closed = False
         self._numbers = itertools.count()
-        self._missing = 0  # containers asked for that have not come
+        self._missing: set[int] = set()  # containers asked for that have not come
         self._ready: queue.SimpleQueue[tuple[int, Container | ContainerError]] = queue.SimpleQueue()
 
     def fill(self) -> None:
         """Starts containers until `count` are ready or about to be."""
         with self._lock:
-            while self._ready.qsize() + self._missing < self._count:
+            while self._ready.qsize() + len(self._missing) < self._count:
                 self._request()
 
     def _request(self) -> None:
@@ -113,21 +120,38 @@ class _Starter:
             return
         if self._process is None:
             try:
-                self._process = WorkerProcess(STARTER)
+                self._start()
             except OSError as error:  # the machine has no process, or this process no file, left to give
                 self._ready.put((number, ContainerError(str(error))))
                 return
+        assert self._process is not None
+        try:
+            self._missing.add(number)
+            self._send(self._process, Request(number, start=True))
+        except BaseException:  # the caller gives up: perhaps it was not sent
+            self._missing.discard(number)
+            raise
+
+    def _start(self) -> None:
+        process = WorkerProcess(STARTER)
+        try:
             with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
-                self._process.send(self._setup)
-            threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
-        self._missing += 1
-        self._send(self._process, Request(number, start=True))
+                process.send(self._setup)
+            threading.Thread(target=self._receive, args=(process,), daemon=True).start()
+            self._process = process
+        except BaseException:
+            process.kill()
+            raise
 
     def take(self) -> Container:
         """Returns a container that is ready. Raises `ContainerError` if none can be started."""
         failures, first = 0, next(self._numbers)
         while True:
-            number, container = self._ready.get()
+            self.fill()  # a caller that gave up may have taken the last one
+            try:
+                number, container = self._ready.get(timeout=READY_TIMEOUT)
+            except queue.Empty:
+                raise ContainerError(f"none was ready within {READY_TIMEOUT:g} s") from None
             self.fill()
             if isinstance(container, Container):
                 if container.alive():
@@ -153,7 +177,7 @@ class _Starter:
                 assert message is not None, "this process sends no heartbeats"
                 started: Started = message.content
                 with self._lock:
-                    self._missing -= 1
+                    self._missing.discard(started.number)
                 if message.descriptor is None:
                     self._end(process, started.number)
                     self._ready.put((started.number, ContainerError(_explain(started.failure or ""))))
@@ -163,8 +187,11 @@ class _Starter:
                     works = True
         process.kill()
         with self._lock:
+            if self._process is not process:
+                return
             self._process = None
-            missing, self._missing = self._missing, 0
+            missing = len(self._missing)
+            self._missing.clear()
             for _ in range(missing):
                 if works:
                     self._request()  # in a new process

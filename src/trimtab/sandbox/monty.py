@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import queue
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
 from trimtab.sandbox.code_result import GRACE, LOST, CodeResult, Limits, took_too_long
+from trimtab.sandbox.slots import Slots
 
 WORKER = "trimtab.sandbox.monty_worker"
+RESTART = 30.0  # seconds in which a process is ended and another one started, on a busy machine
 
 
 class Request(NamedTuple):
@@ -48,15 +48,16 @@ class MontySandbox:
             raise TrimtabError('the sandbox "monty" needs a package that is not installed: pip install pydantic-monty')
         self._stateful = stateful
         self._workers = [_Worker(limits) for _ in range(workers)]
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._free.put(worker)
+        self._free = Slots(self._workers, limits.timeout + GRACE + RESTART)
         self._assigning = threading.Lock()
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        with self._worker(session) as worker:
-            return worker.run(session, code, keep=self._stateful)
+        if not self._stateful:
+            return self._free.use(lambda worker: worker.run(session, code, keep=False))
+        worker = self._worker(session)
+        with worker.lock:
+            return worker.run(session, code, keep=True)
 
     def end(self, session: int) -> None:
         with self._assigning:
@@ -69,25 +70,16 @@ class MontySandbox:
         for worker in self._workers:
             worker.close()
 
-    @contextlib.contextmanager
-    def _worker(self, session: int) -> Iterator[_Worker]:
-        """Any free worker; for a session with variables, the one that has them."""
-        if self._stateful:
-            with self._assigning:
-                worker = self._assigned.get(session)
-                if worker is None:
-                    counts = {id(worker): 0 for worker in self._workers}
-                    for used in self._assigned.values():
-                        counts[id(used)] += 1
-                    worker = self._assigned[session] = min(self._workers, key=lambda worker: counts[id(worker)])
-            with worker.lock:
-                yield worker
-            return
-        worker = self._free.get()
-        try:
-            yield worker
-        finally:
-            self._free.put(worker)
+    def _worker(self, session: int) -> _Worker:
+        """The worker that has the variables of the session, or will have them."""
+        with self._assigning:
+            worker = self._assigned.get(session)
+            if worker is None:
+                counts = {id(worker): 0 for worker in self._workers}
+                for used in self._assigned.values():
+                    counts[id(used)] += 1
+                worker = self._assigned[session] = min(self._workers, key=lambda worker: counts[id(worker)])
+            return worker
 
 
 class _Worker:
@@ -99,15 +91,18 @@ class _Worker:
         self._sessions: set[int] = set()  # with variables in the process
         self._lost: set[int] = set()  # whose variables another session's failure took
         self._closed = False
+        self._ready = False  # whether the process waits for a request
         self._start()
 
     def run(self, session: int, code: str, *, keep: bool) -> CodeResult:
-        if self.process.process.poll() is not None:  # it was killed while it had nothing to do
+        # It was killed while it had nothing to do, or a caller gave up and then was kept from replacing it.
+        if not self._ready or self.process.process.poll() is not None:
             self._lost |= self._sessions
             self._restart()
         if session in self._lost:
             self._lost.remove(session)
             return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
+        self._ready = False
         try:
             self.process.send(Request(session, code, keep))
             message = self.process.receive(self._limits.timeout + GRACE)
@@ -119,6 +114,7 @@ class _Worker:
             raise
         if message is None:
             return self._replace(session, Answer("", took_too_long(self._limits), timed_out=True), keep=keep)
+        self._ready = True
         answer: Answer = message.content
         if keep and not answer.lost:
             self._sessions.add(session)
@@ -141,6 +137,7 @@ class _Worker:
         self.process = WorkerProcess(WORKER)
         with contextlib.suppress(OSError):  # it has died already: the first run reports that
             self.process.send(self._limits)
+        self._ready = True
 
     def _replace(self, session: int, answer: Answer, *, keep: bool) -> CodeResult:
         self._lose_others(session)
@@ -152,6 +149,7 @@ class _Worker:
         self._restart()
 
     def _restart(self) -> None:
+        self._ready = False
         self.process.kill()
         self._sessions.clear()
         self._start()

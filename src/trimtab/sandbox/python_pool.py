@@ -117,6 +117,7 @@ class PythonSession:
             if self._closed:
                 return CodeResult("", "not run: the session is closed")
             if self._given_up and self._pool._stateful:
+                self._pool._sandbox.end(self._number)
                 self._given_up = False
                 return CodeResult("", f"not run: the run before was given up, and {LOST}")
             try:

@@ -4,6 +4,10 @@ Namespaces keep the code from the machine; a filter keeps it from parts of the k
 memory outside of the limits (memfd, System V and anonymous shared memory, sockets, events of files), debugging, keys,
 new namespaces, modules, the log of the kernel, what all containers share, and every call newer than this list. A second
 filter, for the code alone, allows threads and no processes: bubblewrap has no limit of processes.
+
+Shared are also the times of the three devices, which are files of the machine that anybody may write, and which pages
+of shown files are in memory. A filter cannot see which file a call is about, so no times can be set. The error is said
+rather than pretending success: code that sets times and reads them would otherwise print a wrong answer.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "fsmount": (432, 432),
     "fsopen": (430, 430),
     "fspick": (433, 433),
+    "futimesat": (261, NONE),
     "init_module": (175, 105),
     "inotify_init": (253, NONE),
     "inotify_init1": (294, 26),
@@ -40,8 +45,10 @@ DENIED: dict[str, tuple[int, int]] = {
     "keyctl": (250, 219),
     "lsetxattr": (189, 6),
     "memfd_create": (319, 279),
+    "mincore": (27, 232),
     "mount": (165, 40),
     "move_mount": (429, 429),
+    "move_pages": (279, 239),
     "mq_open": (240, 180),
     "msgget": (68, 186),
     "open_by_handle_at": (304, 265),
@@ -53,6 +60,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "process_vm_writev": (311, 271),
     "ptrace": (101, 117),
     "quotactl": (179, 60),
+    "readahead": (187, 213),
     "reboot": (169, 142),
     "request_key": (249, 218),
     "sched_setaffinity": (203, 122),
@@ -76,6 +84,9 @@ DENIED: dict[str, tuple[int, int]] = {
     "umount2": (166, 39),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
+    "utime": (132, NONE),
+    "utimensat": (280, 88),
+    "utimes": (235, NONE),
     "vmsplice": (278, 75),
 }
 NEWER = 435
@@ -86,6 +97,11 @@ Programs know that an older kernel lacks them: the C library then starts threads
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
 PROCESSES = [(57, NONE), (58, NONE)]  # fork, vfork
 
+# linux/bpf_common.h and linux/seccomp.h
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+KILL, ALLOW, EPERM, ENOSYS, EOPNOTSUPP = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026, 0x0005005F
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_SIZE = 0, 4, 16, 8  # offsets in seccomp_data
+
 
 class Condition(NamedTuple):
     """A call that is allowed if some bits of one argument have a value, or unless they have it."""
@@ -95,6 +111,7 @@ class Condition(NamedTuple):
     bits: int
     value: int
     unless: bool = False
+    refusal: int = EPERM
 
 
 ALL = 0xFFFFFFFF
@@ -107,14 +124,13 @@ CONDITIONS = [
     Condition((72, 25), 1, ALL - 2, 1024, unless=True),
     # mmap: shared memory without a file is kept whole while one page of it is mapped, and only that page is counted
     Condition((9, 222), 3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS, unless=True),
+    # madvise without MADV_COLD and MADV_PAGEOUT, which take pages of shown files from the memory of the machine
+    Condition((28, 233), 2, ALL - 1, 20, unless=True),
+    # preadv2 without flags: RWF_NOWAIT tells which pages are in memory. Programs know files that have no flags.
+    Condition((327, 286), 5, ALL, 0, refusal=EOPNOTSUPP),
 ]
 # A thread with a separate table of open files could open as many as the process may.
 THREADS = Condition((56, 220), 0, CLONE_THREAD | CLONE_FILES, CLONE_THREAD | CLONE_FILES)  # clone
-
-# linux/bpf_common.h and linux/seccomp.h
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_SIZE = 0, 4, 16, 8  # offsets in seccomp_data
 
 
 def supported(machine: str) -> bool:
@@ -149,7 +165,7 @@ def _rules(
     for numbers in denied:
         yield from ((JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, EPERM))
     for condition in conditions:
-        yes, no = (EPERM, ALLOW) if condition.unless else (ALLOW, EPERM)
+        yes, no = (condition.refusal, ALLOW) if condition.unless else (ALLOW, condition.refusal)
         yield from (
             (JUMP_EQUAL, 0, 5, condition.numbers[column]),
             (LOAD, 0, 0, FIRST_ARGUMENT + ARGUMENT_SIZE * condition.argument),

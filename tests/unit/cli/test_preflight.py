@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ import torch
 from tests.support import faulty_engines as faults
 
 from trimtab.cli import main
-from trimtab.preflight import build_pair
+from trimtab.cli.preflight import write_summary
+from trimtab.errors import TrimtabError
+from trimtab.preflight import build_pair, checklist
+from trimtab.preflight.checklist import Preflight
+from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
 
 NAMES = [
     *("mismatch", "prefill", "distribution", "batch sizes", "prefix cache"),
@@ -41,6 +46,9 @@ def test_a_healthy_pair_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_fault_exits_with_1_and_is_annotated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("of an earlier step\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     build = build_pair.build_engines
     monkeypatch.setattr(build_pair, "build_engines", lambda *rest: [faults.TopToken(build(*rest)[0])])
     page = tmp_path / "preflight.html"
@@ -54,11 +62,59 @@ def test_a_fault_exits_with_1_and_is_annotated(
     errors = [line for line in printed.err.splitlines() if line.startswith("::")]
     assert errors[0].startswith("::error title=trimtab preflight: mismatch::k3 ")
     assert "%25" in errors[0]
+    first, title, *rows = summary.read_text().splitlines()
+    assert (first, title.partition(":")[0]) == ("of an earlier step", "### trimtab preflight")
+    assert title.endswith(result["verdict"])
+    cells = [[cell.strip() for cell in row.replace("\\|", "").strip("|").split("|")] for row in rows if row]
+    assert [len(row) for row in cells] == [2] * 12  # an empty head, the pair, and the checks
+    assert [row[0] for row in cells[3:]] == [check["status"] for check in result["checks"]]
+    assert [row[1].startswith(f"{name}: ") for row, name in zip(cells[3:], NAMES, strict=True)] == [True] * 9
     assert "wrong-token" in page.read_text()
     record = result["receipt"]
     assert record == json.loads(page.with_suffix(".receipt.json").read_text())
     choices = json.dumps({name: record[name] for name in record if name != "sha256"}, sort_keys=True).encode()
     assert hashlib.sha256(choices.replace(b", ", b",").replace(b": ", b":")).hexdigest() == record["sha256"]
+
+
+def test_its_first_screen_says_what_it_does_not_judge(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["preflight", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "For a trainer of your own there are trimtab.testing.assert_parity" in text
+    assert "trimtab.Monitor" in text
+
+
+def test_each_line_is_printed_when_its_check_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+        printed = capsys.readouterr()
+        seen.extend((printed.out.splitlines(), printed.err.splitlines()))
+        return real(pair, samples)
+
+    real = checklist.CHECKS["distribution"]
+    monkeypatch.setattr(checklist, "CHECKS", {**checklist.CHECKS, "distribution": watched})
+    assert main.run(["preflight", "laboratory", "--lengths", "8"]) == 0
+    before, steps = seen
+    assert [line.split(maxsplit=2)[:2] for line in before[1:]] == [["ok", "mismatch"], ["ok", "prefill"]]
+    assert steps == ["trimtab preflight: responses of 8 tokens"]
+    after = capsys.readouterr().out.splitlines()
+    assert len(after) == 9  # the other checks, verdict and receipt
+    assert all(line[24] == " " != line[25] for line in [*before, *after])  # one column
+
+
+def test_a_summary_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    result = Preflight({"model": "m", "sampler": "s", "trainer": "t"}, 1.0, [], {})
+    with pytest.raises(TrimtabError, match=r"GITHUB_STEP_SUMMARY = .*summary\.md cannot be written: No such file"):
+        write_summary(result, tmp_path / "absent" / "summary.md")
+
+
+def test_marks_in_a_summary_stay_text(tmp_path: Path) -> None:
+    check = Check("fail", "mismatch", "a | b\n<script> `c` [d](e) \x1b[2J &amp;")
+    write_summary(Preflight({"model": "m", "sampler": "s", "trainer": "t"}, 1.0, [check], {}), tmp_path / "s.md")
+    row = (tmp_path / "s.md").read_text().splitlines()[5]
+    assert row == r"| fail | mismatch: a \| b &lt;script&gt; \`c\` \[d\](e)  \[2J &amp;amp; |"
 
 
 @pytest.mark.parametrize(

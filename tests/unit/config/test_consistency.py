@@ -80,6 +80,22 @@ REFUSED = {
         ),
         ("engine.type=server", "engine.server.urls is empty: name at least one"),
         (f"{SERVER} engine.server.urls=['http://a:1','http://b:1','http://a:1/']", "names http://a:1 twice"),
+        *(
+            (f"{SERVER} engine.server.urls=['{url}']", "is not the base URL of a server: write it like http")
+            for url in (
+                "http://a:99999",
+                "http://a:0",
+                "http://a:-1",
+                "http://a:x",
+                "a:1",
+                "http://a/v1",
+                "http://[::1",
+            )
+        ),
+        (
+            "environment.name=openenv environment.url=http://a:99999 sampling.max_tokens=9",
+            "environment.url: 'http://a:99999' is not the base URL",
+        ),
         (f"{RAY} ray.engine_cpus=0", "engine_cpus and engine_gpus are both 0"),
         (f"{RAY} ray.trainer_cpus=0", "trainer_cpus and trainer_gpus are both 0"),
         (

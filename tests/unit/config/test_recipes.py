@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.cli.main import run
 from trimtab.config import REQUIRED_SECTIONS, PerturbationConfig, PrefixConfig, load_config, recipe_names
 from trimtab.config.paths import NAMES_OR_FOLDERS
 from trimtab.errors import TrimtabError
@@ -395,3 +396,27 @@ def test_other_parts_never_change_the_default_method_unsaid(parts: dict[str, Any
     ) as raised:
         load_config({"objective": parts})
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'engine.server.urls=["http://someone:hunter2@host:1"]',
+        'engine.server.urls=["http://a:1", "https://hunter2@host"]',
+        'engine.server.urls=["http://someone:hunter2/3@host:1"]',
+        "engine.server.urls=http://someone:hunter2@host:1",
+        "engine.server=http://someone:hunter2@host:1",
+        "engine.server.urls.first=http://someone:hunter2@host:1",
+        "environment.url=http://someone:hunter2@host:1/path",
+        "environment=http://someone:hunter2@host:1",
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_quoted(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["environment.name=openenv", "sampling.max_tokens=9"] if override.startswith("environment.") else []
+    sets = [part for word in [*words, override] for part in ("--set", word)]
+    assert run(["show", "laboratory", *sets]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "hunter2" not in printed
+    assert "host" in printed
+    if override.startswith('engine.server.urls=["http://someone:hunter2@'):
+        assert "set TRIMTAB_SERVER_AUTHORIZATION to the header's value" in printed

@@ -6,7 +6,6 @@ The same kinds are read from a folder of such files, where there is one, and dra
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from tests.support.public_cases import KINDS
 
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.errors import TrimtabError
-
-CASES = Path(os.environ.get("TRIMTAB_TEST_CASES", Path(__file__).parents[4] / "shared" / "cases"))
 
 NOISE = {"precision", None}
 EXPECTED: dict[str, tuple[str, set[str | None]]] = {
@@ -74,13 +71,13 @@ def test_a_file_of_this_kind_is_answered(kind: str, tmp_path: Path) -> None:
 
 
 @by_kind
-def test_the_public_file_of_this_kind_is_answered(kind: str) -> None:
-    if not CASES.is_dir():
-        pytest.skip(f"no public cases in {CASES}; set TRIMTAB_TEST_CASES to a folder that holds them")
-    check(CASES / EXPECTED[kind][0], kind)
+def test_the_public_file_of_this_kind_is_answered(kind: str, public_cases: Path) -> None:
+    check(public_cases / EXPECTED[kind][0], kind)
 
 
-def test_every_kind_is_drawn_and_has_a_file() -> None:
+def test_every_kind_is_drawn() -> None:
     assert set(KINDS) == set(EXPECTED)
-    if CASES.is_dir():
-        assert {path.name for path in CASES.iterdir()} - {"make.py"} == {file for file, _ in EXPECTED.values()}
+
+
+def test_every_kind_has_a_public_file(public_cases: Path) -> None:
+    assert {path.name for path in public_cases.iterdir()} - {"make.py"} == {file for file, _ in EXPECTED.values()}

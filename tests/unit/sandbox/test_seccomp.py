@@ -7,18 +7,29 @@ import struct
 import pytest
 
 from trimtab.sandbox import seccomp
-from trimtab.sandbox.seccomp import ALLOW, ARCHITECTURES, CONDITIONS, DENIED, ENOSYS, EPERM, KILL, THREADS
+from trimtab.sandbox.seccomp import (
+    ALLOW,
+    ARCHITECTURES,
+    CONDITIONS,
+    DENIED,
+    ENOSYS,
+    EOPNOTSUPP,
+    EPERM,
+    KILL,
+    THREADS,
+)
 
 CLONE_NEWUSER, SIGCHLD = 0x10000000, 17
 AF_UNIX = 1
 MAP_SHARED, MAP_PRIVATE, MAP_SHARED_VALIDATE, MAP_ANONYMOUS, MAP_NORESERVE = 1, 2, 3, 0x20, 0x4000
+MADV_COLD, MADV_PAGEOUT, RWF_NOWAIT = 20, 21, 8
 
 
 def answer(program: bytes, number: int, *arguments: int, architecture: int) -> int:
     """Returns what the kernel does with a call: classic BPF over seccomp_data."""
     steps = [struct.unpack("HBBI", program[start : start + 8]) for start in range(0, len(program), 8)]
     data = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: architecture}
-    data |= {16 + 8 * index: argument for index, argument in enumerate((*arguments, 0, 0, 0, 0)[:4])}
+    data |= {16 + 8 * index: argument for index, argument in enumerate((*arguments, *[0] * 6)[:6])}
     position = value = 0
     while True:
         code, if_true, if_false, operand = steps[position]
@@ -53,10 +64,10 @@ def test_the_filter_of_the_container(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_what_the_container_may_ask_of_four_calls(machine: str) -> None:
+def test_what_the_container_may_ask_of_six_calls(machine: str) -> None:
     column, architecture = ARCHITECTURES[machine]
     program = seccomp.container_filter(machine)
-    pairs, limits, files, memory = (condition.numbers[column] for condition in CONDITIONS)
+    pairs, limits, files, memory, advice, reads = (condition.numbers[column] for condition in CONDITIONS)
 
     def allowed(number: int, position: int, values: list[int]) -> list[int]:
         arguments = [[0] * position + [value] for value in values]
@@ -73,6 +84,18 @@ def test_what_the_container_may_ask_of_four_calls(machine: str) -> None:
     of_files = [MAP_SHARED, MAP_SHARED_VALIDATE, MAP_PRIVATE]
     shared = [MAP_ANONYMOUS | kind for kind in (MAP_SHARED, MAP_SHARED_VALIDATE, MAP_SHARED | MAP_NORESERVE)]
     assert allowed(memory, 3, [*anonymous, *of_files, *shared]) == anonymous + of_files
+    assert set(range(30)) - set(allowed(advice, 2, list(range(30)))) == {MADV_COLD, MADV_PAGEOUT}
+    assert allowed(reads, 5, list(range(64))) == [0]
+    assert answer(program, reads, *[0] * 5, RWF_NOWAIT, architecture=architecture) == EOPNOTSUPP
+
+
+def test_no_call_sets_the_times_of_a_file() -> None:
+    """Numbers of <asm/unistd_64.h> of x86_64 and of <asm-generic/unistd.h>, which aarch64 uses."""
+    calls = {"utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88)}
+    for machine, (column, architecture) in ARCHITECTURES.items():
+        program = seccomp.container_filter(machine)
+        numbers = [row[column] for row in calls.values() if row[column] is not None]
+        assert [answer(program, number, architecture=architecture) for number in numbers] == [EPERM] * len(numbers)
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import reprlib
 import socket
 import ssl
@@ -15,7 +16,8 @@ from anyio.from_thread import start_blocking_portal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from trimtab.errors import TrimtabError
+from trimtab.config.consistency import AUTHORIZATION, SET_AUTHORIZATION
+from trimtab.errors import TrimtabError, address_problem
 
 Result = TypeVar("Result")
 AnswerType = TypeVar("AnswerType", bound="Answer")
@@ -70,7 +72,7 @@ class Connection:
         self._client = httpx2.AsyncClient(
             transport=open_transport(),
             base_url=url,
-            headers={"Accept-Encoding": "identity"},
+            headers={"Accept-Encoding": "identity", **authorization()},
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
             trust_env=False,
         )
@@ -152,16 +154,26 @@ def check_url(url: str) -> str:
     Raises:
         TrimtabError: it is not `http(s)://host[:port]`.
     """
+    problem = address_problem("engine.server.urls", url, SET_AUTHORIZATION)
     try:
-        parts = httpx2.URL(url)
-    except httpx2.InvalidURL:
-        valid = False
-    else:
-        valid = parts.scheme in ("http", "https") and parts.host and parts.port != 0
-        valid = valid and parts.path == "/" and not parts.query and not parts.fragment
-    if not valid:
-        raise TrimtabError(f"{url!r} is not the base URL of a server: write it like http://127.0.0.1:8000")
+        httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        problem = problem or f"engine.server.urls: {url!r} is not the base URL of a server: {error}"
+    if problem:
+        raise TrimtabError(problem)
     return url.rstrip("/")
+
+
+def authorization() -> dict[str, str]:
+    """Returns the header with which servers are asked, where the environment has one.
+
+    Raises:
+        TrimtabError: it is not a header; the message does not quote it.
+    """
+    value = os.environ.get(AUTHORIZATION, "").strip()
+    if not value.isascii() or not value.isprintable():
+        raise TrimtabError(f"{AUTHORIZATION} has characters that a header cannot have: write it like 'Bearer KEY'")
+    return {"Authorization": value} if value else {}
 
 
 def excerpt(text: object) -> str:

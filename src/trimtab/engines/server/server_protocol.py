@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,12 @@ PLACEHOLDER = -9999.0
 MAX_LOGP = 1e-3
 # A log-prob is exactly 0 in float32 where a logit is 17 nats above all others together. This does not happen at each of
 # so many tokens of a response. At a lower temperature more are needed: 17 nats are fewer of the model's own logits.
+# Nor are the log-probs of so many tokens the same, to less than float32 can tell from 0, unless all ids are as probable
+# (then they lie this close to -log(vocabulary), in nats).
 MIN_CERTAIN_TOKENS = 8
+RESOLUTION, UNIFORM = 2.0**-25, 0.1
+# A token this many nats below the uniform distribution is sampled once in 10^21 tokens.
+IMPROBABLE = 50.0
 # JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
 
@@ -122,7 +128,7 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
     Raises:
         WrongAnswer: it cannot.
     """
-    tokens, sampling = len(result.ids), request.sampling
+    tokens = len(result.ids)
     if tokens != len(result.logp):
         wrong = f"{tokens} tokens with {len(result.logp)} log-probs; it must return one for each"
     elif tokens > request.max_tokens:
@@ -131,12 +137,24 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
         wrong = "a response without tokens"
     elif max(result.ids, default=0) >= vocabulary:
         wrong = f"token {reprlib.repr(max(result.ids))}, beyond the vocabulary of {vocabulary}"
-    elif (
-        tokens * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
-        and not sampling.truncated  # which may have left one token to sample
-        and not any(result.logp)
-    ):
-        wrong = f"log-prob 0 for all {tokens} tokens, sampled at temperature {sampling.temperature:g}"
+    elif tokens and (impossible := _impossible(result.logp, request, math.log(vocabulary))):
+        wrong = impossible
     else:
         return
     raise WrongAnswer(f"{where} returned {wrong}")
+
+
+def _impossible(logp: Sequence[float], request: CompletionRequest, uniform: float) -> str | None:
+    """Returns what no sampled tokens have, None if they may have these log-probs. uniform: log(vocabulary).
+
+    Above temperature 1 only zeros are looked for: log-probs from before the temperature are found by the probe.
+    """
+    sampling, first, lowest = request.sampling, logp[0], min(logp)
+    hot = sampling.temperature > 1.0
+    if lowest < -IMPROBABLE - uniform and not request.scored and not hot:
+        return f"log-prob {lowest:g} for a token that it sampled, which no such token has"
+    same = max(logp) - lowest < RESOLUTION and (not hot or abs(first) < RESOLUTION) and abs(first + uniform) > UNIFORM
+    many = len(logp) * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
+    if same and many and not sampling.truncated:  # truncation may have left one token to sample
+        return f"log-prob {first:g} for all {len(logp)} tokens, sampled at temperature {sampling.temperature:g}"
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -57,6 +58,35 @@ def test_how_many_log_probs_of_0_are_possible(tokens: int, temperature: float, p
     check_result("http://x", CompletionResult(ids, [*zeros[1:], -1e-7], "length"), request, 6)
     one_of_one = replace(request, sampling=replace(request.sampling, top_k=1))
     check_result("http://x", CompletionResult(ids, zeros, "length"), one_of_one, 6)
+
+
+@pytest.mark.parametrize(
+    ("logp", "possible"),
+    [
+        ([-0.5] * 7, True),
+        ([-0.5] * 8, False),
+        ([-1e-9, -2e-9] * 4, False),
+        ([-7.0] * 8, False),
+        ([-math.log(6)] * 20, True),  # all six ids are as probable, as before any training
+        # Nearly certain in float32: such values are 0 or sums of 2^-24.
+        ([0.0, -(2.0**-24)] * 10, True),
+        ([-3e-5, -4e-5] * 10, True),
+        ([-51.0, -0.5], True),
+        ([-52.0, -0.5], False),  # 50 + log 6 = 51.8
+        ([-9998.0] * 3, False),
+    ],
+)
+def test_log_probs_that_carry_no_information(logp: list[float], possible: bool) -> None:
+    result = CompletionResult([5] * len(logp), logp, "length")
+    with nullcontext() if possible else pytest.raises(WrongAnswer, match="returned log-prob"):
+        check_result("http://x", result, replace(ASK, max_tokens=99), 6)
+
+
+def test_what_may_be_improbable() -> None:
+    """A given token, and one sampled at a high temperature, which shows log-probs from before it."""
+    result = CompletionResult([3, 4], [-80.0, -0.5], "length")
+    check_result("http://x", result, replace(ASK, ids=(3, 4), max_tokens=2, scored=2), 6)
+    check_result("http://x", result, replace(ASK, sampling=SamplingParams(temperature=1e4)), 6)
 
 
 def test_results_that_no_server_can_have_sampled() -> None:
@@ -286,11 +316,37 @@ def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -
         validate_vllm_temperature(SamplingParams(temperature=fine))
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y"])
+NO_URLS = ("127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y", "http://x:99999")
+
+
+@pytest.mark.parametrize("url", [*NO_URLS, "http://x:65536", "http://x y", "http://256.1.1.1"])
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(TrimtabError, match="not the base URL of a server"):
         check_url(url)
     assert check_url("https://host:8000/") == "https://host:8000"
+
+
+def test_credentials_belong_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("http://someone:hunter2@host:1", "http://hunter2@host"):
+        with pytest.raises(TrimtabError, match="set TRIMTAB_SERVER_AUTHORIZATION") as refused:
+            check_url(url)
+        assert "hunter2" not in str(refused.value)
+    asked: list[str | None] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.headers.get("Authorization"))
+        return httpx2.Response(401 if asked[-1] is None else 200)
+
+    monkeypatch.setattr(http_client, "open_transport", lambda: httpx2.MockTransport(answer))
+    with pytest.raises(RequestRejected, match="answered 401"):
+        asyncio.run(Connection("http://server", 5.0).call("/health"))
+    monkeypatch.setenv("TRIMTAB_SERVER_AUTHORIZATION", " Bearer key ")
+    asyncio.run(Connection("http://server", 5.0).call("/health"))
+    assert asked == [None, "Bearer key"]
+    monkeypatch.setenv("TRIMTAB_SERVER_AUTHORIZATION", "Bearer hunter2\r\nHost: x")
+    with pytest.raises(TrimtabError, match="characters that a header cannot have") as refused:
+        Connection("http://server", 5.0)
+    assert "hunter2" not in str(refused.value)
 
 
 class Scripted:
