@@ -11,6 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.ratios import ratio_excess
 from trimtab.corrections.statistics import Count, Mean, Mergeable, total
 from trimtab.objectives import Metrics, mismatch
 
@@ -33,7 +34,7 @@ class MeanRatio(Mergeable):
     @classmethod
     def of(cls, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> MeanRatio:
         """Returns the sums of log-ratios that are 0 where the mask is False."""
-        e = torch.expm1(log_ratio.double().clamp(-20, 20)).sum(1)
+        e = ratio_excess(log_ratio.double()).sum(1)
         n = mask.sum(1).double()
         return cls(total(e), total(n), total(e * e), total(e * n), total(n * n), total(n > 0))
 

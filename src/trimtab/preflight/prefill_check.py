@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trimtab.diagnosis.tokens import k3
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.pages.numbers import short
-from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses, k3
+from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
 
 PARTS = {
     "decode/prefill": (

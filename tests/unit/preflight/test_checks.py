@@ -12,10 +12,11 @@ import pytest
 import torch
 from tests.support import faulty_engines as faults
 
+from trimtab.diagnosis.tokens import k3
 from trimtab.errors import TrimtabError
 from trimtab.preflight import checklist, mismatch_checks
 from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
-from trimtab.preflight.engine_pair import EnginePair, common_log_ratio, k3
+from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
 from trimtab.preflight.prefill_check import PARTS, prefill, verdict
 from trimtab.preflight.weight_checks import weights
 from trimtab.types import Completion, Engine

@@ -15,8 +15,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import z_of
-from trimtab.diagnosis.causes.logprob_pairs import MAX_LOG_RATIO, LogprobPairs
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.records import Settings
+from trimtab.diagnosis.tokens import excess
 
 LEAST_RMS = 4e-4  # logits: two float32 forwards, or the rounding of the file, move less
 LEAST_K3 = 1e-8  # k3 of two float32 forwards
@@ -54,9 +55,9 @@ class Residual:
     def of(cls, tokens: LogprobPairs) -> Residual:
         if not len(tokens):
             return cls(0, 0.0, 1.0, 0.0, "silent")
-        excess = np.expm1(np.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        mean = float(excess.mean())
-        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(excess), _contract(excess, mean))
+        of_tokens = excess(tokens.log_ratio)
+        mean = float(of_tokens.mean())
+        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), _contract(of_tokens, mean))
 
     @property
     def total(self) -> float:
