@@ -20,7 +20,11 @@ from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
 # same small differences of log-probs weigh more.
-CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size"}
+CRITICAL = {
+    K3: "k3",
+    "mismatch/ess_token": "the effective sample size",
+    "mismatch/ratio_mean": "the mean ratio of trainer and sampler",
+}
 # The run trains correctly, but uses less of its data than it could.
 MILD = {
     "length/truncated": "the share of responses cut by the length limit",

@@ -146,6 +146,16 @@ def test_the_part_behind_a_difference_by_hand() -> None:
     assert verdict(1.0, {"decode/prefill": np.array([np.nan]), "prefill/trainer": np.zeros(1)}).status == "fail"
 
 
+def test_a_shift_far_below_the_bound_is_a_difference_of_its_part() -> None:
+    noise = 0.05 * np.random.default_rng(0).standard_normal(2000) - 0.05**2 / 2
+    healthy = dict.fromkeys(PARTS, noise)
+    assert verdict(1e-2, healthy).status == "ok"
+    for part, (words, _) in PARTS.items():
+        found = verdict(1e-2, {**healthy, part: noise - 0.05})
+        assert found.status == "fail"
+        assert words in found.detail
+
+
 def test_a_sampler_that_cannot_score_is_skipped(make_pair: MakePair) -> None:
     pair = make_pair()
     samples = {8: pair.compare(pair.prompts[:2], 8)}

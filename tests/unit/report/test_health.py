@@ -78,6 +78,11 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
             {"length__truncated": 0.1018},
             f"{BUT}the share of responses cut by the length limit is 0.102 (healthy: 0 to 0.1).",
         ),
+        # A trainer shifted by .05 nats: k3 of 1.3e-3, and every weight is wrong.
+        (
+            {"mismatch__ratio_mean": 0.951},
+            f"{FAULTY}the mean ratio of trainer and sampler is 0.95: healthy: 0.99 to 1.01.",
+        ),
         # The last step alone does not decide, and neither do single steps.
         ({"mismatch__k3": [0.3] * 79 + [1e-3]}, f"{FAULTY}k3 is 0.3: "),
         ({"mismatch__k3": [1e-3] * 79 + [0.3]}, HEALTHY),

@@ -57,7 +57,7 @@ class Residual:
             return cls(0, 0.0, 1.0, 0.0, "silent")
         of_tokens = excess(tokens.log_ratio)
         mean = float(of_tokens.mean())
-        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), _contract(of_tokens, mean))
+        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), contract(of_tokens))
 
     @property
     def total(self) -> float:
@@ -69,7 +69,9 @@ class Residual:
         return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.contract]})"
 
 
-def _contract(excess: np.ndarray, mean: float) -> Contract:
+def contract(excess: np.ndarray) -> Contract:
+    """Judges the mean of ratio - 1 over tokens of which the denominator sampled."""
+    mean = float(excess.mean())
     error = max(float(excess.std()) / np.sqrt(len(excess)), 1e-12)
     smallest = max(CONTRACT_CLOSE, CONTRACT_Z * error)
     if mean > smallest:
