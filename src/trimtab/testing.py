@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_batch
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.monitor.alarms import LOW_ESS, wrong_mean
 from trimtab.monitor.metrics_of_step import MeanRatio
@@ -30,19 +31,20 @@ def assert_parity(
     as for an alarm of `trimtab.Monitor`, whatever the bound: a shift of all log-probs has a small k3.
 
     Raises:
-        AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite or below -100, or no
-            token is compared.
-        ValueError: an unknown bound, or shapes that differ.
+        AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite, or the sampler's below
+            -100, or no token is compared.
+        ValueError: an unknown bound, what is no tensor, or of another shape, kind of number or device.
     """
     if isinstance(bound, str) and bound not in BOUNDS:
         raise ValueError(f"bound {bound!r}: give a number, or one of {', '.join(BOUNDS)}")
     limit = BOUNDS[bound] if isinstance(bound, str) else bound
-    if not logp_a.shape == logp_b.shape == mask.shape:
-        raise ValueError(f"shapes differ: {tuple(logp_a.shape)}, {tuple(logp_b.shape)}, {tuple(mask.shape)}")
+    check_batch(mask, logp_a=logp_a, logp_b=logp_b)
     assert bool(mask.any()), "no token is compared: the mask is False everywhere"
-    finite = torch.isfinite(nan_below_minimum(logp_a)) & torch.isfinite(nan_below_minimum(logp_b))
+    finite = torch.isfinite(logp_a) & torch.isfinite(nan_below_minimum(logp_b))
     missing = int((mask & ~finite).sum())
-    assert not missing, f"{missing} of {int(mask.sum())} log-probs are not finite, or below {MIN_BEHAVIOR:g}"
+    assert not missing, (
+        f"{missing} of {int(mask.sum())} log-probs are not finite, or below {MIN_BEHAVIOR:g} in the sampler"
+    )
     figures: dict[str, Any] = mismatch(logp_a.detach(), logp_b.detach(), mask).finalize()
     worst = (torch.where(mask, logp_a - logp_b, 0.0)).abs().argmax()
     row, time = divmod(int(worst), mask.shape[1])
