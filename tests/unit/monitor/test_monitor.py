@@ -157,7 +157,7 @@ def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Pat
 
 def test_faults_of_the_caller() -> None:
     one = batch(0)
-    with pytest.raises(ValueError, match=r"mask bool: .*int64"):
+    with pytest.raises(ValueError, match=r"mask must be bool, not torch.int64"):
         Monitor().observe(**one | {"mask": one["mask"].long()})
     with pytest.raises(ValueError, match=r"\(32, 23\)"):
         Monitor().observe(**one | {"logp_rollout": one["logp_rollout"][:, 1:]})
