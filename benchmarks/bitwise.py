@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trimtab.diagnosis.tokens import k3
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
@@ -42,7 +43,7 @@ class Tally:
         self.tokens += len(ratio)
         self.unequal += int((logp != behavior).sum())
         self.worst = max(self.worst, float(np.abs(ratio).max()))
-        self.k3 += float((np.exp(ratio) - 1 - ratio).sum())
+        self.k3 += float(k3(ratio).sum())
         self.shortest, self.longest = min(self.shortest, len(ratio)), max(self.longest, len(ratio))
 
 

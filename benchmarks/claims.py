@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from grid import Cell, by_seed, mean_and_range, run, table
+from trimtab.diagnosis.tokens import k3
 from trimtab.lab.regimes import regime
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
@@ -199,8 +200,8 @@ def length_rows(
         runs = [read_metrics(folder / "metrics.jsonl") for folder in folders]
         rewards = [mean_and_range([at_end(steps, f"mixture/{n}/reward") for steps in runs]) for n in LENGTHS]
         ratios = log_ratios(folders)
-        k3 = [f"{mean(float((np.exp(row) - 1 - row).mean()) for row in ratios[n]):.1e}" for n in LENGTHS]
-        rows.append([arm, *k3, *(f"{kept_share(ratios[n], arm):.2f}" for n in LENGTHS), *rewards])
+        sizes = [f"{mean(float(k3(row).mean()) for row in ratios[n]):.1e}" for n in LENGTHS]
+        rows.append([arm, *sizes, *(f"{kept_share(ratios[n], arm):.2f}" for n in LENGTHS), *rewards])
     return ["mask", *(f"{what} at {n}" for what in ("k3", "kept", "reward") for n in LENGTHS)], rows
 
 

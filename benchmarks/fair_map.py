@@ -295,7 +295,10 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
         runs = [row for score in scores.values() for row in score.rows]
         wanted = {method for method in METHODS if (method, name) not in LEFT_OUT}
         if most >= ADVISING_SEEDS and scores.keys() == wanted:
-            tokens = [mean(value for value in row["metrics"]["length/mean"] if value is not None) for row in runs]
+            k3, tokens = (
+                [mean(value for value in row["metrics"][key] if value is not None) for row in runs]
+                for key in ("mismatch/k3", "length/mean")
+            )
             found.append(
                 {
                     "name": name,
@@ -303,7 +306,7 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
                     "description": description,
                     "seeds": most,
                     "before": rounded(mean(row["accuracy_before"] for row in runs)),
-                    "k3": [rounded(min(row["k3"] for row in runs)), rounded(max(row["k3"] for row in runs))],
+                    "k3": [rounded(min(k3)), rounded(max(k3))],
                     "tokens": [rounded(min(tokens)), rounded(max(tokens))],
                     "methods": results,
                 }

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from grid import table
+from trimtab.diagnosis.tokens import k3
 from trimtab.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.lab.regimes import regime
 from trimtab.lab.runner import run_cells
@@ -76,8 +77,7 @@ def main() -> None:
     for name in given.regimes:
         folders = [Path(str(run.config.out)) for run in plan.runs if run.regime.name == name]
         values = np.concatenate([log_ratios(folder, max(given.lengths)) for folder in folders])
-        k3 = float((np.exp(values) - 1 - values).mean())
-        rows[name] = (values, [name, str(len(values)), f"{k3:.1e}"])
+        rows[name] = (values, [name, str(len(values)), f"{float(k3(values).mean()):.1e}"])
     heads = ["regime", "responses", "k3", *(f"T = {n}" for n in given.lengths), "power of T"]
     for what, order in (("first", np.asarray), ("drawn", drawn)):
         print(f"T tokens, {what}: bounds that hold {INSIDE:.0%}, standard deviation of the logarithm\n")

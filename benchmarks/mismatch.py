@@ -23,6 +23,7 @@ from torch import Tensor
 
 from routing import elsewhere
 from trimtab import tasks
+from trimtab.corrections.divergences import k3
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.models.laboratory import NAMES
@@ -77,7 +78,7 @@ def figures(trainer: Tensor, sampler: Tensor) -> list[str]:
     ratio = log.exp()
     probabilities = torch.stack([trainer.exp(), sampler.double().exp()])
     return [
-        f"{float((ratio - 1 - log).mean()):.1e}",
+        f"{float(k3(log).mean()):.1e}",
         f"{float(log.abs().max()):.2g}",
         f"{float(torch.corrcoef(probabilities)[0, 1]):.5f}",
         f"{float(ratio.mean().square() / ratio.square().mean()):.3f}",

@@ -35,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grid import mean_and_range, table
 from trimtab import tasks
 from trimtab.config import load_config
+from trimtab.corrections.divergences import k3
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
 from trimtab.models import laboratory
@@ -79,7 +80,7 @@ class Distance:
     def of(cls, trainer: Tensor, batch: TokenBatch, sampler: Tensor) -> Distance:
         log = trainer[batch.response_mask].double() - sampler
         size = log.abs()
-        return cls(float((log.expm1() - log).mean()), 1e4 * float((size > FAR).double().mean()), float(size.max()))
+        return cls(float(k3(log).mean()), 1e4 * float((size > FAR).double().mean()), float(size.max()))
 
 
 @dataclass(frozen=True)

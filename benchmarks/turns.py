@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from trimtab import environments, tasks
+from trimtab.diagnosis.tokens import k3
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.environments import EnvironmentSpec
 from trimtab.models.invariant import make_invariant
@@ -149,18 +150,18 @@ def line(
 ) -> tuple[float, float]:
     """Prints k3 over the chosen tokens, and returns it with their mean surprise."""
     marks = [chosen(one) for one in chain(*groups)]
-    sums = np.array([np.sum(np.expm1(r[m]) - r[m]) for r, m in zip(ratios, marks, strict=True)])
+    sums = np.array([k3(r[m]).sum() for r, m in zip(ratios, marks, strict=True)])
     counts = np.array([int(m.sum()) for m in marks])
     nats = -sum(float(one.logp_behavior[m].sum()) for one, m in zip(chain(*groups), marks, strict=True)) / counts.sum()
-    k3 = float(sums.sum() / counts.sum())
+    size = float(sums.sum() / counts.sum())
     rows = np.random.default_rng(0).integers(0, len(sums), (RESAMPLES, len(sums)))
     low, high = np.quantile(sums[rows].sum(1) / np.maximum(counts[rows].sum(1), 1), [0.025, 0.975])
     compared = "- | -"
     if reference is not None and reference[0] > 0:
-        ratio = k3 / reference[0]
+        ratio = size / reference[0]
         compared = f"{ratio:.2f} | {ratio * reference[1] / nats:.2f}"
-    print(f"| {numerics} | {name} | {counts.sum()} | {nats:.3f} | {k3:.2e} | {low:.1e} to {high:.1e} | {compared} |")
-    return k3, nats
+    print(f"| {numerics} | {name} | {counts.sum()} | {nats:.3f} | {size:.2e} | {low:.1e} to {high:.1e} | {compared} |")
+    return size, nats
 
 
 def cost(model: str, count: int, samples: int, rounds: int) -> None:

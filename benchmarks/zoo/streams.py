@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trimtab.diagnosis.tokens import k3
+
 JITTER = 1e-4
 """Relative change of both log-probs where a response is drawn again, so that no value is repeated exactly."""
 SHARED_PREFIX = 40
@@ -69,10 +71,10 @@ class Stream:
 
     @property
     def k3(self) -> float:
-        """Mean k3 of trainer over sampler at trained tokens with finite values, log-ratios clipped at 20."""
+        """Mean k3 of trainer over sampler at trained tokens with finite values."""
         log_ratio = (self["trainer"] - self["behavior"])[self.mask]
-        log_ratio = np.clip(log_ratio[np.isfinite(log_ratio)], -20, 20)
-        return float((np.expm1(log_ratio) - log_ratio).mean()) if len(log_ratio) else 0.0
+        log_ratio = log_ratio[np.isfinite(log_ratio)]
+        return float(k3(log_ratio).mean()) if len(log_ratio) else 0.0
 
     def changed(self, **columns: np.ndarray) -> Stream:
         """Returns the stream with columns of tokens replaced or added."""

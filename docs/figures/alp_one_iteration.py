@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from trimtab.config import Config, load_config
+from trimtab.diagnosis.tokens import k3
 from trimtab.models.logprobs import score
 from trimtab.report.token_statistics import envelope
 from trimtab.runs import trajectories
@@ -87,7 +88,7 @@ class Outcome:
     @property
     def kl(self) -> float:
         """KL(mu || pi_final) from tokens of mu: mean of r - 1 - ln r, which is never negative."""
-        return float(np.mean(np.expm1(self.ratio) - self.ratio))
+        return float(np.mean(k3(self.ratio)))
 
     @property
     def largest(self) -> float:

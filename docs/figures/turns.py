@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from canvas import BLUE, GREEN, IMAGES, RC, VERMILLION, number, save, table
 
+from trimtab.diagnosis.tokens import k3
 from trimtab.intervals import seed_interval
 from trimtab.runs.trajectories import read
 
@@ -33,7 +34,7 @@ def tokens(run: Path) -> np.ndarray:
             log_ratio = np.asarray(one.logp_current, np.float64) - completion.logp_behavior
             for turn in range(int(completion.turn[-1])):  # those with a call
                 here = np.flatnonzero((completion.turn == turn) & completion.sampled)
-                values = np.stack([np.expm1(log_ratio[here]) - log_ratio[here], completion.entropy[here]])
+                values = np.stack([k3(log_ratio[here]), completion.entropy[here]])
                 for place, value in enumerate([*values[:, :2].T, values.sum(1)]):
                     rows.append((turn, place, *value))
     return np.array(rows)

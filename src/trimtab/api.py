@@ -10,6 +10,7 @@ from trimtab.config import Config, load_config
 from trimtab.config.schema import EnvironmentConfig
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
+from trimtab.report.health import health
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import read_run
 from trimtab.training.observer import NullObserver, Observer
@@ -70,7 +71,7 @@ def train(
         )
     if is_follower():
         return result  # only the leader writes the report
-    run_observer.finished(_accuracy_summary(result.run), write_report(result.run))
+    run_observer.finished(_summary(result.run), write_report(result.run))
     return result
 
 
@@ -107,12 +108,12 @@ def _progress_lines() -> Observer:
     return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 
 
-def _accuracy_summary(run: Path) -> dict[str, float | str]:
-    """Returns `eval/<task>/before` and `/after` where they were measured, and `/problems`, the number of problems."""
+def _summary(run: Path) -> dict[str, float | str]:
+    """Returns `eval/<task>/before` and `/after` where measured, `/problems`, their number, and the verdict."""
     summary: dict[str, float | str] = {}
     data = read_run(run)
     for task, accuracy in data.accuracy().items():
         values = {"before": accuracy.before, "after": accuracy.after}
         summary |= {f"eval/{task}/{moment}": value for moment, value in values.items() if value is not None}
         summary |= {f"eval/{task}/problems": int(count) for count in data.series(f"eval/{task}/problems")[1][-1:]}
-    return summary
+    return summary | {"verdict": health(data).text}

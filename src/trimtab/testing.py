@@ -8,7 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_batch
+from trimtab.corrections.reduce import nan_below_minimum
+from trimtab.monitor.alarms import LOW_ESS, wrong_mean
+from trimtab.monitor.metrics_of_step import MeanRatio
 from trimtab.objectives import mismatch
+from trimtab.types import MIN_BEHAVIOR
 
 BOUNDS = {"fp32": 1e-8, "bf16": 1e-2, "int8": 1e-1}
 """Largest k3 in nats per token by the numerics of the coarser side."""
@@ -20,23 +25,26 @@ def assert_parity(
     mask: Bool[Tensor, "batch time"],
     bound: float | str = "bf16",
 ) -> None:
-    """Asserts that trainer (a) and sampler (b) agree on the tokens where `mask` is True.
+    """Asserts that trainer (a) and sampler (b) agree on the tokens where `mask` is True, which b sampled.
 
-    bound: largest k3 of a/b in nats per token, or a key of `BOUNDS`.
+    bound: largest k3 of a/b in nats per token, or a key of `BOUNDS`. The mean of a/b must also be 1 within its error,
+    as for an alarm of `trimtab.Monitor`, whatever the bound: a shift of all log-probs has a small k3.
 
     Raises:
-        AssertionError: k3 is above the bound, a log-prob is not finite, or no token is compared.
-        ValueError: an unknown bound, or shapes that differ.
+        AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite, or the sampler's below
+            -100, or no token is compared.
+        ValueError: an unknown bound, what is no tensor, or of another shape, kind of number or device.
     """
     if isinstance(bound, str) and bound not in BOUNDS:
         raise ValueError(f"bound {bound!r}: give a number, or one of {', '.join(BOUNDS)}")
     limit = BOUNDS[bound] if isinstance(bound, str) else bound
-    if not logp_a.shape == logp_b.shape == mask.shape:
-        raise ValueError(f"shapes differ: {tuple(logp_a.shape)}, {tuple(logp_b.shape)}, {tuple(mask.shape)}")
+    check_batch(mask, logp_a=logp_a, logp_b=logp_b)
     assert bool(mask.any()), "no token is compared: the mask is False everywhere"
-    finite = torch.isfinite(logp_a) & torch.isfinite(logp_b)
+    finite = torch.isfinite(logp_a) & torch.isfinite(nan_below_minimum(logp_b))
     missing = int((mask & ~finite).sum())
-    assert not missing, f"{missing} of {int(mask.sum())} log-probs are not finite"
+    assert not missing, (
+        f"{missing} of {int(mask.sum())} log-probs are not finite, or below {MIN_BEHAVIOR:g} in the sampler"
+    )
     figures: dict[str, Any] = mismatch(logp_a.detach(), logp_b.detach(), mask).finalize()
     worst = (torch.where(mask, logp_a - logp_b, 0.0)).abs().argmax()
     row, time = divmod(int(worst), mask.shape[1])
@@ -44,3 +52,8 @@ def assert_parity(
         f"k3 {figures['k3']:.3g} nats per token, above {limit:g}; mean ratio {figures['ratio_mean']:.5g}, largest "
         f"difference {figures['abs_diff_max']:.3g} nats at row {row}, token {time}"
     )
+    # Of sampled tokens the errors of ratios are uncorrelated: each counts as a response of its own.
+    log_ratio = (logp_a.detach().double() - logp_b.detach().double())[mask][:, None]
+    ratio = MeanRatio.of(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
+    shift = "" if figures["ess_token"] < LOW_ESS else wrong_mean(ratio)
+    assert not shift, f"{shift}; k3 {figures['k3']:.3g} nats per token"

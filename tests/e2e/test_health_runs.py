@@ -22,9 +22,10 @@ def verdict(folder: Path, *changes: str) -> str:
     """Trains the laboratory and returns the first line of the run's page."""
     train(load_config("laboratory", [*FEW, *changes]), out=folder)
     result, page = health(read_run(folder)), write_report(folder).read_text()
-    assert f"<dd>{result.headline}.</dd>" in page
+    assert f"<dd>{escape(result.headline)}.</dd>" in page
     assert all(escape(finding.detail) in page for finding in result.findings)
-    return result.text
+    assert result.text.startswith(f"{result.learned}. ")
+    return result.text.removeprefix(f"{result.learned}. ")
 
 
 def stale(objective: str) -> tuple[str, ...]:
@@ -37,19 +38,26 @@ def test_the_laboratory_is_healthy(sampler: str, tmp_path: Path) -> None:
     assert text == "Healthy over 20 steps."
 
 
-def test_stale_samples_are_healthy_with_a_correction_and_not_without(tmp_path: Path) -> None:
+def test_no_run_with_samples_this_stale_is_called_healthy_and_a_correction_is_named(tmp_path: Path) -> None:
     """Both halves of quickstart-stale, shortened."""
-    corrected = verdict(tmp_path / "token-tis", *stale("token-tis"))
-    assert corrected.startswith("Healthy over 64 steps, but k3 is ")
+    corrected, uncorrected = (verdict(tmp_path / name, *stale(name)) for name in ("token-tis", "dapo"))
+    for text in (corrected, uncorrected):
+        assert text.startswith("Not healthy over 64 steps: ")
+        assert "beyond everything published" in text
     assert "of samples up to 31 updates old, for which token-tis corrects" in corrected
-    uncorrected = verdict(tmp_path / "dapo", *stale("dapo"))
-    assert uncorrected.startswith("Not healthy over 64 steps: k3 is ")
+    assert "corrects" not in uncorrected
+
+
+def test_a_lag_of_eight_updates_is_healthy_with_a_correction(tmp_path: Path) -> None:
+    text = verdict(tmp_path / "run", "trainer.sync_every=9", "objective.name=token-tis", "trainer.steps=40")
+    assert text.startswith("Healthy over 40 steps, but k3 is ")
+    assert "of samples up to 8 updates old, for which token-tis corrects" in text
 
 
 def test_a_sampler_in_three_bits_is_not_healthy(tmp_path: Path) -> None:
     changes = (*regime("int3").settings, "objective.name=token-bypass", "trainer.steps=20")
     text = verdict(tmp_path / "run", *changes)
-    assert text.startswith("Not healthy over 20 steps: k3 is ")
+    assert text.startswith("Not healthy over 20 steps: ")
     assert "too much for a dense model" in text
 
 

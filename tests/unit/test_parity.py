@@ -30,6 +30,27 @@ def test_the_bound_is_one_on_k3_and_the_worst_token_is_named() -> None:
         assert_parity(LOGP, other, MASK, bound=0.99 * k3)
 
 
+@pytest.mark.parametrize("bound", ["bf16", "int8", 1.0])
+@pytest.mark.parametrize("shift", [0.05, -0.05])
+def test_a_shift_of_all_log_probs_fails_whatever_the_bound(bound: float | str, shift: float) -> None:
+    """Its k3 is 1.3e-3, within every bound; its mean ratio .951 or 1.051 is not 1. Rounding alone passes."""
+    generator = torch.Generator().manual_seed(0)
+    sampler = -torch.rand(16, 32, generator=generator) - 0.5
+    mask = torch.rand(16, 32, generator=generator) < 0.9
+    noise = 0.05 * torch.randn(16, 32, generator=generator)
+    rounded = sampler + noise - 0.05**2 / 2  # the mean of exp(noise) is exp(.05^2 / 2)
+    assert_parity(rounded, sampler, mask, bound)
+    with pytest.raises(AssertionError, match=r"mean of trainer / sampler is (0\.95|1\.05).*; k3 0\.00"):
+        assert_parity(rounded + shift, sampler, mask, bound)
+    with pytest.raises(AssertionError, match="the mean of trainer / sampler"):
+        assert_parity(sampler[:1] + shift, sampler[:1], mask[:1], bound)
+
+
+def test_a_placeholder_is_not_compared_as_a_log_prob() -> None:
+    with pytest.raises(AssertionError, match="1 of 5 log-probs are not finite, or below -100 in the sampler"):
+        assert_parity(LOGP, torch.where(LOGP == -0.5, -9999.0, LOGP), MASK)
+
+
 def test_what_cannot_be_compared_is_said() -> None:
     with pytest.raises(AssertionError, match="no token"):
         assert_parity(LOGP, LOGP, torch.zeros_like(MASK))
@@ -37,5 +58,5 @@ def test_what_cannot_be_compared_is_said() -> None:
         assert_parity(LOGP, torch.where(LOGP == -0.5, -torch.inf, LOGP), MASK)
     with pytest.raises(ValueError, match="bound 'fp8'"):
         assert_parity(LOGP, LOGP, MASK, bound="fp8")
-    with pytest.raises(ValueError, match="shapes differ"):
+    with pytest.raises(ValueError, match=r"logp_b has shape \(1, 3\), mask \(2, 3\): it must be \(batch, time\)"):
         assert_parity(LOGP, LOGP[:1], MASK)

@@ -43,6 +43,8 @@ def train(
     with starting.guarded():
         from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
+        from trimtab.report.health import as_data, health
+        from trimtab.runs.reader import read_run
         from trimtab.training.ranks import is_follower
 
     run = run_directory(recipe, out, config.out)
@@ -56,7 +58,8 @@ def train(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(recipe, sets or (), run, config.compare is not None)) from None
     if as_json and not is_follower():
-        print_json({"run": run, "report": run / "report.html", "metrics": result})
+        data = {"run": run, "report": run / "report.html", "metrics": result}
+        print_json(data if config.compare is not None else data | {"verdict": as_data(health(read_run(run)))})
 
 
 def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.ratios import Ratios, bounded
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, ratio_excess
 
 DIVERGENCES = ("k1", "k2", "k3", "tv", "binary_tv", "binary_kl")
 
@@ -36,9 +36,13 @@ def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return 0.5 * log_ratio.square()
 
 
-def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    # rho - 1 computed from rho loses all digits where rho is close to 1; expm1 does not.
-    return torch.expm1(bounded(log_ratio)) - log_ratio
+def k3(log_ratio: Float[Tensor, "*shape"], excess: Float[Tensor, "*shape"] | None = None) -> Float[Tensor, "*shape"]:
+    """Returns rho - 1 - l in nats, never negative; excess: rho - 1, where it is known already.
+
+    l is bounded above, where rho would overflow, and not below: l = -25 gives 24, l = 25 what 20 gives (4.9e8), without
+    gradient.
+    """
+    return (ratio_excess(log_ratio) if excess is None else excess) - log_ratio.clamp(max=LOG_RATIO_BOUND)
 
 
 def probability_gap(log_q: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -67,4 +71,4 @@ def per_token(kind: str, ratios: Ratios, log_q: Float[Tensor, "batch time"]) -> 
         return k1(ratios.log)
     if kind == "k2":
         return k2(ratios.log)
-    return ratios.excess - ratios.log if kind == "k3" else ratios.excess.abs()
+    return k3(ratios.log, ratios.excess) if kind == "k3" else ratios.excess.abs()

@@ -78,6 +78,11 @@ def bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def ratio_excess(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns rho - 1, the exponent bounded; `expm1` keeps the digits that rho - 1 loses where rho is close to 1."""
+    return torch.expm1(bounded(log_ratio))
+
+
 def beyond_bound(log_ratio: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     """Returns True where the safety bound applies."""
     return log_ratio.detach().abs() > LOG_RATIO_BOUND
@@ -95,8 +100,8 @@ class Ratios:
 
     @cached_property
     def excess(self) -> Float[Tensor, "batch time"]:
-        """rho_t - 1, the exponent bounded; `expm1` keeps precision where rho is close to 1."""
-        return torch.expm1(bounded(self.log))
+        """rho_t - 1, as in `ratio_excess`."""
+        return ratio_excess(self.log)
 
     @cached_property
     def log_sequence(self) -> Float[Tensor, "sequences 1"]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from trimtab.corrections.divergences import k3
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, bounded
 from trimtab.corrections.reduce import Sequences, select
 
@@ -204,7 +205,7 @@ class RatioStatistics(Mergeable):
             log_max=_largest(torch.where(mask, log, -torch.inf)),
             excess=total(excess),
             excess_square=_dot(excess, excess),
-            k3=total(excess - log),
+            k3=total(k3(log, excess)),
             p=total(p),
             q=total(q),
             p_square=_dot(p, p),

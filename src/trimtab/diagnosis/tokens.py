@@ -7,10 +7,28 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
+import torch
+
+from trimtab.corrections import divergences
+from trimtab.corrections.ratios import ratio_excess
 
 DECILES = 10
 MAX_ROUNDED_LOGP = 1e-4
 """Largest value above 0 that is a logarithm of 1 with a rounding error."""
+
+
+def k3(log_ratio: np.ndarray) -> np.ndarray:
+    """Returns `corrections.divergences.k3` of an array, in float64."""
+    return divergences.k3(_float64(log_ratio)).numpy()
+
+
+def excess(log_ratio: np.ndarray) -> np.ndarray:
+    """Returns `corrections.ratios.ratio_excess` (ratio - 1) of an array, in float64."""
+    return ratio_excess(_float64(log_ratio)).numpy()
+
+
+def _float64(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
 
 
 @dataclass(frozen=True, eq=False)

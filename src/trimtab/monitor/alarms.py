@@ -169,13 +169,20 @@ def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
     ratios = [step.ratio for step in recent if step.ratio is not None]
     if not ratios or min(step["mismatch/ess_token"] for step in recent) < LOW_ESS:
         return None
-    values = {name: float(value) for name, value in reduce(add, ratios).summary().items()}
-    mean, error = values[""], values["/error"]
-    if not abs(mean - 1) > max(RATIO_ERRORS * error, RATIO_DISTANCE):
+    detail = wrong_mean(reduce(add, ratios))
+    if not detail:
         return None
-    detail = f"the mean of trainer / sampler is {mean:.4f} +- {error:.4f} and must be 1 for correct log-probs"
     advice = "compare temperature, top-p and top-k on both sides, and run `trimtab diagnose` on the sample"
     return Finding("fail", "mean-ratio", detail, advice)
+
+
+def wrong_mean(ratio: MeanRatio) -> str:
+    """Says that the mean ratio is too far from 1 for its error; empty where it is not."""
+    values = {name: float(value) for name, value in ratio.summary().items()}
+    mean, error = values[""], values["/error"]
+    if not abs(mean - 1) > max(RATIO_ERRORS * error, RATIO_DISTANCE):
+        return ""
+    return f"the mean of trainer / sampler is {mean:.4f} +- {error:.4f} and must be 1 for correct log-probs"
 
 
 def effective_sample_size_is_low(steps: Sequence[Step]) -> Finding | None:

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_batch
+from trimtab.corrections.ratios import ratio_excess
+from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.corrections.statistics import Count, Mean, Mergeable, total
 from trimtab.objectives import Metrics, mismatch
 
@@ -33,7 +36,7 @@ class MeanRatio(Mergeable):
     @classmethod
     def of(cls, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> MeanRatio:
         """Returns the sums of log-ratios that are 0 where the mask is False."""
-        e = torch.expm1(log_ratio.double().clamp(-20, 20)).sum(1)
+        e = ratio_excess(log_ratio.double()).sum(1)
         n = mask.sum(1).double()
         return cls(total(e), total(n), total(e * e), total(e * n), total(n * n), total(n > 0))
 
@@ -53,15 +56,11 @@ def step_metrics(
     """Returns the statistics of a batch.
 
     means: values (batch,), or (batch, time) of which the trained tokens count, by the name of their mean; None is left
-    out. Trained tokens without a finite log-prob are left out and counted. Raises `ValueError` for a mask that is not
-    bool and for shapes that differ.
+    out. Trained tokens without a finite log-prob, or one of the sampler that stands for none (below -100), are left out
+    and counted. Raises `ValueError` for what is no tensor, or of another shape, kind of number or device.
     """
-    if mask.dtype != torch.bool or not logp_train.shape == logp_rollout.shape == mask.shape:
-        shapes = ", ".join(str(tuple(one.shape)) for one in (logp_train, logp_rollout, mask))
-        raise ValueError(
-            f"logp_train, logp_rollout and mask must be (batch, time) and mask bool: {shapes}, {mask.dtype}"
-        )
-    finite = mask & torch.isfinite(logp_train) & torch.isfinite(logp_rollout)
+    check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout)
+    finite = mask & torch.isfinite(logp_train) & torch.isfinite(nan_below_minimum(logp_rollout))
     train, rollout = (torch.where(finite, logp.detach(), 0.0) for logp in (logp_train, logp_rollout))
     trained = mask.any(1)
     parts: dict[str, Mergeable] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
 from trimtab.findings import Finding, Status
 from trimtab.monitor.alarms import KEPT, WINDOW, Alarm, Step, alarms
@@ -112,10 +114,16 @@ class Monitor:
         response_ids: (batch, time). grad_norm: that of the step before.
 
         Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for a mask that is not bool and for shapes that differ.
+        `ValueError` for what is no tensor or number, or of another shape, kind of number or device.
         """
+        step = _whole("step", step)
         if step % self._every:
             return {}
+        check_batch(mask, **{"logp_train": logp_train, "logp_rollout": logp_rollout, "response_ids": response_ids})
+        columns = {"reward": reward, "truncated": truncated, "group": group, "advantage": advantage}
+        for name, column in columns.items():
+            if column is not None:
+                check_tensor(name, column, mask, (len(mask),), kind="real", words="(batch,)")
         if self._current is not None and self._current[0] != step:
             self._finish()
         if self._last and step < self._last[-1].number:
@@ -132,7 +140,7 @@ class Monitor:
             **{
                 "reward/mean": _double(reward),
                 "response/truncated": _double(truncated),
-                "grad_norm": None if grad_norm is None else torch.tensor([float(grad_norm)], device=mask.device),
+                "grad_norm": None if grad_norm is None else torch.tensor([_number(grad_norm)], device=mask.device),
             },
         )
         here = over_ranks(here, self._group) if self._distributed else here
@@ -247,8 +255,29 @@ class Monitor:
 
 def _column(version: int | Tensor, mask: Tensor) -> Tensor:
     if not isinstance(version, Tensor):
-        return torch.full((len(mask),), float(version), device=mask.device)
-    return version.to(mask.device, torch.float64)
+        return torch.full((len(mask),), float(_whole("version", version)), device=mask.device)
+    version = version.to(mask.device)
+    shapes = ((), (len(mask),), tuple(mask.shape))
+    check_tensor("version", version, mask, *shapes, kind="number", words="one number, (batch,) or (batch, time)")
+    return version.double()
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 1 << 53
+    if abs(number) >= 1 << 53:
+        raise ValueError(f"{name} must be a whole number below 2^53, and not this {type(value).__name__}")
+    return number
+
+
+def _number(grad_norm: float) -> float:
+    try:
+        return float(grad_norm)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        kind = type(grad_norm).__name__
+        raise ValueError(f"grad_norm must be one number that a float can hold, and not this {kind}") from None
 
 
 def _double(values: Tensor | None) -> Tensor | None:

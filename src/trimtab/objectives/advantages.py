@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Hashable, Sequence
 from numbers import Real
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number, log_ratio
+from trimtab.corrections.reduce import widen
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.types import MAX_REWARD
 
@@ -41,17 +42,20 @@ def advantages(
         batch-mean  r - mean over the batch, whatever the groups         FlashREINFORCE
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
-    A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
-    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers of at most 1e18, ids that
-    are missing, and `value_beta` of another kind.
+    A group of equal rewards, or of one response, gives exactly 0. Computed in float64 and returned in float64 for
+    such rewards, otherwise in float32. Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers
+    of at most 1e18, ids that are missing, and `value_beta` of another kind.
     """
-    if kind not in ADVANTAGE_KINDS:
-        raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, ADVANTAGE_KINDS)}")
+    if not isinstance(kind, str) or kind not in ADVANTAGE_KINDS:
+        raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(str(kind), ADVANTAGE_KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
     if len(_shape(rewards)) != 1 or _shape(groups) != _shape(rewards):
         raise TrimtabError(f"rewards {_shape(rewards)} and groups {_shape(groups)} must both be (batch,)")
     rewards = _numbers(rewards)
+    for name, tensor in (("rewards", rewards), ("groups", groups)):
+        if isinstance(tensor, Tensor) and (tensor.is_complex() or tensor.is_meta):
+            raise TrimtabError(f"{name} are {tensor.dtype} on {tensor.device}: give numbers")
     values = rewards.detach().to(torch.float64)
     members = _group_numbers(groups).to(values.device)
     _check(values)
@@ -61,7 +65,8 @@ def advantages(
         result = _centered("dr-grpo", values, torch.zeros_like(members))
     else:
         result = _centered(kind, values, members)
-    return result.to(rewards.dtype if rewards.dtype.is_floating_point else torch.float32).unsqueeze(1)
+    # Not in the dtype of the rewards: 6e4 - (-6e4) is no number of float16.
+    return result.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32).unsqueeze(1)
 
 
 def optimal_token_advantages(
@@ -94,7 +99,7 @@ def optimal_token_advantages(
     sums.index_add_(1, group, torch.stack([values * weight, weight, present]))
     products, weights, members = sums[:, group]
     baseline = torch.where(members > 1, products / (weights + WEIGHT_EPS), 0.0)
-    return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
+    return torch.where(mask, values - baseline.gather(1, place), 0.0).to(widen(logp).dtype)
 
 
 def distillation_advantages(
@@ -158,8 +163,8 @@ def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
 
 
 def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
-    if not 0 < beta < math.inf:
-        raise TrimtabError(f"value_beta = {beta:g} must be finite and more than 0")
+    if not isinstance(beta, Real) or not 0 < beta <= sys.float_info.max:
+        raise TrimtabError("value_beta must be a finite number above 0")
     group = torch.unique(members, return_inverse=True)[1]
     size = _per_group(torch.ones_like(values), group, "sum")
     shifted = values - _per_group(values, group, "amax")

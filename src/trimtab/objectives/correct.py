@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_advantage, check_batch
 from trimtab.corrections.correction import compute_correction
 from trimtab.corrections.masks import Mask
 from trimtab.corrections.reduce import widen
@@ -44,10 +44,14 @@ def correct(
 
     `current` (batch, time), `advantage` (batch, 1) or (batch, time), and `turn` (batch, time), the number of the model
     turn of each token, are needed where a mask names them in `reads`. A weight with `normalize` is divided by its mean
-    over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
-    `ValueError` for a mask that is not bool and for shapes that differ.
+    over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises `ValueError` for
+    what is no tensor, or of another shape, kind of number or device.
     """
-    _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
+    check_batch(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
+    if advantage is not None:
+        check_advantage(advantage, mask)
+    if not isinstance(weight, Weight | None) or isinstance(masks, Mask) or not all(isinstance(m, Mask) for m in masks):
+        raise ValueError(f"weight must be a Weight, masks a list of Band, Divergence, ...: {weight!r}, {masks!r}")
     result = compute_correction(
         proximal,
         behavior,
@@ -80,23 +84,9 @@ def mismatch(
 
     Metrics of parts of a batch merge with `+`. `finalize()` returns k1 k2 k3 chi2_token chi2_seq ess_token ess_seq
     ratio_mean ppl_ratio ppl_train pearson abs_diff_mean abs_diff_max ratio_min ratio_max ratio_q01..ratio_q99
-    ratio_bounded log_ratio_seq_max tokens sequences (docs/objectives.md).
+    ratio_bounded log_ratio_seq_max tokens sequences (docs/objectives.md). Raises `ValueError` as `correct`.
     """
-    _validate(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
+    check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
     result = compute_correction(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
     assert result.mismatch is not None
     return Metrics({"": result.mismatch})
-
-
-def _validate(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raises `ValueError` for a mask that is not bool and for shapes that differ.
-
-    Unchecked, a float mask would select nothing and a shorter tensor would be broadcast, both silently.
-    """
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, not {mask.dtype}")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != mask.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, mask {tuple(mask.shape)}: all must be (batch, time)"
-            )

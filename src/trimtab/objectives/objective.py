@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_advantage
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
@@ -170,6 +171,7 @@ class Objective:
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
+        _check_arguments(logps, advantage, None)
         sequences = logps.sequences
         spans_update = self._correction_spans_update
         correction = self._correct(logps, advantage, self._masks_of_prepare) if spans_update else None
@@ -187,6 +189,7 @@ class Objective:
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `needs` that is None.
         """
+        _check_arguments(logps, advantage, state)
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
         sequences = logps.sequences
@@ -255,8 +258,6 @@ class Objective:
 
     def _terms(self, logps: PolicyLogps, advantage: Tensor, sequences: Sequences) -> Terms:
         mask = logps.mask
-        if advantage.shape not in ((mask.shape[0], 1), mask.shape):
-            raise ValueError(f"advantage has shape {tuple(advantage.shape)}, expected {(mask.shape[0], 1)}")
         if self.surrogate.per_response and sequences.ids is None and advantage.shape[1] != 1:
             raise ValueError(f"{self.name} needs one advantage per response, shape (batch, 1)")
         on_policy = mask & ~logps.required("off_policy", self.name) if "off_policy" in self.needs else mask
@@ -345,6 +346,16 @@ class Objective:
         if "behavior" in self.needs:
             guard = guard + _zero_or_nan(nan_below_minimum(logps.required("behavior", self.name)), on_policy)
         return guard if self.kl.coef == 0 else guard + _zero_or_nan(logps.required("reference", self.name), logps.mask)
+
+
+def _check_arguments(logps: object, advantage: object, state: object) -> None:
+    """Raises `ValueError` for arguments of another kind or shape; `PolicyLogps` has checked its own tensors."""
+    if not isinstance(logps, PolicyLogps) or not isinstance(state, State | None):
+        raise ValueError(
+            "an objective takes PolicyLogps, advantages and the State of `prepare` or none, not "
+            f"{type(logps).__name__} and {type(state).__name__}"
+        )
+    check_advantage(advantage, logps.mask)
 
 
 def _validate_parts(objective: Objective) -> None:

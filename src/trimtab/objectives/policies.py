@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.corrections.ratios import LEVELS
 from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 from trimtab.corrections.weights import check_option
@@ -48,7 +48,7 @@ class PolicyLogps:
     head_current (batch, time, head) log-probs of the ids in the sampler's head at each position, with gradient
     head_behavior (batch, time, head) the sampler's log-probs of these ids, its most probable ones; -inf for none
 
-    Raises `ValueError` when shapes differ or a mask is not bool.
+    Raises `ValueError` for what is no tensor, or of another shape, kind of number or device.
     """
 
     current: Float[Tensor, "batch time"] | None
@@ -70,23 +70,17 @@ class PolicyLogps:
         return Sequences(self.mask, self.sequence_ids, turn=self.turn)
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            tensor = getattr(self, item.name)
-            if tensor is None:
-                continue
-            head = item.name.startswith("head_")
-            if tensor.ndim != (3 if head else 2) or tensor.shape[:2] != self.mask.shape:
-                raise ValueError(
-                    f"{item.name} has shape {tuple(tensor.shape)}, mask {tuple(self.mask.shape)}: "
-                    f"{'it must be (batch, time, head)' if head else 'all must be (batch, time)'}"
-                )
-        for name, tensor in (("mask", self.mask), ("off_policy", self.off_policy)):
-            if tensor is not None and tensor.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool, not {tensor.dtype}")
-        heads = [tuple(head.shape) for head in (self.head_current, self.head_behavior) if head is not None]
-        if len(set(heads)) > 1:
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        heads = {name: tensors.pop(name) for name in ("head_current", "head_behavior")}
+        check_batch(**tensors)
+        for name, head in heads.items():
+            if head is not None:
+                width = head.shape[-1] if isinstance(head, Tensor) and head.ndim == 3 else 0
+                check_tensor(name, head, self.mask, (*self.mask.shape, width), words="(batch, time, head)")
+        shapes = [tuple(head.shape) for head in heads.values() if head is not None]
+        if len(set(shapes)) > 1:
             raise ValueError(
-                f"head_current has shape {heads[0]}, head_behavior {heads[1]}: both must hold the same ids"
+                f"head_current has shape {shapes[0]}, head_behavior {shapes[1]}: both must hold the same ids"
             )
 
     def required(self, name: str, reader: str) -> Tensor:

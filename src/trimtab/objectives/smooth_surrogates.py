@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
@@ -42,7 +42,7 @@ class SoftGate(Surrogate):
     def __call__(self, terms: Terms, state: State) -> Value:
         advantage = terms.advantage
         tau = _by_sign(advantage > 0, self.positive, self.negative, advantage)
-        gate = torch.sigmoid(tau * torch.expm1(bounded(terms.log_ratio)))
+        gate = torch.sigmoid(tau * ratio_excess(terms.log_ratio))
         weight = 4.0 * gate * (1 - gate) * terms.ratio
         return 4.0 / tau * gate * advantage, {"clip/weight": Mean.of(weight.detach() * terms.mask, terms.mask)}
 
@@ -191,7 +191,7 @@ class QuadraticPenalty(Surrogate):
 
     def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.behavior is not None
-        advantage, excess = terms.advantage, torch.expm1(bounded(terms.log_ratio))
+        advantage, excess = terms.advantage, ratio_excess(terms.log_ratio)
         sampler = terms.behavior.clamp(max=0).exp()
         penalty = advantage.abs() * sampler * excess.square() / (2 * self.epsilon)
         gap = sampler * excess.detach()

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.findings import Finding
 from trimtab.models.lora import named_weights
 from trimtab.preflight.trainer import Trainer
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 SEED = 0
-MAX_LOG_RATIO = 20.0
 EXACT = 1e-8
 """k3 up to which two float32 computations agree."""
 MARGIN = 4.0
@@ -28,12 +27,6 @@ class Check(Finding):
     """A finding with its numbers. figures: by name."""
 
     figures: dict[str, float] | None = None
-
-
-def k3(log_ratio: np.ndarray) -> np.ndarray:
-    """Returns ratio - 1 - log(ratio) of log(trainer / sampler), which estimates KL(sampler || trainer) in nats."""
-    clipped = np.clip(log_ratio.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return np.expm1(clipped) - clipped
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trimtab.diagnosis.causes.detector import contract
+from trimtab.diagnosis.tokens import excess, k3
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.pages.numbers import short
-from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses, k3
+from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
 
 PARTS = {
     "decode/prefill": (
@@ -61,15 +63,21 @@ def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
 
 
 def verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check:
-    """Names the part that makes a difference beyond the bound. log_ratios: (tokens,) of each pair of `PARTS`."""
+    """Names the part that makes a difference beyond the bound, or a mean ratio that cannot be 1.
+
+    log_ratios: (tokens,) of each pair of `PARTS`. Decoding sampled the tokens: ratios over it have the mean 1.
+    """
     every = {**log_ratios, WHOLE: sum(log_ratios.values())}
     sizes = {name: float(k3(np.asarray(values)).mean()) for name, values in every.items()}
     means = {name: float(np.exp(values).mean()) for name, values in every.items()}
     figures = {f"k3/{name}": size for name, size in sizes.items()}
     figures |= {f"ratio_mean/{name}": mean for name, mean in means.items()}
     detail = "; ".join(f"{name} k3 {short(sizes[name])}, mean ratio {means[name]:.5g}" for name in sizes)
-    if all(size <= bound for size in sizes.values()):
+    decode = next(iter(PARTS))
+    shifted = [name for name in (decode, WHOLE) if contract(excess(np.asarray(every[name]))) == "outside"]
+    if all(size <= bound for size in sizes.values()) and not shifted:
         return Check("ok", "prefill", detail, "", figures)
-    beyond = [name for name in PARTS if not sizes[name] <= bound] or [max(PARTS, key=lambda name: sizes[name])]
+    beyond = [name for name in PARTS if not sizes[name] <= bound or name in shifted]
+    beyond = beyond or [max(PARTS, key=lambda name: sizes[name])]
     found, advice = ("; ".join(texts) for texts in zip(*(PARTS[name] for name in beyond), strict=True))
     return Check("fail", "prefill", f"{detail}; {found}", advice, figures)

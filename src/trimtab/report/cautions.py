@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trimtab.report.groups import Group, format_value, join_names
+from trimtab.report.health import learned
 from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.provenance import comparable_setting
 from trimtab.runs.reader import Run
@@ -45,7 +46,14 @@ def cautions(groups: Sequence[Group]) -> list[str]:
             values = _values_by_group(groups, lambda group, key=key: format_value(_value(group, key)))
             shown = values if differing == [key] else ", ".join(differing[:4])
             sentences.append(f"The {what} differ ({shown}): {effect}.")
-    return [*sentences, *_provenance(groups), *_unfinished(groups), *_unmeasured(groups), *_seeds(groups)]
+    return [
+        *sentences,
+        *_provenance(groups),
+        *_unfinished(groups),
+        *_unmeasured(groups),
+        *_worse(groups),
+        *_seeds(groups),
+    ]
 
 
 def _provenance(groups: Sequence[Group]) -> Iterator[str]:
@@ -80,6 +88,19 @@ def _unmeasured(groups: Sequence[Group]) -> Iterator[str]:
     ]
     if missing:
         yield f"Held-out accuracy was not measured after training: {join_names(missing)}."
+
+
+def _worse(groups: Sequence[Group]) -> Iterator[str]:
+    """Yields the runs that unlearned: a comparison says which is better, not whether any is good."""
+    faults = [
+        f"{_run_name(group, run)}: {change.fault}"
+        for group in groups
+        for run in group.runs
+        for change in learned(run)
+        if change.fault
+    ]
+    if faults:
+        yield f"Got worse: {'; '.join(faults)}."
 
 
 def _seeds(groups: Sequence[Group]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from trimtab.diagnosis.token_texts import token_texts
+from trimtab.diagnosis.tokens import k3
 from trimtab.pages.numbers import number, short
 from trimtab.pages.page import Note, Part, Table
 from trimtab.runs import trajectories
@@ -94,7 +95,7 @@ def _mismatch(ratio: np.ndarray) -> tuple[str, str]:
     known = ratio[np.isfinite(ratio)]
     if len(known) == 0:
         return "–", "–"
-    return short(float((np.expm1(known) - known).mean())), short(float(np.abs(known).max()))
+    return short(float(k3(known).mean())), short(float(np.abs(known).max()))
 
 
 def _episode(row: Row, texts: dict[int, str], full: float) -> Markup:

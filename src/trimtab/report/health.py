@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from trimtab.findings import Finding
+from trimtab.intervals import wilson
 from trimtab.pages.numbers import beside, number, short
 from trimtab.report.clipping import objective_of
 from trimtab.report.judged_metrics import JudgedMetric, equal_parts, judge_metric
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
-from trimtab.runs.reader import Run
+from trimtab.runs.reader import Accuracy, Run
 from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
 # same small differences of log-probs weigh more.
-CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size"}
+CRITICAL = {
+    K3: "k3",
+    "mismatch/ess_token": "the effective sample size",
+    "mismatch/ratio_mean": "the mean ratio of trainer and sampler",
+}
 # The run trains correctly, but uses less of its data than it could.
 MILD = {
     "length/truncated": "the share of responses cut by the length limit",
@@ -40,19 +45,30 @@ MANY_CLIPPED = 0.5
 COLLAPSED_SHARE = 0.5
 """Share of the best reward of a phase below which the last one has collapsed."""
 RULE = (
-    "Judged over all logged steps: a metric is outside its range where more than half of the steps of one of up to "
-    "four equal parts of the run are, and at times where fewer are. Figures are medians, over the whole run where no "
-    "steps are named. In charts, the green band is the healthy range."
+    "Better or worse than before: held-out accuracy outside the 95% interval of its value before training. Judged over "
+    "all logged steps: a metric is outside its range where more than half of the steps of one of up to four equal "
+    "parts of the run are, and at times where fewer are. Figures are medians, over the whole run where no steps are "
+    "named. In charts, the green band is the healthy range."
 )
+
+
+class Change(NamedTuple):
+    """What training changed. text: such as `Worse than before: 0.461 → 0.352`. fault: why that is one, or empty."""
+
+    text: str
+    fault: str
 
 
 @dataclass(frozen=True)
 class HealthVerdict:
     """The verdict on a run, the checks it follows from, and every judged metric by key.
 
-    findings: `fail` for a fault, `note` for data that is lost or left out, `ok` for what is worth knowing.
+    learned: what changed from before training to its end, such as `Worse than before: 0.461 → 0.352`; empty where that
+    was not measured. findings: `fail` for a fault, `note` for data that is lost or left out, `ok` for what is worth
+    knowing.
     """
 
+    learned: str
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     length: str
     findings: Sequence[Finding]
@@ -60,8 +76,9 @@ class HealthVerdict:
 
     @property
     def headline(self) -> str:
-        """The verdict alone, such as `Not healthy over 80 steps`."""
-        return f"{self.state.removesuffix(', but').capitalize()} over {self.length}"
+        """What was learned and the verdict, such as `Better than before: 0.46 → 0.81. Healthy over 80 steps`."""
+        verdict = f"{self.state.removesuffix(', but').capitalize()} over {self.length}"
+        return f"{self.learned}. {verdict}" if self.learned else verdict
 
     @property
     def text(self) -> str:
@@ -80,16 +97,19 @@ class HealthVerdict:
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
-    idle, fallen = list(_nothing_learned(run)), list(_collapse(run))
+    changes = learned(run)
+    worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
+    idle, fallen = list(_nothing_learned(run)), list(_reward_fell(run, alone=not _held_out(run)))
     found = [
         *_end(run),
+        *worse,
         *idle,
-        *_mismatch(run, metrics, learns=not (idle or fallen)),
+        *_mismatch(run, metrics, learns=not (worse or idle or fallen)),
         *_noise(run),
         *fallen,
         *_losses(run),
         *([] if idle else [*_signal(run, metrics), *_unused(metrics)]),
-        *([] if idle or fallen else _gradient_norm(run)),
+        *([] if worse or idle or fallen else _gradient_norm(run)),
         *_clipped(run),
     ]
     found.sort(key=lambda item: ("fail", "note", "ok").index(item.status))
@@ -103,12 +123,65 @@ def health(run: Run) -> HealthVerdict:
     done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
     length = "1 step" if (done, of) == (1, "") else f"{done}{of} steps"
-    return HealthVerdict(state, length, found, metrics)
+    return HealthVerdict("; ".join(change.text for change in changes), state, length, found, metrics)
+
+
+def learned(run: Run) -> list[Change]:
+    """Returns what training changed: the held-out accuracy by task, faults first; the reward if that was not measured.
+
+    Empty for a run that is too short to tell.
+    """
+    if measured := _held_out(run):
+        changes = [_accuracy_change(run, task, found, named=len(measured) > 1) for task, found in measured.items()]
+        return sorted(changes, key=lambda change: not change.fault)
+    _, rewards = run.series("reward/mean")
+    first, *rest = [rewards[part] for part in equal_parts(len(rewards))]
+    if not rest:
+        return []
+    last = rest[-1]
+    word = "rose" if clearly_above(last, first) else "fell" if clearly_above(first, last) else "did not clearly change"
+    return [Change(f"The reward {word}: {first.mean():.3f} → {last.mean():.3f}", "")]
+
+
+def _held_out(run: Run) -> dict[str, Accuracy]:
+    """Returns the tasks whose held-out accuracy was measured before training and later."""
+    return {task: found for task, found in run.accuracy().items() if None not in (found.before, found.after)}
+
+
+def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) -> Change:
+    """Judges by Wilson's intervals; of an unknown number of problems nothing can be told.
+
+    The best of several measurements is high by chance: its whole interval must lie above that of the last one.
+    """
+    before, *_, after = (float(value) for value in accuracy.values)
+    _, counts = run.series(f"eval/{task}/problems")
+
+    def interval(value: float) -> tuple[float, float]:
+        return wilson(value, counts[-1]) if len(counts) else (0.0, 1.0)
+
+    low, high = interval(before)
+    word = (
+        "Worse"
+        if after < low
+        else "Better"
+        if after > high
+        else "No better"
+        if after <= before
+        else "Not clearly better"
+    )
+    peak = int(accuracy.values.argmax())
+    best, fault = float(accuracy.values[peak]), ""
+    if after < low:
+        fault = f"held-out accuracy on {task} fell from {before:.3f} [{low:.3f}, {high:.3f}] to {after:.3f}"
+    elif interval(after)[1] < interval(best)[0]:
+        fault = f"held-out accuracy on {task} fell from {best:.3f} after step {accuracy.steps[peak]:.0f} to {after:.3f}"
+    return Change(f"{word} than before{f' on {task}' if named else ''}: {before:.3f} → {after:.3f}", fault)
 
 
 def as_data(verdict: HealthVerdict) -> dict[str, Any]:
-    """Returns the verdict for JSON: state, text, rule, checks, and every metric outside its range at any step."""
+    """Returns the verdict for JSON, with every metric that is outside its range at any step."""
     return {
+        "learned": verdict.learned,
         "state": verdict.state,
         "text": verdict.text,
         "note": verdict.note,
@@ -184,16 +257,22 @@ def _mean_reward(rows: Sequence[Mapping[str, Any]]) -> float:
     return float(np.mean([row.get("reward/mean") or 0.0 for row in rows]))
 
 
-def _collapse(run: Run) -> Iterator[Finding]:
+def _reward_fell(run: Run, *, alone: bool) -> Iterator[Finding]:
     """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
 
-    The difference must also exceed three standard errors.
+    The difference must also exceed three standard errors. alone: no held-out accuracy says what was learned; then any
+    phase that is so far below the first one counts.
     """
     steps, rewards = run.series("reward/mean")
     *earlier, last = equal_parts(len(rewards))
-    best = max(earlier, key=lambda part: rewards[part].mean(), default=last)
-    before, after = (float(rewards[part].mean()) if len(part) else 0.0 for part in (best, last))
-    if before > 0 and after < COLLAPSED_SHARE * before and clearly_above(rewards[best], rewards[last]):
+    if not earlier:
+        return
+    best = max(earlier, key=lambda part: rewards[part].mean())
+    collapsed = rewards[best].mean() > 0 and rewards[last].mean() < COLLAPSED_SHARE * rewards[best].mean()
+    if alone and not collapsed:
+        best = earlier[0]
+    if (collapsed or alone) and clearly_above(rewards[best], rewards[last]):
+        before, after = (float(rewards[part].mean()) for part in (best, last))
         (start, end), (first, final) = ((steps[part[0]], steps[part[-1]]) for part in (best, last))
         text = f"{short(before)} (steps {start:.0f} to {end:.0f}) to {short(after)} (steps {first:.0f} to {final:.0f})"
         yield Finding("fail", "reward", f"the reward fell from {text}")
@@ -203,7 +282,8 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
     """Yields the first of the critical mismatch metrics that is outside its range.
 
     The published ranges are for numerics alone; of stale samples the ratio to the behavior policy is what the recipe
-    asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault.
+    asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault, and so is k3
+    beyond everything published.
     """
     found = next((metrics[key] for key in CRITICAL if key in metrics and metrics[key].state == "outside"), None)
     if metrics.keys().isdisjoint(CRITICAL):
@@ -212,12 +292,14 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
         return
     text, objective = f"{CRITICAL[found.key]} is {_value_text(found)}", objective_of(run.config)
     _, lags = run.series("lag/max")
-    if learns and lags.max(initial=0) > 0 and not isinstance(objective, str) and "behavior" in objective.needs:
-        age = f"of samples up to {lags.max():.0f} updates old, for which {objective.name} corrects"
-        yield Finding("note", "mismatch", f"{text}, {age}")
-    else:
-        meaning = k3_range(found.worst.median).text if found.key == K3 else f"healthy: {band_text(found.key)}"
-        yield Finding("fail", "mismatch", f"{text}: {meaning}")
+    published = k3_range(found.worst.median) if found.key == K3 else None
+    if lags.max(initial=0) > 0 and not isinstance(objective, str) and "behavior" in objective.needs:
+        text += f", of samples up to {lags.max():.0f} updates old, for which {objective.name} corrects"
+        if learns and (published is None or published.name != "beyond"):
+            yield Finding("note", "mismatch", text)
+            return
+    meaning = f"healthy: {band_text(found.key)}" if published is None else published.text
+    yield Finding("fail", "mismatch", f"{text}: {meaning}")
 
 
 def _noise(run: Run) -> Iterator[Finding]:

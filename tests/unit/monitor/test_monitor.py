@@ -243,7 +243,7 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path, monkeypatch: pytest.M
 
 def test_faults_of_the_caller() -> None:
     one = batch(0)
-    with pytest.raises(ValueError, match=r"mask bool: .*int64"):
+    with pytest.raises(ValueError, match=r"mask must be bool, not torch.int64"):
         Monitor().observe(**one | {"mask": one["mask"].long()})
     with pytest.raises(ValueError, match=r"\(32, 23\)"):
         Monitor().observe(**one | {"logp_rollout": one["logp_rollout"][:, 1:]})

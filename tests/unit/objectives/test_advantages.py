@@ -110,7 +110,7 @@ def test_integers_and_lists_are_taken():
         (lambda: advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64)), "did you mean 'grpo'"),
         (lambda: of("grpo", [1.0, float("nan")], [0, 0]), "reward 1 is nan, rewards must be finite"),
         (lambda: of("grpo", [1.0], [0], value_beta=1.0), "value_beta has no effect"),
-        (lambda: of("optimal", [1.0], [0], value_beta=0.0), "more than 0"),
+        (lambda: of("optimal", [1.0], [0], value_beta=0.0), "above 0"),
         (lambda: of("grpo", [1.0, 2.0], [0]), "both be"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_token_baseline_names_the_reward_too(reward: float):
 
 def test_a_temperature_of_infinity_is_refused():
     """The mean of the group is its limit, but inf * 0 is not a number."""
-    with pytest.raises(TrimtabError, match="value_beta = inf must be finite and more than 0"):
+    with pytest.raises(TrimtabError, match="value_beta must be a finite number above 0"):
         of("optimal", [1.0, 0.0], [0, 0], value_beta=math.inf)
 
 

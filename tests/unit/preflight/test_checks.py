@@ -12,10 +12,11 @@ import pytest
 import torch
 from tests.support import faulty_engines as faults
 
+from trimtab.diagnosis.tokens import k3
 from trimtab.errors import TrimtabError
 from trimtab.preflight import checklist, mismatch_checks
 from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
-from trimtab.preflight.engine_pair import EnginePair, common_log_ratio, k3
+from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
 from trimtab.preflight.prefill_check import PARTS, prefill, verdict
 from trimtab.preflight.weight_checks import weights
 from trimtab.types import Completion, Engine
@@ -143,6 +144,16 @@ def test_the_part_behind_a_difference_by_hand() -> None:
     assert found.status == "fail"  # no part alone is beyond the bound
     assert verdict(1e-2, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.zeros(2)}).status == "ok"
     assert verdict(1.0, {"decode/prefill": np.array([np.nan]), "prefill/trainer": np.zeros(1)}).status == "fail"
+
+
+def test_a_shift_far_below_the_bound_is_a_difference_of_its_part() -> None:
+    noise = 0.05 * np.random.default_rng(0).standard_normal(2000) - 0.05**2 / 2
+    healthy = dict.fromkeys(PARTS, noise)
+    assert verdict(1e-2, healthy).status == "ok"
+    for part, (words, _) in PARTS.items():
+        found = verdict(1e-2, {**healthy, part: noise - 0.05})
+        assert found.status == "fail"
+        assert words in found.detail
 
 
 def test_a_sampler_that_cannot_score_is_skipped(make_pair: MakePair) -> None:

@@ -31,6 +31,7 @@ GOOD = {
     "optim/skipped": 0,
     "trajectories/dropped": 0,
 }
+SAME = "The reward did not clearly change: 0.500 → 0.500. "
 HEALTHY, BUT, FAULTY = "Healthy over 80 steps.", "Healthy over 80 steps, but ", "Not healthy over 80 steps: "
 
 
@@ -76,6 +77,11 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         (
             {"length__truncated": 0.1018},
             f"{BUT}the share of responses cut by the length limit is 0.102 (healthy: 0 to 0.1).",
+        ),
+        # A trainer shifted by .05 nats: k3 of 1.3e-3, and every weight is wrong.
+        (
+            {"mismatch__ratio_mean": 0.951},
+            f"{FAULTY}the mean ratio of trainer and sampler is 0.95: healthy: 0.99 to 1.01.",
         ),
         # The last step alone does not decide, and neither do single steps.
         ({"mismatch__k3": [0.3] * 79 + [1e-3]}, f"{FAULTY}k3 is 0.3: "),
@@ -151,16 +157,80 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
 )
 def test_verdict_by_hand(changed: dict[str, Any], text: str) -> None:
     result = health(run(**changed))
-    assert result.text.startswith(text)
+    verdict = result.text.removeprefix(f"{result.learned}. ")
+    assert verdict.startswith(text)
     states = {HEALTHY: "healthy", BUT: "healthy, but", FAULTY: "not healthy", "Not judged": "not judged"}
     assert result.state == next(state for start, state in states.items() if text.startswith(start))
     if text.endswith("."):
-        assert result.text == text
+        assert verdict == text
     assert "\n" not in result.text
 
 
+def held_out(*values: float, problems: float | None = 128) -> dict[str, Any]:
+    """Accuracy before training and after equal parts of 80 steps."""
+    before, *after = values
+    every = 80 // len(after)
+    series = [after[(step + 1) // every - 1] if (step + 1) % every == 0 else None for step in range(80)]
+    return {
+        "eval__sort__before": [before] + [None] * 79,
+        "eval__sort__greedy": series,
+        "eval__sort__problems": None if problems is None else [problems] + [None] * 79,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "learned", "fault"),
+    [
+        # Wilson's interval of 59 of 128 is .377 to .547.
+        (held_out(0.461, 0.352), "Worse than before: 0.461 → 0.352", "on sort fell from 0.461 [0.377, 0.547] to 0.352"),
+        (held_out(0.461, 0.383), "No better than before: 0.461 → 0.383", ""),
+        (held_out(0.461, 0.461), "No better than before: 0.461 → 0.461", ""),
+        (held_out(0.461, 0.539), "Not clearly better than before: 0.461 → 0.539", ""),
+        (held_out(0.461, 0.555), "Better than before: 0.461 → 0.555", ""),
+        (held_out(0.461, 0.383, problems=2000), "Worse than before: 0.461 → 0.383", "fell from 0.461 [0.439, 0.483]"),
+        (held_out(0.461, 0.3, problems=None), "No better than before: 0.461 → 0.300", ""),
+        # It rose and fell again: the interval of .8 is .722 to .860, that of .62 ends at .699.
+        (held_out(0.3, 0.8, 0.62), "Better than before: 0.300 → 0.620", "fell from 0.800 after step 40 to 0.620"),
+        (held_out(0.3, 0.8, 0.7), "Better than before: 0.300 → 0.700", ""),
+        # A sampler 23 updates old, reward and accuracy down.
+        (
+            held_out(0.461, 0.352) | {"mismatch__k3": 0.4, "lag__max": 23, "reward__mean": phases(0.5, 0.4, 0.4, 0.3)},
+            "Worse than before: 0.461 → 0.352",
+            "beyond everything published",
+        ),
+        # Without held-out accuracy the reward says it.
+        ({"reward__mean": phases(0.3, 0.4, 0.4, 0.5)}, "The reward rose: 0.300 → 0.500", ""),
+        (
+            {"reward__mean": list(np.array(phases(0.5, 0.5, 0.4, 0.4)) + NOISE)},
+            "The reward fell: 0.496 → 0.405",
+            "the reward fell from 0.5 (steps 1 to 20) to 0.4 (steps 61 to 80)",
+        ),
+        (
+            held_out(0.461, 0.555) | {"reward__mean": phases(0.5, 0.5, 0.4, 0.4)},
+            "Better than before: 0.461 → 0.555",
+            "",
+        ),
+    ],
+)
+def test_the_first_words_say_what_was_learned_and_no_run_that_got_worse_is_healthy(
+    changed: dict[str, Any], learned: str, fault: str
+) -> None:
+    result = health(run(**changed))
+    assert result.learned == learned
+    assert result.text.startswith(f"{learned}. {'Not healthy' if fault else 'Healthy'} over 80 steps")
+    assert fault in result.text
+    assert as_data(result)["learned"] == learned
+
+
+def test_several_tasks_are_named_the_one_that_got_worse_first() -> None:
+    both = held_out(0.3, 0.6) | {key.replace("sort", "sum"): value for key, value in held_out(0.6, 0.3).items()}
+    result = health(run(**both))
+    assert result.learned == "Worse than before on sum: 0.600 → 0.300; Better than before on sort: 0.300 → 0.600"
+    assert result.state == "not healthy"
+
+
 def test_verdict_of_a_short_run() -> None:
-    assert health(run(steps=30, planned=80)).text == "Healthy over 30 of 80 steps."
+    assert health(run(steps=30, planned=80)).text == f"{SAME}Healthy over 30 of 80 steps."
     assert health(run(steps=6, length__truncated=1.0, **IDLE)).text == (
         "Not healthy over 6 steps: nothing was learned in 6 of 6 steps: every response got reward 0, and 100% of the "
         "responses were cut by the length limit."
@@ -202,7 +272,7 @@ def test_verdict_of_a_short_run() -> None:
 )
 def test_what_is_worth_knowing_leaves_a_run_healthy(changed: dict[str, Any], note: str) -> None:
     result = health(run(**changed))
-    assert (result.state, result.text) == ("healthy", HEALTHY)
+    assert (result.state, result.text) == ("healthy", f"{result.learned}. {HEALTHY}")
     assert result.note.startswith(note)
     assert bool(result.note) == bool(note)
 
@@ -215,24 +285,27 @@ def test_noise_is_judged_at_the_last_probe_step() -> None:
 def test_stale_samples_are_a_fault_only_where_nothing_corrects_for_them() -> None:
     """Three cases of one k3: corrected lag, the same lag without a correction, and a correction without lag."""
 
-    def judged(objective: str, lag: int, **changed: Any) -> HealthVerdict:
-        stale = run(mismatch__k3=0.2, lag__max=lag, **changed)
+    def judged(objective: str, lag: int, k3: float = 0.08, **changed: Any) -> HealthVerdict:
+        stale = run(mismatch__k3=k3, lag__max=lag, **changed)
         return health(replace(stale, config={**stale.config, "objective": {"name": objective}}))
 
     corrected = judged("token-tis", 31)
     assert corrected.state == "healthy, but"
-    assert corrected.text == f"{BUT}k3 is 0.2, of samples up to 31 updates old, for which token-tis corrects."
+    assert corrected.text == f"{SAME}{BUT}k3 is 0.08, of samples up to 31 updates old, for which token-tis corrects."
     assert judged("dapo", 31).state == "not healthy"
     assert judged("token-tis", 0).state == "not healthy"
     assert judged("my_module:own", 31).state == "not healthy", "code that a run names is not run to learn more"
     fallen = judged("token-bypass", 31, reward__mean=phases(0.4, 0.2, 0.05, 0.05))
-    assert fallen.text.startswith(f"{FAULTY}k3 is 0.2: beyond everything published")
+    assert "k3 is 0.08, of samples up to 31 updates old, for which token-bypass corrects: too much" in fallen.text
+    beyond = judged("token-tis", 31, k3=0.2)
+    assert beyond.state == "not healthy", "whatever corrects for it"
+    assert "for which token-tis corrects: beyond everything published" in beyond.text
 
 
 def test_a_bad_quarter_is_named_with_its_median() -> None:
     """15 of 80 steps outside are few, but 15 of the last 20 are most of them; their median, of 20 values, is .5."""
     result = health(run(mismatch__k3=[1e-3] * 65 + [0.5] * 15))
-    assert result.text.startswith(f"{FAULTY}k3 is 0.5 in steps 61 to 80: beyond everything published")
+    assert result.text.startswith(f"{SAME}{FAULTY}k3 is 0.5 in steps 61 to 80: beyond everything published")
     one = result.metrics["mismatch/k3"]
     assert (one.outside, one.measured, one.median, one.worst.outside) == (15, 80, 1e-3, 15)
     assert one.steps == "15 of 80 steps, mostly 61 to 80"

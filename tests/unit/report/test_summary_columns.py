@@ -158,6 +158,8 @@ def test_each_reason_against_a_comparison_is_named() -> None:
     assert "numbers of seeds differ (fast 3; b 2)" in caution(fast, group("b", *FAST[:2]))
     other = [run({0: 0.2, 4: 0.5}, seed) for seed in (3, 4, 5)]
     assert "The seeds differ" in caution(fast, group("b", *other))
+    worse = caution(fast, group("b", *FAST[:2], run({0: 0.5, 4: 0.2}, 2, eval__sort__problems=64)))
+    assert worse == "Got worse: b seed 2: held-out accuracy on sort fell from 0.500 [0.381, 0.619] to 0.200."
     twice = [run({0: 0.2, 4: 0.5}, seed) for seed in (0, 0, 1)]
     assert any("b: seed 0 more than once" in line for line in cautions([fast, group("b", *twice)]))
 

@@ -46,7 +46,8 @@ class MethodResult:
 class MapRegime:
     """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
 
-    k3, tokens: smallest and largest mean of a run, nats per token, tokens per response. before: untrained accuracy.
+    k3, tokens: smallest and largest mean over the steps of a run, nats per token, tokens per response; of the runs with
+    the settings of `methods`, since k3 grows where a policy collapses. before: untrained accuracy.
     """
 
     name: str

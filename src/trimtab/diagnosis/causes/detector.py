@@ -15,8 +15,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import z_of
-from trimtab.diagnosis.causes.logprob_pairs import MAX_LOG_RATIO, LogprobPairs
+from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.records import Settings
+from trimtab.diagnosis.tokens import excess
 
 LEAST_RMS = 4e-4  # logits: two float32 forwards, or the rounding of the file, move less
 LEAST_K3 = 1e-8  # k3 of two float32 forwards
@@ -54,9 +55,9 @@ class Residual:
     def of(cls, tokens: LogprobPairs) -> Residual:
         if not len(tokens):
             return cls(0, 0.0, 1.0, 0.0, "silent")
-        excess = np.expm1(np.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        mean = float(excess.mean())
-        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(excess), _contract(excess, mean))
+        of_tokens = excess(tokens.log_ratio)
+        mean = float(of_tokens.mean())
+        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), contract(of_tokens))
 
     @property
     def total(self) -> float:
@@ -68,7 +69,9 @@ class Residual:
         return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.contract]})"
 
 
-def _contract(excess: np.ndarray, mean: float) -> Contract:
+def contract(excess: np.ndarray) -> Contract:
+    """Judges the mean of ratio - 1 over tokens of which the denominator sampled."""
+    mean = float(excess.mean())
     error = max(float(excess.std()) / np.sqrt(len(excess)), 1e-12)
     smallest = max(CONTRACT_CLOSE, CONTRACT_Z * error)
     if mean > smallest:

@@ -8,16 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
-from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
 
 MAX_LOGP = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
 UNDECIDED = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
-
-MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios wherever a ratio is computed."""
 
 
 def logit(logp: np.ndarray) -> np.ndarray:
@@ -117,9 +114,7 @@ class LogprobPairs:
 
     @property
     def k3(self) -> np.ndarray:
-        """ratio - 1 - log-ratio of each token, the log-ratio bounded."""
-        log_ratio = np.clip(self.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return np.expm1(log_ratio) - log_ratio
+        return k3(self.log_ratio)
 
     @property
     def shift(self) -> np.ndarray:

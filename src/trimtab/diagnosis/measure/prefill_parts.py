@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.tokens import k3
 from trimtab.findings import Finding
 from trimtab.pages.numbers import short
 
@@ -19,8 +19,7 @@ class PrefillSums:
     def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.prefill is not None:
             prefill = tokens.at_tokens(tokens.table.prefill).astype(np.float64)
-            logs = np.clip([prefill - tokens.behavior, tokens.trainer - prefill], -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            self._sums += (np.expm1(logs) - logs).sum(1)
+            self._sums += k3(np.stack([prefill - tokens.behavior, tokens.trainer - prefill])).sum(1)
             self._tokens += len(tokens)
 
     def findings(self) -> tuple[Finding, ...]:

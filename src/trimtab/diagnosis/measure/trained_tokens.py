@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.corrections.statistics import RatioStatistics
 from trimtab.diagnosis.measure.bins import log_ratio_bin, probability_bin
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import TokenTable, excess, k3
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
 _FAR = 1 << 40  # position relative to a turn's boundary where there is none
@@ -75,12 +75,11 @@ class TrainedTokens:
 
     @cached_property
     def excess(self) -> np.ndarray:
-        """Ratio - 1, the exponent bounded; `expm1` keeps precision near 1."""
-        return np.expm1(np.clip(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+        return excess(self.log)
 
     @cached_property
     def k3(self) -> np.ndarray:
-        return self.excess - self.log
+        return k3(self.log)
 
     @cached_property
     def size(self) -> np.ndarray:

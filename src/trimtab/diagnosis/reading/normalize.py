@@ -6,11 +6,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.reading.batches import Batch, flat, list_lengths
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, UNEQUAL, ReadCounts
-from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
@@ -308,9 +307,7 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
     if table.anchor:
         tally.equal += int((trained & (table.trainer == table.behavior)).sum())
         tally.zero_trainer += int((trained & (table.trainer == 0)).sum())
-        log_ratio = (table.trainer - table.behavior)[trained].astype(np.float64)
-        bounded = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        tally.k3_sum += float((np.expm1(bounded) - log_ratio).sum())
+        tally.k3_sum += float(k3((table.trainer - table.behavior)[trained]).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is not None and (above := trained & (values > MAX_ROUNDED_LOGP)).any():

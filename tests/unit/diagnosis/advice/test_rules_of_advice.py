@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -173,6 +175,19 @@ def test_the_map_of_the_package_has_causes_and_presets_that_exist() -> None:
             trimtab.objective(name, **result.settings)
             assert 0 <= result.low <= result.accuracy <= result.high <= 1
         assert any(result.best for result in regime.methods.values())
+
+
+def test_the_map_covers_the_mean_k3_of_its_runs_and_not_that_of_their_last_step() -> None:
+    """At `stale-32` the tuned `grpo` has the smallest and `seq-bypass` the largest; means over steps."""
+    rows = pq.read_table(Path(__file__).parents[4] / "docs/results/data/fair-map.parquet").to_pylist()
+
+    def means(method: str) -> list[float]:
+        runs = [r for r in rows if (r["part"], r["regime"], r["method"]) == ("map", "stale-32", method)]
+        return [float(np.mean([k3 for k3 in r["metrics"]["mismatch/k3"] if k3 is not None])) for r in runs]
+
+    [stale] = [regime for regime in load_map() if regime.cause == "stale"]
+    assert stale.k3 == pytest.approx([min(means("grpo:optim.lr=1.25e-05")), max(means("seq-bypass"))], rel=5e-3)
+    assert stale.outside(0.03, 120) == "k3 is 3.0e-02 here and 6.7e-04 to 4.7e-03 there"
 
 
 @pytest.mark.parametrize("preset", objectives())

@@ -1,0 +1,59 @@
+"""Checks of tensors that callers pass. Each names the argument, what it is and what it must be, in one line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOKENS = "(batch, time)"
+_KINDS = {"sequence_ids": "integer", "turn": "integer", "age": "integer", "response_ids": "integer"}
+_KINDS |= {"mask": "bool", "off_policy": "bool"}
+"""Of arguments that are not floating-point numbers."""
+
+
+def check_batch(mask: object, **tensors: object) -> None:
+    """Raises `ValueError` unless mask is (batch, time) bool, and the others, where given, are of its shape and device.
+
+    Unchecked, a float mask would select nothing and a shorter tensor would be broadcast, both silently.
+    """
+    shape = mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    check_tensor("mask", mask, mask, *([] if shape is None else [shape]))
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor, mask, *([] if shape is None else [shape]))
+
+
+def check_tensor(
+    name: str, value: object, mask: object, *shapes: tuple[int, ...], kind: str = "", words: str = TOKENS
+) -> None:
+    """Raises `ValueError` unless `value` is a dense tensor of one of the shapes, of its kind, and where the mask is.
+
+    kind: bool, integer, float, number (integer or float) or real (bool too); by default what an argument of this name
+    is. words: the shapes in words.
+    """
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a tensor {words}")
+    if value.shape not in shapes:
+        beside = f", mask {tuple(mask.shape)}" if isinstance(mask, Tensor) and name != "mask" else ""
+        raise ValueError(f"{name} has shape {tuple(value.shape)}{beside}: it must be {words}")
+    kind = kind or _KINDS.get(name, "float")
+    if not _is(kind, value.dtype):
+        raise ValueError(f"{name} must be {kind}, not {value.dtype}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, not {value.layout}")
+    if isinstance(mask, Tensor) and value.device != mask.device:
+        raise ValueError(f"{name} is on {value.device}, mask on {mask.device}: move it there")
+
+
+def check_advantage(advantage: object, mask: Tensor) -> None:
+    """Raises `ValueError` unless the advantages are numbers (batch, 1) or (batch, time) beside the mask."""
+    shapes = ((len(mask), 1), tuple(mask.shape))
+    check_tensor("advantage", advantage, mask, *shapes, kind="number", words="(batch, 1) or (batch, time)")
+
+
+def _is(kind: str, dtype: torch.dtype) -> bool:
+    if kind == "bool":
+        return dtype == torch.bool
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    number = whole or dtype.is_floating_point
+    return {"integer": whole, "float": dtype.is_floating_point, "number": number, "real": not dtype.is_complex}[kind]
