@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import stat
 import tomllib
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -32,6 +34,22 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
+    try:
+        with regular_file(path).open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            yield gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[misc]
+    except FileNotFoundError:
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -306,6 +306,15 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
+def state(folder: Path) -> list[str]:
+    """TRL's own trainer, without vLLM, and the trainer_state.json of its run with an evaluation."""
+    trainer = build(PlainTrainer, folder, steps=12, own={})
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(8)))
+    trainer.save_state()
+    return sorted({name for row in trainer.state.log_history for name in row})
+
+
 def monitored(folder: Path) -> dict[str, Any]:
     """Weights and log after three updates with and without `monitor=True`."""
     result = {}
@@ -385,5 +394,5 @@ def options(_: Path) -> list[str]:
 
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
-    functions = (parity, kl, presets, planted, train, monitored, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, train, state, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

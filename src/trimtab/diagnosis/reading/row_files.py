@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from trimtab.diagnosis.reading.batches import Batch, to_batch
 from trimtab.diagnosis.reading.cells import as_list, csv_cell, plain
 from trimtab.diagnosis.reading.read_counts import ReadCounts
-from trimtab.errors import TrimtabError, neighbors
-from trimtab.files import regular_file
+from trimtab.errors import TrimtabError
+from trimtab.files import opened
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Numbers, from 1, and contents of the usable rows; the others are counted."""
@@ -155,19 +152,3 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
         raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
     except UnicodeDecodeError:
         raise TrimtabError(f"{path} is not UTF-8 after row {number}: write it as UTF-8") from None
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
-    try:
-        with regular_file(path).open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            yield gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[misc]
-    except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
-    except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

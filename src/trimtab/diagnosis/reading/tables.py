@@ -10,9 +10,10 @@ from pathlib import Path
 
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
 from trimtab.diagnosis.reading.packed_rows import PACKED, packed_rows, slices_of
-from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines, opened
+from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
+from trimtab.files import opened
 
 Table = ArrowFile | RowFile
 """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
