@@ -100,7 +100,7 @@ def test_scalars_of_a_trainer_state_are_read(tmp_path: Path, capsys: pytest.Capt
     names = {row["name"] for row in found["scalars"]}
     assert {"completions/mean_length", "completions/clipped_ratio", "grad_norm", "reward", "entropy"} <= names
     assert not [name for name in names if name.startswith("eval")]
-    assert "use_vllm=True" in found["missing"]
+    assert "use_vllm=True" in found["missing"][0]
 
 
 def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:

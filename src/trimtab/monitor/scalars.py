@@ -136,7 +136,8 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
 def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
     """Returns the framework that most names of a mismatch belong to, and the curves of all scalars it logs.
 
-    Without a mismatch it is the framework with most characters in the names: long ones belong to one framework.
+    Without a mismatch it is the framework with most characters in the names: long ones belong to one framework. Of
+    equals it is then the later one, because a `grad_norm` alone is that of transformers and not of `Monitor`.
     """
     logged = list(dict.fromkeys(name for row in rows for name in row))
     found: Counter[str] = Counter()
@@ -145,7 +146,8 @@ def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
         count = sum(_is(scalar, name) for name in logged)
         found[scalar.framework] += count * (scalar.quantity in K3)
         named[scalar.framework] += count * len(scalar.name)
-    framework = max(found, key=lambda name: (found[name], 0 if found[name] else named[name]))
+    equals = list(found) if any(found.values()) else list(reversed(found))
+    framework = max(equals, key=lambda name: (found[name], 0 if found[name] else named[name]))
     curves = (
         _curve(scalar, name, [row[name] for row in rows if name in row])
         for scalar in known_scalars()

@@ -36,9 +36,8 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
     for curve in report.curves:
         if curve.not_finite:
             yield f"note      {curve.logged_as} is not finite at {curve.not_finite} steps, which are left out"
-    if report.mismatch is None:
-        yield f"missing   {missing(report.framework)}"
-    elif not any(report.mismatch.values):
+    yield from (f"missing   {text}" for text in missing(report))
+    if report.mismatch is not None and not any(report.mismatch.values):
         yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
     for alarm in report.alarms:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
@@ -47,11 +46,18 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
     yield f"limits    {LIMITS}"
 
 
-def missing(framework: str) -> str:
-    """Returns how to measure the mismatch that no scalar has."""
-    names = [scalar.name for scalar in known_scalars() if scalar.framework == framework and scalar.quantity in K3]
-    logs = f"{framework} logs it as {names[0]} {HOW.get(framework, '')}".rstrip() + "; " if names else ""
-    return f"no scalar measures the mismatch of trainer and sampler: {logs}`trimtab.Monitor` does in any trainer"
+def missing(report: ScalarReport) -> list[str]:
+    """Returns what could not be judged, and under which names the framework logs it."""
+    framework, found = report.framework, {curve.scalar.quantity for curve in report.curves}
+    table = [scalar for scalar in known_scalars() if scalar.framework == framework]
+    names = {scalar.quantity: scalar.name for scalar in reversed(table)}
+    texts = []
+    if report.mismatch is None:
+        name = next((names[quantity] for quantity in K3 if quantity in names), "")
+        logs = f"{framework} logs it as {name} {HOW.get(framework, '')}".rstrip() + "; " if name else ""
+        texts = [f"no scalar measures the mismatch of trainer and sampler: {logs}`trimtab.Monitor` does in any trainer"]
+    absent = [f"{one} ({names[one]})" for one in ("length", "truncated", "grad_norm") if one in {*names} - found]
+    return texts + ([f"not judged, because it is not logged: {', '.join(absent)}"] if absent else [])
 
 
 def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
         "framework": report.framework,
         "steps": report.steps,
         "k3_from": None if report.mismatch is None else report.mismatch.logged_as,
-        "missing": None if report.mismatch is not None else missing(report.framework),
+        "missing": missing(report),
         "scalars": [
             {
                 **asdict(curve.scalar),

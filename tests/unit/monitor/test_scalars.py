@@ -239,6 +239,16 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
     assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
 
 
+def test_what_is_not_logged_is_named(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}]
+    *_, mismatch, others, _, _ = lines(judge(read_scalars(trainer_state(tmp_path, rows))), tmp_path)
+    assert "trl logs it as sampling/sampling_logp_difference/mean" in mismatch
+    assert others == (
+        "missing   not judged, because it is not logged: length (completions/mean_length), truncated "
+        "(completions/clipped_ratio)"
+    )
+
+
 def test_an_evaluation_under_a_name_of_training_is_another_scalar(tmp_path: Path) -> None:
     """As W&B and TensorBoard get them from transformers."""
     rows = [{"train/grad_norm": 1.0, "train/completions/mean_length": 100.0, "eval/completions/mean_length": 900.0}]
