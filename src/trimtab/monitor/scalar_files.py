@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, require_extra
-from trimtab.files import opened, parse_json
+from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json
 from trimtab.monitor.scalars import Row, curves_of
 
 STEP = (
@@ -19,8 +19,6 @@ STEP = (
     *("system/global_step", "progress/batch", "train/step", "rollout/step", "_step", "Step"),
 )
 """Names of the step counter, first found first."""
-_LARGEST = 256 * 1024 * 1024
-"""Largest size in bytes of a file of scalars, so that memory stays bounded."""
 _LONGEST_NAME = 500
 """Characters of a name; objects nested more deeply hold no scalars."""
 _STATE, _EVENTS, _HISTORY = "trainer_state.json", "events.out.tfevents*", "log_history"
@@ -59,9 +57,12 @@ def read_scalars(path: Path) -> list[Row]:
     if path.is_dir():
         return _merged(_events(path), path)
     with opened(path) as file:
-        data = file.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise TrimtabError(f"{path} holds over {_LARGEST >> 20} MB: name a file of scalars, or leave steps out")
+        data = file.read(limit(MAX_SCALARS_BYTES) + 1)
+    if len(data) > limit(MAX_SCALARS_BYTES):
+        raise TrimtabError(
+            f"{path} holds over {limit(MAX_SCALARS_BYTES) >> 20} MB: name a file of scalars, leave steps out, or "
+            f"{RAISE_LIMITS}"
+        )
     is_table = path.name.lower().removesuffix(".gz").endswith(".csv")
     try:
         text = data.decode("utf-8-sig")
@@ -86,7 +87,7 @@ def _is_known(path: Path) -> bool:
 
 
 def _table(text: str) -> list[dict[str, Any]]:
-    csv.field_size_limit(_LARGEST)
+    csv.field_size_limit(limit(MAX_SCALARS_BYTES))
     return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
