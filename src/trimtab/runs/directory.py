@@ -232,7 +232,8 @@ def _faults(logged: Sequence[int], last: int, path: Path) -> str:
     faults = [f"has no line of step {_ranges(missing)}"] if missing else []
     faults += [f"had several lines of step {_ranges(repeated)}, of which the last is kept"] if repeated else []
     faults += ["was not in the order of the steps"] if not repeated and list(logged) != sorted(logged) else []
-    return f"{path} {' and '.join(faults)}: curves of this run are not what it did" if faults else ""
+    lost = "lines were lost or changed after training wrote them, and the report will lack them"
+    return f"{path} {' and '.join(faults)}: {lost}" if faults else ""
 
 
 def _ranges(parts: Sequence[tuple[int, int]]) -> str:

@@ -214,7 +214,7 @@ def test_resume_continues_from_the_checkpoint_without_duplicates(tmp_path: Path)
         ([1, 2, 3, 2, 3, 4, 5], "had several lines of step 2, 3, of which the last is kept", [1, 2, 3, 4, 5]),
         ([1, 3, 3, 4, 5], "has no line of step 2 and had several lines of step 3", [1, 3, 4, 5]),
         ([2, 1, 3, 4, 5], "was not in the order of the steps", [1, 2, 3, 4, 5]),
-        ([1, 3, 5, 7, 9, 11, 12], "has no line of step 2, 4: curves", [1, 3, 5]),
+        ([1, 3, 5, 7, 9, 11, 12], "has no line of step 2, 4: lines were lost", [1, 3, 5]),
     ],
 )
 def test_lost_and_repeated_lines_are_named_at_resume(
