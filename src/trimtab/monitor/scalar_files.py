@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, require_extra
-from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json
+from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
 from trimtab.monitor.scalars import Row, curves_of
 
 STEP = (
@@ -154,6 +154,11 @@ def _events(folder: Path) -> Sequence[Row]:
     require_extra("tensorboard", f"reading {folder}", "or name a file of JSON lines or CSV")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    try:
+        for file in folder.glob(_EVENTS):
+            regular_file(file)
+    except OSError as error:
+        raise TrimtabError(f"cannot read {error.filename}: {error.strerror}") from None
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     rows: dict[int, dict[str, float]] = {}
     for name in events.Tags()["scalars"]:

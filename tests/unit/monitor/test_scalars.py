@@ -328,6 +328,10 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe.jsonl", Path("/dev/zero")):
         with pytest.raises(TrimtabError, match="it is not a regular file"):
             read_scalars(path)
+    (tmp_path / "events").mkdir()
+    os.mkfifo(tmp_path / "events" / "events.out.tfevents.1")
+    with pytest.raises(TrimtabError, match="it is not a regular file"):
+        read_scalars(find_scalars(tmp_path / "events"))
 
 
 def planted(seed: int) -> list[Step]:

@@ -76,7 +76,7 @@ def _suffix(path: Path) -> str:
 
 def _by_number(path: Path) -> list[tuple[bool, int, str]]:
     parts = re.split(r"(\d+)", str(path))
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def open_table(path: Path) -> Table | None:

@@ -158,6 +158,12 @@ def test_one_variable_raises_every_limit(monkeypatch: pytest.MonkeyPatch, tmp_pa
             limit(10)
 
 
+def test_a_digit_that_is_no_decimal_may_be_in_a_name(tmp_path: Path) -> None:
+    for name in ("1²2.pt", "1²10.pt"):
+        saved(tmp_path / name, padded())
+    assert tokens_of(tmp_path) == 2 * ROWS * TIME
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.pt")
     assert "it is not a regular file" in refused(tmp_path / "a.pt")
