@@ -97,7 +97,7 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
     raised: dict[str, tuple[int, int, Finding]] = {}
     candidates = _candidates(steps) if steps else {}
     for order, rule in enumerate(RULES):
-        for end in candidates.get(rule, np.arange(len(steps))):
+        for end in candidates.get(rule, ()):
             finding = rule(history(steps, int(end) + 1))
             if finding is not None and finding.name not in raised:
                 raised[finding.name] = (int(end), order, finding)
@@ -113,13 +113,10 @@ def history(steps: Sequence[Step], end: int) -> list[Step]:
 
 
 def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Finding | None], np.ndarray]:
-    """Returns the indices of the steps at which a rule can raise an alarm: necessary conditions on whole columns.
-
-    A rule that is not in it is asked at every step.
-    """
+    """Returns the indices of the steps at which each rule can raise an alarm: necessary conditions on whole columns."""
 
     def column(name: str) -> np.ndarray:
-        return np.array([step[name] for step in steps], np.float64)
+        return np.array([step.metrics.get(name, math.nan) for step in steps], np.float64)
 
     def medians(name: str, count: int) -> np.ndarray:
         """The median of the last `count` steps; NaN where there are fewer or a value is NaN."""
@@ -145,6 +142,7 @@ def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Findin
         weights_do_not_arrive: (k3 > JUMP * before) | (last - middle > grew / 2),
         k3_rises: medians("mismatch/k3", WINDOW) > RISE * max(first("mismatch/k3", WINDOW), EXACT),
         k3_is_large: medians("mismatch/k3", RECENT) > LARGE_K3,
+        mean_ratio_is_off: [step.ratio is not None for step in steps],
         effective_sample_size_is_low: medians("mismatch/ess_token", RECENT) < LOW_ESS,
         gradient_norm: norms < NORM_FALL * earlier,
         responses_are_truncated: truncated - first("response/truncated", 2 * RECENT) > TRUNCATED_RISE,

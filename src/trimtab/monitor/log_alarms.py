@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.monitor.alarms import Alarm, Step, alarms, history
 from trimtab.monitor.monitor import warn
-from trimtab.monitor.scalars import best_mismatch, curves_of, step_of
+from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
@@ -34,7 +34,7 @@ class LogAlarms(TrainerCallback):
         """Judges the step. Logs without a known scalar, such as those of an evaluation, are left out."""
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         curves = curves_of([numbers])[1]
-        step = step_of({**numbers, "step": state.global_step}, best_mismatch(curves), curves)
+        step = step_of({**numbers, "step": state.global_step}, best_mismatch(curves), metric_names(curves))
         if not state.is_world_process_zero or step is None:
             return
         self._steps.append(step)

@@ -119,12 +119,14 @@ def _numbers(row: Mapping[str, object]) -> Row:
     while levels:
         prefix, level = levels.pop()
         for name, value in level.items():
-            if isinstance(value, dict):
+            if type(value) is float:  # most are
+                found[prefix + name] = value
+            elif isinstance(value, dict):
                 if len(prefix) + len(name) < _LONGEST_NAME:
                     levels.append((f"{prefix}{name}/", value))
             elif isinstance(value, int | float | str) and not isinstance(value, bool):
                 try:
-                    found[prefix + name if prefix else name] = float(value)
+                    found[prefix + name] = float(value)
                 except ValueError:  # a text is not a scalar
                     continue
                 except OverflowError:  # an integer of more than 308 digits

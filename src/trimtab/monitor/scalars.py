@@ -124,7 +124,8 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
     if not curves:
         known = sorted({f"{s.name} ({s.framework})" for s in known_scalars() if s.quantity in K3})
         raise TrimtabError(f"no scalar is known; those that measure the mismatch are {', '.join(known)}")
-    steps = [step for row in rows if (step := step_of(row, mismatch, curves)) is not None]
+    names = metric_names(curves)
+    steps = [step for row in rows if (step := step_of(row, mismatch, names)) is not None]
     restarts = tuple(
         Restart(after.number, before["mismatch/k3"], after["mismatch/k3"])
         for before, after in pairwise(steps)
@@ -169,16 +170,17 @@ def best_mismatch(curves: Iterable[Curve]) -> Curve | None:
     return min(measuring, key=lambda curve: order.index(curve.scalar.quantity), default=None)
 
 
-def step_of(row: Row, mismatch: Curve | None, curves: Iterable[Curve]) -> Step | None:
-    """Returns a row in the names of the monitor's rules.
+def metric_names(curves: Iterable[Curve]) -> dict[str, str]:
+    """Returns the names of the monitor's rules by logged name."""
+    return {one.logged_as: METRICS[one.scalar.quantity] for one in curves if one.scalar.quantity in METRICS}
+
+
+def step_of(row: Row, mismatch: Curve | None, names: Mapping[str, str]) -> Step | None:
+    """Returns a row in the names of the monitor's rules, which are `names` by logged name.
 
     None where the mismatch, or without one every metric of the rules, is missing or not finite.
     """
-    metrics = {
-        METRICS[curve.scalar.quantity]: row[curve.logged_as]
-        for curve in curves
-        if curve.scalar.quantity in METRICS and curve.logged_as in row
-    }
+    metrics = {name: row[logged] for logged, name in names.items() if logged in row}
     if mismatch is not None:
         metrics["mismatch/k3"] = K3[mismatch.scalar.quantity][1](row.get(mismatch.logged_as, math.nan))
     needed = metrics.values() if mismatch is None else [metrics["mismatch/k3"]]
