@@ -7,7 +7,8 @@ from trimtab.monitor.scalars import Scalar, known_scalars
 HEAD = """# Scalars of each framework
 
 What frameworks log about the mismatch of trainer and sampler, and how each number is computed. `trimtab diagnose
---scalars PATH` reads them from JSON lines, CSV or TensorBoard events ([diagnose](diagnose.md#scalars-only)).
+--scalars PATH` reads them from JSON, CSV, TensorBoard events or a trainer_state.json of transformers
+([diagnose](diagnose.md#scalars-only)).
 
 p and q are the log-probs of trainer and sampler for a sampled token, d = p - q. The expectation of -d and of
 exp(d) - 1 - d over sampled tokens is the divergence KL(sampler, trainer). For noise of standard deviation s per token,

@@ -1,24 +1,60 @@
-"""Reads what users name: regular files only, with bounds on nesting and on the length of a row."""
+"""Reads what users name: regular files only, with bounds on nesting, on the length of a row, and on what unpacks.
+
+The bounds keep memory at a few gigabytes whatever a file says. `TRIMTAB_FILE_LIMITS=4` in the environment multiplies
+all of them by 4, for files that really are so large.
+"""
 
 from __future__ import annotations
 
 import errno
+import gzip
+import io
 import json
+import math
 import os
 import stat
 import tomllib
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, neighbors
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_ROW_VALUES = 1 << 24
-"""Largest number of values in one list of a parquet file. A response of as many tokens takes about 600 MB."""
+"""Largest number of values in one list of a parquet file, of whatever column."""
+MAX_RESPONSE = 1 << 22
+"""Largest number of tokens of a response that is diagnosed, which takes about 1 GB."""
+MAX_ROW_BYTES = 256 << 20
+"""Largest size of a row of JSON or CSV."""
+MAX_ARRAY_BYTES = 512 << 20
+"""Largest size of a JSON array, which is held in memory."""
+MAX_SCALARS_BYTES = 256 << 20
+"""Largest size of a file of scalars, which is held in memory."""
+MAX_UNPACKED_BYTES, MAX_UNPACKED_TIMES = 64 << 20, 100
+"""Size that any packed file may unpack to, and how many times its own size a larger one may. Log-probs as text get 2 to
+20 times smaller."""
+LIMITS = "TRIMTAB_FILE_LIMITS"
+RAISE_LIMITS = f"{LIMITS}=4 in the environment allows four times as much"
+
+
+def limit(bound: int) -> int:
+    """Returns a bound, multiplied by the environment variable `TRIMTAB_FILE_LIMITS` if it is set.
+
+    Raises `TrimtabError` if that is not a number of at least 1.
+    """
+    given = os.environ.get(LIMITS, "1")
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = math.nan
+    if not 1 <= factor <= 1e6:
+        raise TrimtabError(f"{LIMITS}={given!r} is not a number from 1 to 1e6: set one, or unset it")
+    return int(bound * factor)
 
 
 def regular_file(path: Path) -> Path:
@@ -32,6 +68,48 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a gzipped file. Raises `TrimtabError` where it is many times larger than the file."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self._path, self._size = gzip.GzipFile(fileobj=file), path, 0
+        self._most = max(limit(MAX_UNPACKED_BYTES), limit(MAX_UNPACKED_TIMES) * os.fstat(file.fileno()).st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._size += count
+        if self._size > self._most:
+            raise too_large_unpacked(self._path, self._size)
+        return count
+
+
+def too_large_unpacked(path: Path, size: int) -> TrimtabError:
+    """Returns the error for a packed file whose content has `size` bytes or more."""
+    return TrimtabError(
+        f"{path} unpacks to over {MAX_UNPACKED_TIMES} times its size ({size >> 20} MB so far): unpack it first, or "
+        f"{RAISE_LIMITS}"
+    )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
+    try:
+        with regular_file(path).open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            yield io.BufferedReader(Unpacked(file, path), 1 << 16) if packed else file
+    except FileNotFoundError:
+        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -50,11 +128,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("values are nested too deeply") from None
 
 
-def too_long(path: Path, column: str, values: int, rows: int) -> TrimtabError:
-    """Returns the error for a column of a parquet file with `values` values in so few `rows`."""
+def too_long(path: Path, column: str, values: int, rows: int, most: int) -> TrimtabError:
+    """Returns the error for a column with `values` values in so few `rows`. most: the largest number in a row."""
     return TrimtabError(
-        f"{path}: column {column!r} holds {values:,} values in {rows:,} rows; a row may hold {MAX_ROW_VALUES:,}: "
-        "leave the file out, or write the column again"
+        f"{path}: column {column!r} holds {values:,} values in {rows:,} rows; a row may hold {most:,}: leave the file "
+        f"out, write the column again, or {RAISE_LIMITS}"
     )
 
 
@@ -70,7 +148,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     with pq.ParquetFile(regular_file(path), pre_buffer=False) as file:
         for group in (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)):
             for column in (group.column(index) for index in range(group.num_columns)):
-                if column.num_values > MAX_ROW_VALUES * group.num_rows:
+                if column.num_values > limit(MAX_ROW_VALUES) * group.num_rows:
                     name = column.path_in_schema.split(".")[0]
-                    raise too_long(path, name, column.num_values, group.num_rows)
+                    raise too_long(path, name, column.num_values, group.num_rows, limit(MAX_ROW_VALUES))
         yield file

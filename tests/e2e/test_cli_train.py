@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,21 @@ def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Pa
     resumed.send_signal(signal.SIGINT)
     resumed.communicate(timeout=120)
     assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
+
+
+def test_resume_says_which_steps_the_metrics_lost_and_takes_an_older_checkpoint(
+    here: Command, place: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(place / "runs" / "small", tmp_path / "run")
+    first, _, third, fourth = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(first + third + third + fourth)
+    (run / "checkpoints" / "step-000004" / "manifest.json").write_text("[" * 100_000)
+    done = here("train", "small.toml", "--out", str(run), "--resume", cwd=place)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    assert "has no line of step 2 and had several lines of step 3, of which the last is kept" in text
+    assert "step-000004 is damaged: manifest.json cannot be read; using step-000003 instead" in text
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 3, 4]
 
 
 def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:

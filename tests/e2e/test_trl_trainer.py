@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import trimtab
+from trimtab.cli import main
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-bench" / "bin" / "python"
@@ -125,6 +126,18 @@ def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:
     assert result["loss"]
     assert all(0.02 < k3 < 0.1 for k3 in result["k3"])
     assert all(name.startswith("trimtab/") for name in result["added"])
+
+
+def test_scalars_of_a_trainer_state_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = run("state", tmp_path)
+    assert "eval_completions/mean_length" in logged
+    assert main.run(["diagnose", "--scalars", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["read"], found["framework"], found["steps"]) == (str(tmp_path / "trainer_state.json"), "trl", 12)
+    names = {row["name"] for row in found["scalars"]}
+    assert {"completions/mean_length", "completions/clipped_ratio", "grad_norm", "reward", "entropy"} <= names
+    assert not [name for name in names if name.startswith("eval")]
+    assert "use_vllm=True" in found["missing"][0]
 
 
 def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:

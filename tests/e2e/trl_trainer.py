@@ -384,6 +384,15 @@ def gap(row: dict[str, Any]) -> float:
     return max((abs(a - b) for a, b in zip(row["logp_current"], old, strict=True)), default=0.0)
 
 
+def state(folder: Path) -> list[str]:
+    """TRL's own trainer, without vLLM, and the trainer_state.json of its run with an evaluation."""
+    trainer = build(PlainTrainer, folder, steps=12, own={})
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(8)))
+    trainer.save_state()
+    return sorted({name for row in trainer.state.log_history for name in row})
+
+
 def monitored(folder: Path) -> dict[str, Any]:
     """Weights and log after three updates with and without `monitor=True`."""
     result = {}
@@ -481,4 +490,5 @@ def options(_: Path) -> list[str]:
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
     functions = (parity, kl, presets, planted, own, lost, train, monitored, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, train, state, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from trimtab.sandbox.code_result import clean
+from trimtab.safe_text import clean
 
 PACE_SECONDS = 3600.0  # the remaining time follows the pace of the last hour
 

@@ -101,8 +101,8 @@ Scalars = Annotated[
     typer.Option(
         "--scalars",
         metavar="PATH",
-        help="Instead of log-probs, the scalars that a run logged: JSON lines, CSV (as W&B exports it) or a folder of "
-        "TensorBoard events, in the names of any framework.",
+        help="Instead of log-probs, the scalars that a run logged, in the names of any framework: JSON, CSV (as W&B "
+        "exports it), TensorBoard events, a trainer_state.json of transformers, or a folder with one of these.",
     ),
 ]
 
@@ -162,14 +162,16 @@ def diagnose(
 
 
 def _scalars(path: Path, *, as_json: bool) -> None:
-    from trimtab.monitor.scalars import judge, read_scalars
+    from trimtab.monitor.scalar_files import find_scalars, read_scalars
+    from trimtab.monitor.scalars import judge
     from trimtab.monitor.scalars_text import as_dict, lines
 
-    report = judge(read_scalars(path))
+    read = find_scalars(path)
+    report = judge(read_scalars(read))
     if as_json:
-        print_json(as_dict(report))
+        print_json(as_dict(report, read))
     else:
-        echo("\n".join(lines(report)))
+        echo("\n".join(lines(report, read)))
 
 
 def _answer(

@@ -23,7 +23,7 @@ from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, pre
 from trimtab.cli.output import echo
 from trimtab.errors import Stopped, TrimtabError, TrimtabWarning, without_credentials
 from trimtab.plugins import only_named
-from trimtab.sandbox.code_result import clean
+from trimtab.safe_text import clean
 
 EXIT_USER_ERROR = 2
 # Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.

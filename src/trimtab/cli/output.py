@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.sandbox.code_result import UNPRINTABLE, clean
+from trimtab.safe_text import UNPRINTABLE, clean
 
 
 def complete_recipe(incomplete: str) -> list[str]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
+from trimtab.safe_text import markdown_text
 
 ERRORS_KEPT = 5
 
@@ -218,6 +219,5 @@ class EvalResult:
         ]
 
     def markdown(self) -> str:
-        rows = [(name, value.replace("|", r"\|")) for name, value in self.rows()]
-        body = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        body = "\n".join(f"| {name} | {markdown_text(value)} |" for name, value in self.rows())
         return f"| measure | value |\n|---|---|\n{body}\n"

@@ -11,6 +11,7 @@ from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
 from trimtab.intervals import Interval, macro_average, paired_difference
+from trimtab.safe_text import markdown_text
 
 AVERAGE = "average"
 NOTE = "percent, with 95% intervals over problems"
@@ -27,9 +28,9 @@ class TextTable:
 
     def markdown(self) -> str:
         marks = ["---"] * self.labels + ["---:"] * (len(self.columns) - self.labels)
-        lines = [self.columns, marks, *self.rows]
-        body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        return f"**{self.title}**\n\n{body}\n"
+        rows = [[*map(markdown_text, row[: self.labels]), *row[self.labels :]] for row in self.rows]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in [[*map(markdown_text, self.columns)], marks, *rows])
+        return f"**{markdown_text(self.title)}**\n\n{body}\n"
 
     def table(self) -> Any:
         """Returns the table for a terminal, as a rich renderable."""
@@ -107,7 +108,7 @@ class Results:
 
     def markdown(self) -> str:
         return "\n".join(table.markdown() for table in self.tables()) + "".join(
-            f"\n{line}\n" for line in self.remarks()
+            f"\n{markdown_text(line)}\n" for line in self.remarks()
         )
 
     def remarks(self) -> list[str]:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import add
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.findings import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
-from trimtab.trends import WINDOW, gradient_norm_falls
+from trimtab.trends import NORM_FALL, WINDOW, gradient_norm_falls
 
 KEPT = 2 * WINDOW
 """Number of newest steps that the rules read, beside the first `WINDOW` steps."""
@@ -84,6 +86,70 @@ def alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns the alarms at the last of the steps, which are in order."""
     found = [finding for rule in RULES if (finding := rule(steps)) is not None]
     return [Alarm(**vars(finding), step=steps[-1].number) for finding in found]
+
+
+def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
+    """Returns each alarm of a whole run at the first step that raises it, in their order.
+
+    The same as `alarms` after every step, which reads `KEPT` steps each time; here the rules are asked only at the
+    steps that `_candidates` leaves.
+    """
+    raised: dict[str, tuple[int, int, Finding]] = {}
+    candidates = _candidates(steps) if steps else {}
+    for order, rule in enumerate(RULES):
+        for end in candidates.get(rule, ()):
+            finding = rule(history(steps, int(end) + 1))
+            if finding is not None and finding.name not in raised:
+                raised[finding.name] = (int(end), order, finding)
+                if rule is not weights_do_not_arrive:  # the only rule with several names
+                    break
+    inorder = sorted(raised.values(), key=lambda found: found[:2])
+    return [Alarm(**vars(finding), step=steps[end].number) for end, _, finding in inorder]
+
+
+def history(steps: Sequence[Step], end: int) -> list[Step]:
+    """Returns the first and the last of `steps[:end]`, each once, as `Monitor` keeps them."""
+    return [*steps[: min(WINDOW, max(0, end - KEPT))], *steps[max(0, end - KEPT) : end]]
+
+
+def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Finding | None], np.ndarray]:
+    """Returns the indices of the steps at which each rule can raise an alarm: necessary conditions on whole columns."""
+
+    def column(name: str) -> np.ndarray:
+        return np.array([step.metrics.get(name, math.nan) for step in steps], np.float64)
+
+    def medians(name: str, count: int) -> np.ndarray:
+        """The median of the last `count` steps; NaN where there are fewer or a value is NaN."""
+        windows = sliding_window_view(np.concatenate([np.full(count - 1, np.nan), column(name)]), count)
+        return np.median(windows, axis=-1)
+
+    def first(name: str, count: int) -> float:
+        return median(steps[:count], name)
+
+    k3 = np.maximum(column("mismatch/k3"), EXACT)
+    before = np.concatenate([[np.inf, np.inf], k3[:-2]])[: len(k3)]
+    logs = np.concatenate([[0.0], np.cumsum(np.log(k3))])
+    ends = np.arange(1, len(k3) + 1)
+    parts = [np.maximum(ends - back, 0) for back in (0, SHIFT_STEPS, KEPT)]
+    last, middle = ((logs[one] - logs[other]) / np.maximum(one - other, 1) for one, other in pairwise(parts))
+    norms = medians("grad_norm", WINDOW)
+    earlier = np.concatenate([np.full(WINDOW, np.nan), norms])[: len(norms)]
+    truncated, length = medians("response/truncated", RECENT), medians("response/length", RECENT)
+    missing, finite = column("nonfinite"), column("mismatch/tokens")
+    grew = LEAST_SPREAD * SHIFT_ERRORS / math.sqrt(SHIFT_STEPS)
+    found = {
+        # Half of the distance, since sums of many logarithms are rounded.
+        weights_do_not_arrive: (k3 > JUMP * before) | (last - middle > grew / 2),
+        k3_rises: medians("mismatch/k3", WINDOW) > RISE * max(first("mismatch/k3", WINDOW), EXACT),
+        k3_is_large: medians("mismatch/k3", RECENT) > LARGE_K3,
+        mean_ratio_is_off: [step.ratio is not None for step in steps],
+        effective_sample_size_is_low: medians("mismatch/ess_token", RECENT) < LOW_ESS,
+        gradient_norm: norms < NORM_FALL * earlier,
+        responses_are_truncated: truncated - first("response/truncated", 2 * RECENT) > TRUNCATED_RISE,
+        responses_grow: length > LENGTH_RISE * first("response/length", 2 * RECENT),
+        log_probs_are_missing: missing > MISSING * np.maximum(missing + finite, 1),
+    }
+    return {rule: np.flatnonzero(possible) for rule, possible in found.items()}
 
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:

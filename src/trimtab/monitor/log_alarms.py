@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.monitor.alarms import Alarm, Step, alarms
+from trimtab.monitor.alarms import Alarm, Step, alarms, history
 from trimtab.monitor.monitor import warn
-from trimtab.monitor.scalars import best_mismatch, curves_of, history, step_of
+from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
@@ -21,7 +21,8 @@ class LogAlarms(TrainerCallback):
         trainer = GRPOTrainer(..., callbacks=[LogAlarms()])
 
     on_alarm: is called with each alarm, once by name; by default it is a `TrimtabWarning`. Set `logging_steps=1`:
-    alarms compare steps. TRL logs the mismatch (`sampling/sampling_logp_difference/mean`) where vLLM samples.
+    alarms compare steps. TRL logs the mismatch (`sampling/sampling_logp_difference/mean`) where vLLM samples; elsewhere
+    the alarms are those of length, truncation and gradient norm.
     """
 
     def __init__(self, on_alarm: Callable[[Alarm], None] = warn) -> None:
@@ -30,14 +31,14 @@ class LogAlarms(TrainerCallback):
         self._raised: set[str] = set()
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Judges the step. Logs without a mismatch, such as those of an evaluation, are left out."""
+        """Judges the step. Logs without a known scalar, such as those of an evaluation, are left out."""
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         curves = curves_of([numbers])[1]
-        mismatch = best_mismatch(curves)
-        if not state.is_world_process_zero or mismatch is None or not mismatch.values:
+        step = step_of({**numbers, "step": state.global_step}, best_mismatch(curves), metric_names(curves))
+        if not state.is_world_process_zero or step is None:
             return
-        self._steps.append(step_of({**numbers, "step": state.global_step}, mismatch, curves))
-        for alarm in alarms(history(self._steps)):
+        self._steps.append(step)
+        for alarm in alarms(history(self._steps, len(self._steps))):
             if alarm.name not in self._raised:
                 self._raised.add(alarm.name)
                 self._on_alarm(alarm)

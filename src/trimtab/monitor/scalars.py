@@ -6,27 +6,19 @@ so not why.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib.resources
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
-from trimtab.errors import TrimtabError, require_extra
-from trimtab.monitor.alarms import KEPT, WINDOW, Alarm, Step, alarms, median
+from trimtab.errors import TrimtabError
+from trimtab.monitor.alarms import WINDOW, Alarm, Step, first_alarms, median
 
 Row = Mapping[str, float]
-STEP = (
-    *("step", "global_step", "training_step", "training/global_step", "train/global_step", "trainer/global_step"),
-    *("system/global_step", "progress/batch", "train/step", "rollout/step", "_step", "Step"),
-)
-"""Names of the step counter, first found first."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +38,19 @@ class Scalar:
     note: str = ""
 
 
+def _half_square(value: float) -> float:
+    return value * value / 2  # `value**2` raises an error where it is not finite
+
+
 K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
     "k3": ("", lambda value: value),
     "k1": ("the same expectation as k3, with more noise", abs),
     "k2": ("about k3 without a tail", lambda value: value),
-    "abs_difference": ("k3 is about half of its square, and more with a tail", lambda value: value**2 / 2),
-    "mult_prob_error": ("k3 is about half of the square of its distance from 1", lambda value: (value - 1) ** 2 / 2),
+    "abs_difference": ("k3 is about half of its square, and more with a tail", _half_square),
+    "mult_prob_error": (
+        "k3 is about half of the square of its distance from 1",
+        lambda value: (value - 1) * (value - 1) / 2,
+    ),
 }
 """Quantities that measure the mismatch, the best first: what k3 is in relation to it, and k3 itself for small d."""
 METRICS = {
@@ -60,8 +59,10 @@ METRICS = {
     "length": "response/length",
     "truncated": "response/truncated",
     "age": "age",
+    "reward": "reward/mean",
 }
 """Names of other quantities in the rules of the monitor."""
+_EVALUATION = {"eval", "val", "validation", "test"}
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class Restart:
 
 @dataclass(frozen=True)
 class ScalarReport:
-    """What the scalars of a run show. mismatch: the curve that k3 was taken from."""
+    """What the scalars of a run show. mismatch: the curve that k3 was taken from; None if none measures it."""
 
     framework: str
     steps: int
-    mismatch: Curve
+    mismatch: Curve | None
     curves: tuple[Curve, ...]
     alarms: tuple[Alarm, ...]
     restarts: tuple[Restart, ...]
@@ -112,58 +113,42 @@ def known_scalars() -> tuple[Scalar, ...]:
     return tuple(Scalar(**row) for row in csv.DictReader(text.splitlines()))
 
 
-def read_scalars(path: Path) -> list[Row]:
-    """Returns the numbers of each step in the order of the file, with its number as `step`.
-
-    path: JSON lines, a CSV table (as W&B exports it), or a folder of TensorBoard events. Values of one step that were
-    logged one after the other are one row. Raises `TrimtabError` for a file that is none of these.
-    """
-    if path.is_dir():
-        return _merged(_events(path))
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            if path.suffix == ".csv":
-                rows = [dict(row) for row in csv.DictReader(file)]
-            else:
-                rows = [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError) as error:
-        raise TrimtabError(f"{path}: not readable as CSV or JSON lines of scalars ({error})") from None
-    if not all(isinstance(row, dict) for row in rows):
-        raise TrimtabError(f"{path}: each line must be a JSON object of scalars by name")
-    return _merged(_numbers(row) for row in rows)
-
-
 def judge(rows: Sequence[Row]) -> ScalarReport:
     """Returns the known scalars of a run and the alarms that `Monitor` would have raised.
 
-    Raises `TrimtabError` where no scalar measures the mismatch.
+    Without a scalar of the mismatch, length, truncation and gradient norm are judged. Raises `TrimtabError` where no
+    scalar is known.
     """
     framework, curves = curves_of(rows)
     mismatch = best_mismatch(curves)
-    if mismatch is None:
-        measuring = sorted({f"{s.name} ({s.framework})" for s in known_scalars() if s.quantity in K3})
-        raise TrimtabError(f"no scalar measures the mismatch; known are {', '.join(measuring)}")
-    measured = (row for row in rows if math.isfinite(row.get(mismatch.logged_as, math.nan)))
-    steps = [step_of(row, mismatch, curves) for row in measured]
-    raised: dict[str, Alarm] = {}
-    for end in range(1, len(steps) + 1):
-        for alarm in alarms(history(steps[:end])):
-            raised.setdefault(alarm.name, alarm)
+    if not curves:
+        known = sorted({f"{s.name} ({s.framework})" for s in known_scalars() if s.quantity in K3})
+        raise TrimtabError(f"no scalar is known; those that measure the mismatch are {', '.join(known)}")
+    names = metric_names(curves)
+    steps = [step for row in rows if (step := step_of(row, mismatch, names)) is not None]
     restarts = tuple(
         Restart(after.number, before["mismatch/k3"], after["mismatch/k3"])
         for before, after in pairwise(steps)
-        if after.number <= before.number
+        if mismatch is not None and after.number <= before.number
     )
-    return ScalarReport(framework, len(steps), mismatch, curves, tuple(raised.values()), restarts)
+    return ScalarReport(framework, len(steps), mismatch, curves, tuple(first_alarms(steps)), restarts)
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
-    """Returns the framework that most names of a mismatch belong to, and the curves of all scalars it logs."""
+    """Returns the framework that most names of a mismatch belong to, and the curves of all scalars it logs.
+
+    Without a mismatch it is the framework with most characters in the names: long ones belong to one framework. Of
+    equals it is then the later one, because a `grad_norm` alone is that of transformers and not of `Monitor`.
+    """
     logged = list(dict.fromkeys(name for row in rows for name in row))
-    found = Counter(
-        scalar.framework for scalar in known_scalars() for name in logged if scalar.quantity in K3 and _is(scalar, name)
-    )
-    framework = found.most_common(1)[0][0] if found else ""
+    found: Counter[str] = Counter()
+    named: Counter[str] = Counter()
+    for scalar in known_scalars():
+        count = sum(_is(scalar, name) for name in logged)
+        found[scalar.framework] += count * (scalar.quantity in K3)
+        named[scalar.framework] += count * len(scalar.name)
+    equals = list(found) if any(found.values()) else list(reversed(found))
+    framework = max(equals, key=lambda name: (found[name], 0 if found[name] else named[name]))
     curves = (
         _curve(scalar, name, [row[name] for row in rows if name in row])
         for scalar in known_scalars()
@@ -185,63 +170,33 @@ def best_mismatch(curves: Iterable[Curve]) -> Curve | None:
     return min(measuring, key=lambda curve: order.index(curve.scalar.quantity), default=None)
 
 
-def history(steps: Sequence[Step]) -> list[Step]:
-    """Returns the first and the last steps, each once, as `Monitor` keeps them."""
-    return [*steps[: min(WINDOW, max(0, len(steps) - KEPT))], *steps[-KEPT:]]
+def metric_names(curves: Iterable[Curve]) -> dict[str, str]:
+    """Returns the names of the monitor's rules by logged name."""
+    return {one.logged_as: METRICS[one.scalar.quantity] for one in curves if one.scalar.quantity in METRICS}
 
 
-def step_of(row: Row, mismatch: Curve, curves: Iterable[Curve]) -> Step:
-    """Returns a row in the names of the monitor's rules."""
-    k3 = K3[mismatch.scalar.quantity][1](row[mismatch.logged_as])
-    others = {
-        METRICS[curve.scalar.quantity]: row[curve.logged_as]
-        for curve in curves
-        if curve.scalar.quantity in METRICS and curve.logged_as in row
-    }
-    return Step(int(row["step"]), {"mismatch/k3": k3, **others}, None)
+def step_of(row: Row, mismatch: Curve | None, names: Mapping[str, str]) -> Step | None:
+    """Returns a row in the names of the monitor's rules, which are `names` by logged name.
+
+    None where the mismatch, or without one every metric of the rules, is missing or not finite.
+    """
+    metrics = {name: row[logged] for logged, name in names.items() if logged in row}
+    if mismatch is not None:
+        metrics["mismatch/k3"] = K3[mismatch.scalar.quantity][1](row.get(mismatch.logged_as, math.nan))
+    needed = metrics.values() if mismatch is None else [metrics["mismatch/k3"]]
+    return Step(int(row["step"]), metrics, None) if any(map(math.isfinite, needed)) else None
 
 
 def _is(scalar: Scalar, logged: str) -> bool:
-    """Returns whether a logged name is that of the scalar; loggers, users and the CSV files of W&B add prefixes."""
-    return logged == scalar.name or logged.endswith((f"/{scalar.name}", f" - {scalar.name}"))
+    """Returns whether a logged name is that of the scalar; loggers, users and the CSV files of W&B add prefixes.
 
-
-def _numbers(row: Mapping[str, object]) -> Row:
-    """Returns the numbers of a row; texts of a CSV table are converted, nested names joined by `/`."""
-    found: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found |= {f"{name}/{inner}": number for inner, number in _numbers(value).items()}
-        elif isinstance(value, int | float | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # a text is not a scalar
-                found[name] = float(value)
-    return found
-
-
-def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Joins neighbors with the same step; rows without a step are numbered."""
-    merged: list[dict[str, float]] = []
-    for row in rows:
-        counter = next((name for name in STEP if name in row), None)
-        step = row[counter] if counter else len(merged)
-        if merged and merged[-1]["step"] == step:
-            merged[-1].update(row)
-        else:
-            merged.append({**row, "step": step})
-    return list(merged)
-
-
-def _events(folder: Path) -> list[Row]:
-    """Returns the scalars of all TensorBoard event files in a folder, by step."""
-    require_extra("tensorboard", f"reading {folder}", "or name a file of JSON lines or CSV")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    rows: dict[int, dict[str, float]] = {}
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            rows.setdefault(event.step, {"step": event.step})[name] = event.value
-    return [_numbers(rows[step]) for step in sorted(rows)]
+    A prefix of an evaluation, as in `eval/completions/mean_length`, makes it another scalar.
+    """
+    if logged == scalar.name:
+        return True
+    prefix = logged.removesuffix(scalar.name)
+    parts = prefix.rpartition(" - ")[2].split("/")
+    return prefix != logged and prefix.endswith(("/", " - ")) and not _EVALUATION & set(parts)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trimtab.monitor.alarms import WINDOW
-from trimtab.monitor.scalars import K3, Curve, ScalarReport
+from trimtab.monitor.scalars import K3, Curve, ScalarReport, known_scalars
 
 LIMITS = (
     "Scalars are means over the tokens of a step: they show when a mismatch grew, not in which tokens and not why. "
     "`trimtab diagnose` names the cause from the log-probs of a few thousand tokens."
 )
 
+HOW = {
+    "trl": "with use_vllm=True",
+    "verl": "with actor_rollout_ref.rollout.calculate_log_probs=True",
+    "miles": "with --get-mismatch-metrics",
+    "slime": "with --get-mismatch-metrics",
+}
+"""How a framework is made to log the mismatch, where it does not always."""
 
-def lines(report: ScalarReport) -> Iterator[str]:
-    """Yields the lines of the terminal."""
+
+def lines(report: ScalarReport, read: Path) -> Iterator[str]:
+    """Yields the lines of the terminal. read: where the scalars come from."""
+    yield f"read      {read}"
     yield f"scalars   {report.framework}, {report.steps} steps; medians of the first and of the last {WINDOW} steps"
     for curve in report.curves:
         values = f"{curve.first:>9.3g} -> {curve.last:<9.3g}"
@@ -26,7 +36,8 @@ def lines(report: ScalarReport) -> Iterator[str]:
     for curve in report.curves:
         if curve.not_finite:
             yield f"note      {curve.logged_as} is not finite at {curve.not_finite} steps, which are left out"
-    if not any(report.mismatch.values):
+    yield from (f"missing   {text}" for text in missing(report))
+    if report.mismatch is not None and not any(report.mismatch.values):
         yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
     for alarm in report.alarms:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
@@ -35,12 +46,28 @@ def lines(report: ScalarReport) -> Iterator[str]:
     yield f"limits    {LIMITS}"
 
 
-def as_dict(report: ScalarReport) -> dict[str, Any]:
+def missing(report: ScalarReport) -> list[str]:
+    """Returns what could not be judged, and under which names the framework logs it."""
+    framework, found = report.framework, {curve.scalar.quantity for curve in report.curves}
+    table = [scalar for scalar in known_scalars() if scalar.framework == framework]
+    names = {scalar.quantity: scalar.name for scalar in reversed(table)}
+    texts = []
+    if report.mismatch is None:
+        name = next((names[quantity] for quantity in K3 if quantity in names), "")
+        logs = f"{framework} logs it as {name} {HOW.get(framework, '')}".rstrip() + "; " if name else ""
+        texts = [f"no scalar measures the mismatch of trainer and sampler: {logs}`trimtab.Monitor` does in any trainer"]
+    absent = [f"{one} ({names[one]})" for one in ("length", "truncated", "grad_norm") if one in {*names} - found]
+    return texts + ([f"not judged, because it is not logged: {', '.join(absent)}"] if absent else [])
+
+
+def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
     """Returns plain values, for JSON."""
     return {
+        "read": str(read),
         "framework": report.framework,
         "steps": report.steps,
-        "k3_from": report.mismatch.logged_as,
+        "k3_from": None if report.mismatch is None else report.mismatch.logged_as,
+        "missing": missing(report),
         "scalars": [
             {
                 **asdict(curve.scalar),

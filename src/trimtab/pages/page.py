@@ -1,6 +1,7 @@
 """The parts of a page: sections of notes, tables, charts and boxes. One template renders them all.
 
-Every text is escaped unless it is `Markup`: pages show model output, names of files and other text of others.
+Every text is escaped unless it is `Markup`, and no page has control characters: pages show model output, names of files
+and other text of others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trimtab.findings import Finding
+from trimtab.safe_text import clean
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Page:
             lstrip_blocks=True,
         )
         template = environment.get_template("page.html.j2")
-        return template.render(page=self, version=importlib.metadata.version("trimtab"))
+        # Escaped here, once: figures have text of others too.
+        return clean(template.render(page=self, version=importlib.metadata.version("trimtab")))
 
 
 def charts(shown: Sequence[Chart], absent: Sequence[str], why: str = "Not shown") -> list[Part]:

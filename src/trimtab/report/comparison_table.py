@@ -19,6 +19,7 @@ from trimtab.intervals import (
     interval_method,
     seed_interval,
 )
+from trimtab.safe_text import code_span, markdown_text
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 
@@ -149,11 +150,11 @@ def markdown(table: ComparisonTable, methods: Sequence[str] | None = None) -> st
 
     `methods` gives the order of the rows.
     """
-    head = ["method", *table.regimes]
+    head = ["method", *map(markdown_text, table.regimes)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for method in methods or table.methods:
         cells = [cell_text(table, method, regime) for regime in table.regimes]
-        lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
+        lines.append(f"| {' | '.join([code_span(method, in_table=True), *cells])} |")
     return "\n".join(lines)
 
 

@@ -11,7 +11,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -134,12 +136,14 @@ class RunDirectory:
         """Returns all steps logged so far."""
         return read_metrics(self.path / METRICS)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> str:
         """Removes metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
 
-        Later checkpoints are moved aside; they are damaged, or the run would continue from them.
+        Later checkpoints are moved aside; they are damaged, or the run would continue from them. Of lines of one step
+        the last is kept, and all are put in order. Returns which steps are missing or were repeated; "" if none.
         """
-        lines = [line for line in self.metrics() if line["step"] <= step]
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        lines = [line for _, line in sorted({line["step"]: line for line in kept}.items())]
         self._close_metrics()
         atomic.write_text(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._open_metrics()
@@ -149,6 +153,7 @@ class RunDirectory:
                 if match and int(match[1]) > step:
                     item.unlink()
         move_aside_after(self.checkpoint_root, step)
+        return _faults([line["step"] for line in kept], step, self.path / METRICS)
 
     def close(self) -> None:
         """Releases the directory. Idempotent."""
@@ -214,10 +219,27 @@ def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
             value = parse_json(line)
         except ValueError:
             value = None
-        if not isinstance(value, dict) or not isinstance(value.get("step"), int | float):
+        if not isinstance(value, dict) or type(value.get("step")) is not int or not 0 <= value["step"] < 1 << 53:
             raise TrimtabError(f"{path}, line {number} is not a step's metrics: delete the line")
         lines.append(value)
     return lines
+
+
+def _faults(logged: Sequence[int], last: int, path: Path) -> str:
+    """Returns which of the steps 1 to `last` are missing, repeated or out of order; "" if none is."""
+    missing = [(one + 1, other - 1) for one, other in pairwise(sorted({0, *logged, last + 1})) if other > one + 1]
+    repeated = [(step, step) for step, count in sorted(Counter(logged).items()) if count > 1]
+    faults = [f"has no line of step {_ranges(missing)}"] if missing else []
+    faults += [f"had several lines of step {_ranges(repeated)}, of which the last is kept"] if repeated else []
+    faults += ["was not in the order of the steps"] if not repeated and list(logged) != sorted(logged) else []
+    lost = "lines were lost or changed after training wrote them, and the report will lack them"
+    return f"{path} {' and '.join(faults)}: {lost}" if faults else ""
+
+
+def _ranges(parts: Sequence[tuple[int, int]]) -> str:
+    """Returns first and last steps as `3, 5 to 8`; of more than five parts the first five."""
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in parts[:5]]
+    return ", ".join(texts if len(parts) <= 5 else [*texts, "..."])
 
 
 def _encode_line(metrics: Mapping[str, Any]) -> bytes:

@@ -49,7 +49,7 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
     try:
         data = parse_json(regular_file(path).read_text())
         return BestCheckpoint(int(data["step"]), str(data["metric"]), float(data["value"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise TrimtabError(f"{path} is damaged: delete it, the next evaluation marks a best checkpoint again") from None
 
 

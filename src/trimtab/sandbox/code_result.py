@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,9 +10,6 @@ MAX_ERROR = 2000  # characters of an error, whose middle is cut out
 GRACE = 5.0
 """Seconds that a run may take in addition to its time limit, which the sandbox enforces itself, before it is killed."""
 LOST = "the variables of this session are lost"
-# Control characters other than newline and tab, which could rewrite a terminal; those that change the direction of the
-# text after them, which could show it in another order; and halves of surrogate pairs, which cannot be encoded.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +51,6 @@ class Sandbox(Protocol):
     def close(self) -> None:
         """Ends all processes."""
         ...
-
-
-def clean(text: str) -> str:
-    """Returns the text with control characters escaped."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def shorten(text: str, length: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, Self, get_args
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.safe_text import clean
 from trimtab.sandbox.code_result import (
     LOST,
     MAX_CODE,
@@ -17,7 +18,6 @@ from trimtab.sandbox.code_result import (
     CodeResult,
     Limits,
     Sandbox,
-    clean,
     printed_too_much,
     shorten,
 )

@@ -18,6 +18,7 @@ from trimtab.objectives.from_section import from_section
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.runs.reader import read_run
+from trimtab.safe_text import code_span, markdown_text
 from trimtab.training.checkpoint import state_tensors, store
 
 GENERATION = "generation_config.json"
@@ -139,10 +140,10 @@ def _model_card(run: Path, config: Config, step: int, *, adapter: bool) -> str:
             "tags: [reinforcement-learning, trimtab]",
             "---",
             "",
-            f"# {base or 'A model'}, trained on {config.task.name}",
+            f"# {markdown_text(base or 'A model')}, trained on {markdown_text(config.task.name)}",
             "",
             f"{'LoRA adapter' if adapter else 'Model'} after {step} of {config.trainer.steps} steps of reinforcement "
-            f"learning with Trimtab, objective `{config.objective.name}`:",
+            f"learning with Trimtab, objective {code_span(config.objective.name)}:",
             "",
             *(f"    {line}" for line in equation.splitlines()),
             "",
@@ -156,7 +157,7 @@ def _accuracies(run: Path) -> list[str]:
     if not metrics.is_file() or not metrics.stat().st_size:
         return ["It was not evaluated during training.", ""]
     rows = [
-        f"| {task} | {accuracy.before:.3f} | {accuracy.after:.3f} |"
+        f"| {markdown_text(task)} | {accuracy.before:.3f} | {accuracy.after:.3f} |"
         for task, accuracy in read_run(run).accuracy().items()
         if accuracy.before is not None and accuracy.after is not None
     ]

@@ -184,8 +184,8 @@ class FollowerRunDirectory(RunDirectory):
     def metrics(self) -> list[dict[str, Any]]:
         return []
 
-    def truncate_after(self, step: int) -> None:
-        pass
+    def truncate_after(self, step: int) -> str:
+        return ""
 
     def close(self) -> None:
         pass

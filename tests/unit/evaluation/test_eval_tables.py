@@ -127,7 +127,7 @@ def test_notes_below_the_tables_are_printed_once():
         "first failed reward: reward 'x' raised",
     ]
     assert actual.remarks() == remarks == actual.as_dict()["notes"]
-    assert actual.markdown().endswith("".join(f"\n{line}\n" for line in remarks))
+    assert actual.markdown().endswith("".join(f"\n{line}\n" for line in remarks).replace("_", "\\_"))
 
 
 def test_problems_scored_on_neither_side_have_no_difference():

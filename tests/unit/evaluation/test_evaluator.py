@@ -15,6 +15,7 @@ from trimtab.environments.episode_counts import EpisodeCounts
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.result_store import PartFile, results_folder
+from trimtab.safe_text import markdown_text
 from trimtab.types import EpisodeOutcome, SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
@@ -156,7 +157,7 @@ def test_reports_agree_and_are_plain_data():
     assert data["counts"][1] == [TASK.test[1].id, 2, 4]
     markdown = result.markdown()
     assert "| accuracy (avg@4) | 0.500" in markdown
-    assert all(value in markdown for name, value in result.rows())
+    assert all(markdown_text(value) in markdown for name, value in result.rows())
 
 
 def test_progress_and_seeds_of_calls():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from transformers.trainer_callback import CallbackHandler
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Alarm, Monitor
+from trimtab.monitor.alarms import Step, _candidates, alarms, first_alarms, history
 from trimtab.monitor.log_alarms import LogAlarms
-from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars, read_scalars
+from trimtab.monitor.scalar_files import find_scalars, read_scalars
+from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars
 from trimtab.monitor.scalars_text import lines
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
@@ -131,7 +135,7 @@ def test_a_callback_of_transformers_raises_the_same_alarms_once() -> None:
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match="no scalar measures the mismatch; known are"):
+    with pytest.raises(TrimtabError, match="no scalar is known; those that measure the mismatch are"):
         judge(read_scalars(write(tmp_path / "a.jsonl", [{"step": 1, "loss": 2.0}])))
     for name, text in (("b.jsonl", "no json"), ("c.jsonl", "[1, 2]"), ("d.jsonl", "\xff\xfe")):
         (tmp_path / name).write_bytes(text.encode("latin-1"))
@@ -147,8 +151,8 @@ def test_steps_that_are_not_finite_are_left_out_and_said(tmp_path: Path) -> None
     assert found.mismatch.values == (1e-3, 3e-3)
     nothing = judge(read_scalars(write(tmp_path / "log.jsonl", rows[1:3])))
     assert (nothing.steps, nothing.mismatch.not_finite) == (0, 2)
-    assert list(lines(nothing))
-    assert any("rollout_corr/k3_kl is not finite at 2 steps" in line for line in lines(found))
+    assert list(lines(nothing, tmp_path))
+    assert any("rollout_corr/k3_kl is not finite at 2 steps" in line for line in lines(found, tmp_path))
 
 
 def test_a_csv_file_of_wandb_has_the_run_in_its_names(tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
     name = "train/train_rollout_kl"
     for value, said in ((0.0, True), (1e-12, False)):
         found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": 0, name: 0.0}, {"step": 1, name: value}])))
-        assert any("0 at every step" in line for line in lines(found)) is said
+        assert any("0 at every step" in line for line in lines(found, tmp_path)) is said
 
 
 def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,3 +183,202 @@ def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pyt
     assert [alarm["name"] for alarm in values["alarms"]] == ["k3-jump"]
     assert {row["name"] for row in values["scalars"]} == {"mismatch/k3", "mismatch/ess_token"}
     assert main.run(["diagnose", log, "--scalars", log]) == 2
+
+
+def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict[str, Any]]:
+    """What TRL 1.16's GRPOTrainer without vLLM leaves in trainer_state.json, with an evaluation and a summary."""
+    rows: list[dict[str, Any]] = []
+    for step, (length, share) in enumerate(zip(lengths, clipped, strict=True), start=1):
+        of_completions = {
+            **{f"completions/{kind}_length": length for kind in ("max", "mean", "min")},
+            **{f"completions/{kind}_terminated_length": length for kind in ("max", "mean", "min")},
+            "completions/clipped_ratio": share,
+        }
+        of_rewards = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 0.0}
+        of_rewards |= {"rewards/digits/mean": 0.5, "rewards/digits/std": 0.1}
+        clips = {f"clip_ratio/{name}": 0.0 for name in ("high_max", "high_mean", "low_mean", "low_min", "region_mean")}
+        update = {
+            "epoch": step / 100,
+            "grad_norm": 0.4,
+            "learning_rate": 1e-6,
+            "loss": 0.01,
+            "num_tokens": 100.0 * step,
+        }
+        rows.append(update | clips | of_completions | of_rewards | {"entropy": 1.0, "kl": None, "step": step})
+        if step % 10 == 0:
+            rows.append({"epoch": step / 100, "eval_loss": 0.1, "eval_reward": 9.0, "step": step})
+            rows[-1] |= {f"eval_{name}": 900.0 if "length" in name else 0.9 for name in of_completions}
+    summary = {"total_flos": 0.0, "train_loss": 0.01, "train_runtime": 9.0, "train_steps_per_second": 1.0}
+    return [*rows, summary | {"epoch": 1.0, "step": len([row for row in rows if "loss" in row])}]
+
+
+def trainer_state(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+    state = {"best_metric": None, "global_step": rows[-1]["step"], "log_history": rows, "stateful_callbacks": {}}
+    (folder / "trainer_state.json").write_text(json.dumps(state, indent=2, sort_keys=True))
+    return folder / "trainer_state.json"
+
+
+def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_gradient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = trainer_state(tmp_path, log_history([100.0] * 15 + [300.0] * 15, [0.0] * 15 + [0.5] * 15))
+    rows = read_scalars(state)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["train_runtime"] == 9.0
+    found = judge(rows)
+    assert (found.framework, found.steps, found.mismatch) == ("trl", 30, None)
+    assert {alarm.name: alarm.step for alarm in found.alarms} == {"truncation": 18, "length": 18}
+    curves = {curve.logged_as: curve for curve in found.curves}
+    assert curves["reward"].scalar.quantity == "reward"
+    assert curves["completions/mean_length"].values == (100.0,) * 15 + (300.0,) * 15  # the evaluations are not in it
+    assert main.run(["diagnose", "--scalars", str(state)]) == 0
+    text = capsys.readouterr().out
+    assert "no scalar measures the mismatch of trainer and sampler: trl logs it as " in text
+    assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
+
+
+def test_what_is_not_logged_is_named(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}]
+    *_, mismatch, others, _, _ = lines(judge(read_scalars(trainer_state(tmp_path, rows))), tmp_path)
+    assert "trl logs it as sampling/sampling_logp_difference/mean" in mismatch
+    assert others == (
+        "missing   not judged, because it is not logged: length (completions/mean_length), truncated "
+        "(completions/clipped_ratio)"
+    )
+
+
+def test_an_evaluation_under_a_name_of_training_is_another_scalar(tmp_path: Path) -> None:
+    """As W&B and TensorBoard get them from transformers."""
+    rows = [{"train/grad_norm": 1.0, "train/completions/mean_length": 100.0, "eval/completions/mean_length": 900.0}]
+    (curve,) = [c for c in judge(read_scalars(write(tmp_path / "a.jsonl", rows))).curves if "length" in c.logged_as]
+    assert curve.values == (100.0,)
+    table = tmp_path / "a.csv"
+    table.write_text("Step,test - eval/completions/mean_length,test - train/completions/mean_length\n1,900,100\n")
+    assert [c.values for c in judge(read_scalars(table)).curves] == [(100.0,)]
+
+
+def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {
+        number: trainer_state(tmp_path / f"checkpoint-{number}", log_history([50.0] * number, [0.0] * number))
+        for number in (9, 10)
+    }
+    assert find_scalars(tmp_path) == states[10]
+    own = trainer_state(tmp_path, log_history([50.0] * 9, [0.0] * 9))
+    assert find_scalars(tmp_path) == states[10]  # an earlier run left its own
+    trainer_state(tmp_path, log_history([50.0] * 11, [0.0] * 11))
+    assert main.run(["diagnose", "--scalars", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["read"] == str(own)
+
+
+def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
+    rows = [{"step": step, "rollout_corr/k3_kl": 1e-3} for step in range(3)]
+    with pytest.raises(TrimtabError, match="holds no file of known scalars"):
+        find_scalars(tmp_path)
+    array = tmp_path / "history.json"
+    array.write_text(json.dumps(rows))
+    (tmp_path / "config.json").write_text('{"step": 3}')
+    assert find_scalars(tmp_path) == array
+    assert judge(read_scalars(array)) == judge(read_scalars(write(tmp_path / "lines.txt", rows)))
+    write(tmp_path / "metrics.jsonl", rows)
+    with pytest.raises(TrimtabError, match=r"holds 2 files of scalars \(history.json, metrics.jsonl\): name one"):
+        find_scalars(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("deep.jsonl", "[" * 100_000, "nested too deeply"),
+        ("deep_line.jsonl", '{"step": 1}\n{"a": ' + "[" * 100_000 + "\n", "nested too deeply"),
+        ("digits.jsonl", '{"step": 1' + "0" * 400 + "}", "step is inf"),
+        ("more_digits.jsonl", '{"step": 1, "grad_norm": 1' + "0" * 5000 + "}", "not readable as JSON"),
+        ("infinite.csv", "step,grad_norm\ninf,1\n", "step is inf"),
+        ("null.csv", "step,grad_norm\n1,\x00\n", ""),
+        ("empty.jsonl", "", "no step yet"),
+    ],
+)
+def test_a_hostile_file_is_one_line(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TrimtabError) as error:
+        judge(read_scalars(tmp_path / name))
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_number_of_400_digits_or_a_long_field_is_not_a_finite_scalar(tmp_path: Path) -> None:
+    rows = [{"step": 1, "rollout_corr/k3_kl": 1e-3}, {"step": 2, "rollout_corr/k3_kl": 10**400}]
+    rows += [{"step": 3, "actor/grad_norm": 10**400, "rollout_corr/k3_kl": 2e-3}]
+    found = judge(read_scalars(write(tmp_path / "a.jsonl", rows)))
+    assert found.mismatch is not None
+    assert (found.steps, found.mismatch.values, found.mismatch.not_finite) == (2, (1e-3, 2e-3), 1)
+    square = [{"step": 1, "train_rollout_logprob_abs_diff": 1e200}]  # its square is not
+    assert judge(read_scalars(write(tmp_path / "b.jsonl", square))).steps == 0
+    deep: dict[str, Any] = {"grad_norm": 1.0}
+    for _ in range(300):
+        deep = {"a": deep}
+    assert set(read_scalars(write(tmp_path / "c.jsonl", [{"step": 1, "x": deep}]))[0]) == {"step"}
+    table = tmp_path / "d.csv"
+    table.write_text(f"Step,notes,actor/grad_norm\n1,{'x' * 200_000},2.0\n")
+    assert judge(read_scalars(table)).curves[0].values == (2.0,)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", Path("/dev/zero")):
+        with pytest.raises(TrimtabError, match="it is not a regular file"):
+            read_scalars(path)
+    (tmp_path / "events").mkdir()
+    os.mkfifo(tmp_path / "events" / "events.out.tfevents.1")
+    with pytest.raises(TrimtabError, match="it is not a regular file"):
+        read_scalars(find_scalars(tmp_path / "events"))
+
+
+def planted(seed: int) -> list[Step]:
+    """Noise with faults of every kind at random places, and values that are missing or not finite."""
+    draw = random.Random(seed)
+    metrics: list[dict[str, float]] = []
+    k3, level = 10 ** draw.uniform(-8, -1), {"grad_norm": 1.0, "response/truncated": 0.05, "response/length": 100.0}
+    for _ in range(draw.choice([1, 2, 5, 30, 150])):
+        if draw.random() < 0.03:
+            k3 *= draw.choice([0.1, 3.0, 6.0, 50.0])
+            name, factor = draw.choice([("grad_norm", 0.2), ("response/truncated", 8.0), ("response/length", 2.5)])
+            level[name] *= factor
+        row = {name: value * draw.uniform(0.8, 1.2) for name, value in level.items() if draw.random() < 0.999}
+        row |= {
+            "mismatch/k3": k3 * math.exp(draw.gauss(0, 0.2)),
+            "mismatch/ess_token": draw.choice([0.9, 1 - min(k3, 1)]),
+        }
+        row |= {"reward/mean": draw.random(), "nonfinite": draw.choice([0.0, 0.0, 2.0]), "mismatch/tokens": 1500.0}
+        metrics.append(row | ({"grad_norm": math.nan} if draw.random() < 0.002 else {}))
+    return [Step(number, row, None) for number, row in enumerate(metrics)]
+
+
+def test_alarms_of_a_whole_run_are_those_of_its_steps_one_by_one() -> None:
+    seen: set[str] = set()
+    for seed in range(120):
+        steps, expected = planted(seed), {}
+        for end in range(1, len(steps) + 1):
+            for alarm in alarms(history(steps, end)):
+                expected.setdefault(alarm.name, alarm)
+        assert first_alarms(steps) == list(expected.values()), seed
+        seen |= expected.keys()
+    assert seen == {"k3-jump", "k3-rising", "k3-large", "ess", "gradient-norm", "truncation", "length", "non-finite"}
+    assert first_alarms([]) == []
+
+
+def test_a_run_without_a_fault_asks_its_rules_at_few_steps() -> None:
+    draw = random.Random(0)
+    names = ("mismatch/k3", "grad_norm", "response/truncated", "response/length", "mismatch/ess_token", "reward/mean")
+    steps = [Step(i, dict.fromkeys(names, 0.9) | {"mismatch/k3": draw.uniform(1, 2) * 1e-3}, None) for i in range(5000)]
+    assert sum(map(len, _candidates(steps).values())) < 50
+
+
+def test_the_callback_judges_a_trainer_without_a_mismatch() -> None:
+    raised: list[Alarm] = []
+    state = TrainerState(is_world_process_zero=True)
+    handler = CallbackHandler([LogAlarms(raised.append)], None, None, None, None)
+    for row in log_history([100.0] * 15 + [300.0] * 15, [0.0] * 30):
+        state.global_step = row["step"]
+        handler.on_log(None, state, TrainerControl(), logs=row)
+    assert [(alarm.name, alarm.step) for alarm in raised] == [("length", 18)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import pytest
 from markupsafe import Markup
@@ -25,6 +27,7 @@ from trimtab.pages.page import (
     charts,
     findings_table,
 )
+from trimtab.safe_text import UNPRINTABLE
 
 EVIL = '"><script>alert(1)</script>&<img src=x onerror=alert(2)>'
 PARTS: list[Part] = [
@@ -52,6 +55,25 @@ def test_every_part_shows_text_of_others_as_text(part: Part) -> None:
     # In the head and the header six times: <title>, kind, h1, description, and both of a fact; and the heading.
     assert reader.text.count(EVIL) > 7
     assert not re.search(r"url\((?!#)|@import", html)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: type(part).__name__)
+def test_no_control_character_is_in_the_source(part: Part) -> None:
+    """A source that is printed in a terminal rewrites nothing."""
+    controls = "\x00\x07\x0b\x0c\x1b[2J\x7f\x85\x9b1m\u202e\u2066\ud800"
+
+    def planted(value: Any) -> Any:
+        if isinstance(value, str):
+            return type(value)(controls if value == EVIL else value)
+        if isinstance(value, list | tuple):
+            return type(value)(map(planted, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.replace(value, **{name: planted(inner) for name, inner in vars(value).items()})
+        return value
+
+    html = Page(controls, controls, [Section(controls, [planted(part), Markup(f"<svg>{controls}</svg>")])]).html()
+    assert not [sign for sign in html if sign not in "\n\t" and UNPRINTABLE.match(sign)]
+    assert html.encode().decode().count("\\x1b[2J") > 4
 
 
 def test_a_section_without_parts_is_left_out() -> None:

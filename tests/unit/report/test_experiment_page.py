@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from markdown_it import MarkdownIt
 
 from trimtab.errors import TrimtabError
 from trimtab.report.comparison_table import ComparisonTable, cell_text, legend, markdown, summarize
@@ -109,6 +110,18 @@ def test_the_table_in_markdown() -> None:
     assert lines[3].startswith("| `even` | 0.825 ")
     assert lines[3].endswith("#2= | – |")
     assert cell_text(grid, "gone", "hard").endswith("#4 †")
+
+
+def test_the_name_of_a_method_stays_in_its_cell() -> None:
+    name = "a|b`c``d\n| e |"
+    grid = summarize([row(name, "r|<b>", seed, 0.9) for seed in (0, 1)])
+    inner = [token.children or [] for token in MarkdownIt().enable("table").parse(markdown(grid)) if token.children]
+    assert [[token.content for token in cell if token.content] for cell in inner] == [
+        ["method"],
+        ["r|<b>"],
+        [name.replace("\n", " ")],
+        ["0.900 [0.900, 0.900] #1"],
+    ]
 
 
 def test_seeds_that_only_one_has_are_not_paired() -> None:

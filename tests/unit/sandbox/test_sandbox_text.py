@@ -8,7 +8,8 @@ import io
 
 import pytest
 
-from trimtab.sandbox.code_result import clean, shorten
+from trimtab.safe_text import clean
+from trimtab.sandbox.code_result import shorten
 from trimtab.sandbox.monty_worker import showing_value
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000

@@ -12,11 +12,11 @@ from trimtab.diagnosis.output import compared, words
 from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.runs.metric_catalog import band_text
+from trimtab.safe_text import code_span, markdown_text
 
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
 MAIN = 5
 """Number of figures in the table, the first of `words.FIGURES`."""
-_MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_|[]#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
 def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command: str = "") -> str:
@@ -38,13 +38,12 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         for name, file, side in zip("AB", comparison.names, (diagnosis, comparison.baseline), strict=True):
             items += [(name, file)] if file else []
             items += [(f"{name}, {what}", text) for what, text in _data(side)]
-    first, *others = map(_escaped, lines)
-    head, *body = [f"| {' | '.join(map(_escaped, row))} |" for row in table]
+    first, *others = map(markdown_text, lines)
+    head, *body = [f"| {' | '.join(map(markdown_text, row))} |" for row in table]
     rows = "\n".join([head, "|" + "---|" * len(table[0]), *body])
-    listed = "\n".join(f"- {name}: {_escaped(text)}" for name, text in [*items, ("versions", versions())])
+    listed = "\n".join(f"- {name}: {markdown_text(text)}" for name, text in [*items, ("versions", versions())])
     text = "\n\n".join([f"**{first}**", *others, rows, listed])
-    # A fence longer than any inside, so that a command cannot end it.
-    return f"{text}\n- command: `` {command.replace('``', '` `')} ``" if command else text
+    return f"{text}\n- command: {code_span(command)}" if command else text
 
 
 def versions() -> str:
@@ -62,11 +61,6 @@ def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("sampling in the files", _sampling(measured.sample)),
         ("run's recipe beside the files", str(origin.settings or "none")),
     ]
-
-
-def _escaped(text: str) -> str:
-    """Returns one line without marks of Markdown or HTML, since text may come from files."""
-    return "".join(sign if sign.isprintable() else " " for sign in text).translate(_MARKS)
 
 
 def _sampling(sample: TokenTable) -> str:

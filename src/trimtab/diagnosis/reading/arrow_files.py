@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.batches import Batch, to_batch
+from trimtab.diagnosis.reading.batches import Batch, list_lengths, to_batch
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
-from trimtab.files import MAX_ROW_VALUES, open_parquet, too_long
+from trimtab.files import MAX_RESPONSE, MAX_ROW_VALUES, limit, open_parquet, too_long
 
 _MAX_ROWS = 65_536
 
@@ -35,6 +36,8 @@ class ArrowFile:
         first = 1
         with self._opened() as file:
             for rows in self._parts(file, columns, tokens):
+                for name in set(columns.values()):
+                    self._check_lengths(name, rows.column(name))
                 part = {role: rows.column(name) for role, name in columns.items()}
                 yield to_batch(part, range(first, first + rows.num_rows))
                 first += rows.num_rows
@@ -45,28 +48,30 @@ class ArrowFile:
         columns: Mapping[str, str],
         tokens: int,
     ) -> Iterator[pa.RecordBatch]:
-        behavior = columns["logp_behavior"]
         if isinstance(file, pq.ParquetFile):
-            size = min(max(1, int(tokens / self._longest(file.metadata, behavior))), _MAX_ROWS)
+            self._check_compression(file.metadata, columns["logp_behavior"])
+            longest = max(_mean_length(file.metadata, name) for name in set(columns.values()))
+            size = min(max(1, int(tokens / longest)), _MAX_ROWS)
             yield from file.iter_batches(batch_size=size, columns=sorted(set(columns.values())))
             return
         is_file = isinstance(file, pa.ipc.RecordBatchFileReader)
         for batch in map(file.get_batch, range(file.num_record_batches)) if is_file else file:
             batch.validate(full=True)  # offsets beyond the file would be read as they are
-            size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(behavior).nbytes))
+            size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(columns["logp_behavior"]).nbytes))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
 
-    def _longest(self, metadata: pq.FileMetaData, column: str) -> float:
-        """Returns the mean length of a response in the row group of the longest ones."""
-        longest = 1.0
-        for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
-            for leaf in (group.column(index) for index in range(group.num_columns)):
-                if leaf.path_in_schema.split(".")[0] == column and group.num_rows:
-                    longest = max(longest, leaf.num_values / group.num_rows)
-                    if leaf.num_values > max(MAX_ROW_VALUES, 64 * leaf.total_compressed_size):
-                        # Log-probs do not compress that far: one of the rows may hold nearly all of the values.
-                        raise too_long(self.path, column, leaf.num_values, group.num_rows)
-        return longest
+    def _check_lengths(self, name: str, column: pa.Array) -> None:
+        kind = column.type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            longest = pc.call_function("max", [list_lengths(column)]).as_py() or 0
+            if longest > limit(MAX_RESPONSE):
+                raise too_long(self.path, name, longest, 1, limit(MAX_RESPONSE))
+
+    def _check_compression(self, metadata: pq.FileMetaData, behavior: str) -> None:
+        for rows, leaf in _leaves(metadata, behavior):
+            if leaf.num_values > max(limit(MAX_ROW_VALUES), 64 * leaf.total_compressed_size):
+                # Log-probs do not compress that far: one of the rows may hold nearly all of the values.
+                raise too_long(self.path, behavior, leaf.num_values, rows, limit(MAX_ROW_VALUES))
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile | pa.ipc.RecordBatchFileReader | pa.RecordBatchReader]:
@@ -84,3 +89,16 @@ class ArrowFile:
             raise TrimtabError(
                 f"{self.path} is damaged or unfinished ({reason}): write it again or leave it out"
             ) from None
+
+
+def _leaves(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:
+    """Yields the parts of a column that have values, each with the rows of its group."""
+    for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
+        for leaf in (group.column(index) for index in range(group.num_columns)):
+            if leaf.path_in_schema.split(".")[0] == column and group.num_rows:
+                yield group.num_rows, leaf
+
+
+def _mean_length(metadata: pq.FileMetaData, column: str) -> float:
+    """Returns the mean length of a list in the row group of the longest ones, at least 1."""
+    return max([1.0, *(leaf.num_values / rows for rows, leaf in _leaves(metadata, column))])

@@ -74,7 +74,7 @@ def number_list(text: str) -> list[Any] | None:
 
 def _number(text: str) -> int | float:
     """Parses a number; token ids stay integers."""
-    return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else float(text)
 
 
 def csv_cell(text: str) -> Any:

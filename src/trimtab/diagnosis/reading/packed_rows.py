@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.reading.read_counts import UNEQUAL, ReadCounts
-from trimtab.diagnosis.reading.row_files import Rows, json_lines, opened
+from trimtab.diagnosis.reading.row_files import Rows, json_lines
+from trimtab.files import opened
 
 PACKED = re.compile(r"_trainer_logprobs_step\d+(?:_rank(?P<rank>\d+))?\.jsonl(?:\.gz)?$")
 """Names of these files."""

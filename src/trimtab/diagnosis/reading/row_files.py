@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from trimtab.diagnosis.reading.batches import Batch, to_batch
 from trimtab.diagnosis.reading.cells import as_list, csv_cell, plain
 from trimtab.diagnosis.reading.read_counts import ReadCounts
-from trimtab.errors import TrimtabError, neighbors
-from trimtab.files import regular_file
+from trimtab.errors import TrimtabError
+from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Numbers, from 1, and contents of the usable rows; the others are counted."""
-_LONGEST = 256 * 1024 * 1024
-"""Largest size of a row in bytes, so that memory stays bounded; a file with a longer one is refused."""
-_LONGEST_ARRAY = 512
-"""Largest size of a JSON array in millions of characters (2^20)."""
 _NEITHER_BLANK_NOR_COMMA = re.compile(r"[^\s,]")
 _ROWS_FOR_NAMES = 16  # rows whose keys define the columns
 
@@ -51,7 +44,7 @@ class RowFile:
     def batches(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Batch]:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
-        size, behavior = 0, columns["logp_behavior"]
+        size, behavior, longest = 0, columns["logp_behavior"], limit(MAX_RESPONSE)
         for number, whole in self._read(self.path, tally):
             row = {name: plain(whole.get(name)) for name in columns.values()}
             row[behavior] = cell = as_list(row[behavior])
@@ -60,6 +53,10 @@ class RowFile:
                 row = {
                     name: cell[0] if isinstance(cell, list) and len(cell) == 1 else cell for name, cell in row.items()
                 }
+            for name, cell in row.items():
+                count = len(cell) if isinstance(cell, list) else cell.size if isinstance(cell, np.ndarray) else 0
+                if count > longest:
+                    raise too_long(self.path, name, count, 1, longest)
             rows.append(row)
             numbers.append(number)
             size += len(row[behavior]) if isinstance(row[behavior], list | np.ndarray) else 1
@@ -80,12 +77,14 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
     The standard parser is as fast here as that of arrow, reads the NaN and Infinity that Python's writers emit, and
     confines an error to its line.
     """
-    number = 0
+    number, longest = 0, limit(MAX_ROW_BYTES)
     with opened(path) as file:
-        while line := file.readline(_LONGEST + 1):
+        while line := file.readline(longest + 1):
             number += 1
-            if len(line) > _LONGEST:
-                raise TrimtabError(f"{path} has a line of over {_LONGEST >> 20} MB: it is not JSON lines")
+            if len(line) > longest:
+                raise TrimtabError(
+                    f"{path} has a line of over {longest >> 20} MB: it is not JSON lines, or {RAISE_LIMITS}"
+                )
             if not line.strip():
                 continue
             try:
@@ -103,9 +102,12 @@ def json_array(path: Path, tally: ReadCounts) -> Rows:
     try:
         with opened(path) as file:
             reader = io.TextIOWrapper(file, encoding="utf-8-sig")
-            text = "".join(islice(iter(lambda: reader.read(1 << 20), ""), _LONGEST_ARRAY))
+            most = limit(MAX_ARRAY_BYTES) >> 20
+            text = "".join(islice(iter(lambda: reader.read(1 << 20), ""), most))
             if reader.read(1):
-                raise TrimtabError(f"{path} is an array of over {_LONGEST_ARRAY} MB: write one object per line")
+                raise TrimtabError(
+                    f"{path} is an array of over {most} MB: write one object per line, or {RAISE_LIMITS}"
+                )
     except UnicodeDecodeError:
         raise TrimtabError(f"{path} is not UTF-8: write it as UTF-8") from None
     decoder, number = json.JSONDecoder(), 0
@@ -138,7 +140,7 @@ def _object(number: int, row: Any, tally: ReadCounts) -> Rows:
 
 def csv_rows(path: Path, tally: ReadCounts) -> Rows:
     """Yields every row as a dictionary; rows whose length differs from the header's are dropped and counted."""
-    csv.field_size_limit(_LONGEST)
+    csv.field_size_limit(limit(MAX_ROW_BYTES))
     number = 0
     try:
         with opened(path) as file:
@@ -155,19 +157,3 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
         raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
     except UnicodeDecodeError:
         raise TrimtabError(f"{path} is not UTF-8 after row {number}: write it as UTF-8") from None
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
-    try:
-        with regular_file(path).open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            yield gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[misc]
-    except FileNotFoundError:
-        raise TrimtabError(f"no file {path}: check the path{neighbors(path)}") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
-    except OSError as error:
-        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 from collections.abc import Sequence
@@ -10,9 +9,10 @@ from pathlib import Path
 
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
 from trimtab.diagnosis.reading.packed_rows import PACKED, packed_rows, slices_of
-from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines, opened
+from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
+from trimtab.files import Unpacked, opened
 
 Table = ArrowFile | RowFile
 """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
@@ -76,7 +76,7 @@ def _suffix(path: Path) -> str:
 
 def _by_number(path: Path) -> list[tuple[bool, int, str]]:
     parts = re.split(r"(\d+)", str(path))
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def open_table(path: Path) -> Table | None:
@@ -86,7 +86,7 @@ def open_table(path: Path) -> Table | None:
     """
     suffix = _suffix(path)
     with opened(path) as file:
-        head, packed = file.read(4096), isinstance(file, gzip.GzipFile)
+        head, packed = file.read(4096), isinstance(getattr(file, "raw", None), Unpacked)
     if not head.strip(b" \t\r\n" + _BOM):
         return None
     if PACKED.search(path.name):

@@ -6,7 +6,9 @@ tensors (batch, time).
 
 from __future__ import annotations
 
+import re
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,18 @@ from trimtab.diagnosis.reading.cells import array_of, plain
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.row_files import RowFile, Rows
 from trimtab.errors import TrimtabError
+from trimtab.files import (
+    MAX_RESPONSE,
+    MAX_UNPACKED_BYTES,
+    MAX_UNPACKED_TIMES,
+    RAISE_LIMITS,
+    limit,
+    too_large_unpacked,
+)
+
+_VALUES_A_BYTE = 16
+"""Values for each byte of a file: one of a byte each is written once, prompts and advantages are often shared."""
+_VERSION = re.compile("[0-9]{1,18}")
 
 
 class TorchFile(RowFile):
@@ -83,9 +97,12 @@ def _load(path: Path) -> Any:
     import torch
 
     try:
+        _check_packing(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals(_array_globals()):
             warnings.simplefilter("ignore")  # warnings about a damaged file, which raises an error below
-            return torch.load(path, map_location="cpu", weights_only=True)
+            payload = torch.load(path, map_location="cpu", weights_only=True)
+    except TrimtabError:
+        raise
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged pickle can raise anything at all
@@ -95,6 +112,69 @@ def _load(path: Path) -> Any:
         raise TrimtabError(
             f"{path} cannot be read ({reason}): write tensors and plain values, or leave it out"
         ) from None
+    most = max(limit(MAX_RESPONSE), limit(_VALUES_A_BYTE) * path.stat().st_size)
+    if (values := _count(payload, path)) > most:
+        raise TrimtabError(
+            f"{path} has {path.stat().st_size:,} bytes and stands for {values:,} values, by repetition: save copies "
+            f"(tensor.contiguous()), or {RAISE_LIMITS}"
+        )
+    return payload
+
+
+def _check_packing(path: Path) -> None:
+    """Raises `TrimtabError` for a zip file that unpacks to many times its size; `torch.save` does not compress."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            size = sum(part.file_size for part in file.infolist())
+        if size > max(limit(MAX_UNPACKED_BYTES), limit(MAX_UNPACKED_TIMES) * path.stat().st_size):
+            raise too_large_unpacked(path, size)
+
+
+def _count(payload: Any, path: Path) -> int:
+    """Returns the number of values in all containers, tensors and arrays, counted as often as they are reached.
+
+    A tensor with strides of 0 and a list that is in many places take memory once. Raises `TrimtabError` for a tensor
+    that is no plain array of numbers, and for a container that is inside itself.
+    """
+    counted: dict[int, int] = {}
+    waiting, begun = [payload], set[int]()
+    while waiting:
+        value = waiting[-1]
+        inner: list[Any] = []
+        if isinstance(value, list | tuple | dict):
+            parts = value.values() if isinstance(value, dict) else value
+            inner = [part for part in parts if isinstance(part, list | tuple | dict | np.ndarray) or _is_tensor(part)]
+        missing = [part for part in inner if id(part) not in counted]
+        if not missing:
+            size = _size(value, path) if not isinstance(value, list | tuple | dict) else len(value)
+            counted[id(waiting.pop())] = size + sum(counted[id(part)] for part in inner)
+        elif id(value) in begun:
+            raise TrimtabError(f"{path} holds a list that is inside itself: write plain lists of numbers")
+        else:
+            begun.add(id(value))
+            waiting += missing
+    return counted[id(payload)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "untyped_storage")
+
+
+def _size(value: Any, path: Path) -> int:
+    """Returns the number of elements of a tensor or array; 1 for another value."""
+    if not _is_tensor(value):
+        return value.size if isinstance(value, np.ndarray) else 1
+    kinds = {
+        "nested": (value.is_nested, "tensor.unbind()"),
+        "quantized": (value.is_quantized, "tensor.dequantize()"),
+        "meta": (value.is_meta, "one with values"),
+        "sparse": (not value.is_nested and str(value.layout) != "torch.strided", "tensor.to_dense()"),
+        "complex": (value.is_complex(), "tensor.real"),
+    }
+    for kind, (is_so, instead) in kinds.items():
+        if is_so:
+            raise TrimtabError(f"{path} holds a {kind} tensor, which is not read: save {instead}, or leave it out")
+    return value.numel()
 
 
 def _array_globals() -> list[Any]:
@@ -110,8 +190,9 @@ def _is_column(value: Any, rows: int) -> bool:
 
 def _versions(columns: Mapping[str, Sequence[Any]]) -> list[list[int]] | None:
     """Returns the versions that sampled each response, if all are known numbers."""
-    lists = [[str(version) for version in several or ()] for several in columns.get("weight_versions", ())]
-    if lists and all(several and all(version.isdigit() for version in several) for several in lists):
+    given = columns.get("weight_versions", ())
+    lists = [[str(version) for version in several] if isinstance(several, list | tuple) else [] for several in given]
+    if lists and all(several and all(map(_VERSION.fullmatch, several)) for several in lists):
         return [[int(version) for version in several] for several in lists]
     return None
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.files import parse_json, regular_file
 from trimtab.models.sharding import is_sharded
 from trimtab.runs import atomic
 from trimtab.runs.layout import (
@@ -138,7 +139,10 @@ def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None)
     missing = sorted(set(sections or ()) - set(tensors))
     if missing:
         raise TrimtabError(f"checkpoint {folder} has no {missing[0]!r} tensors")
-    meta = json.loads((folder / META).read_text())
+    try:
+        meta = parse_json((folder / META).read_bytes())
+    except ValueError as error:
+        raise TrimtabError(f"checkpoint {folder} is damaged: {META} cannot be read ({error})") from None
     return LoadedCheckpoint(checkpoint_step(folder), folder, tensors, meta, others)
 
 
@@ -227,16 +231,17 @@ def _write_shards(
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     step, path = checkpoint_step(folder), folder / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(regular_file(path).read_bytes())
         listed = {name: (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
-        same = (data["format"], data["step"]) == (FORMAT, step) and META in listed
+        inside = not any(Path(name).is_absolute() or ".." in Path(name).parts for name in listed)
+        same = (data["format"], data["step"]) == (FORMAT, step) and META in listed and inside
     except FileNotFoundError:
         raise TrimtabError(f"checkpoint {folder} is incomplete: {MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

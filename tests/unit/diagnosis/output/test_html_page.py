@@ -212,7 +212,7 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
     assert any(f"Python {platform.python_version()}" in text for text in texts)
     assert markdown(diagnosis, None, "trimtab diagnose 'a<b>.jsonl'") in texts, "the text to paste, whole"
     [issue] = [text for text in texts if text.startswith("**")]
-    assert "command: `` trimtab diagnose 'a<b>.jsonl' ``" in issue
+    assert "command: `trimtab diagnose 'a<b>.jsonl'`" in issue
     assert "temperature 0.7 or 1, top\\_p 0.9, processed log-probs" in issue
     assert "sampler int8, trainer float32, engine.quantize = int8" in issue
 

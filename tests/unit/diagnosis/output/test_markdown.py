@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+from markdown_it import MarkdownIt
 from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.against import Comparison, Place
@@ -52,8 +54,11 @@ def test_text_of_files_becomes_no_mark() -> None:
     assert line == "- remark: &lt;!-- x \\# \\| \\`a\\` \\[b\\](c) \\*d\\*"
 
 
-def test_a_command_cannot_end_its_fence() -> None:
-    assert markdown(example(), None, "trimtab ``x").splitlines()[-1] == "- command: `` trimtab ` `x ``"
+@pytest.mark.parametrize("name", ["``x", "```x", "x\n# y", "`x`\x1b[1m"])
+def test_a_command_cannot_end_its_fence(name: str) -> None:
+    *_, last = markdown(example(), None, f"trimtab {name}").splitlines()
+    (code,) = [token for token in MarkdownIt().parse(last)[3].children or () if token.type == "code_inline"]
+    assert code.content == f"trimtab {name}".replace("\n", " ").replace("\x1b", " ")
 
 
 def test_numbers_that_are_not_finite_are_dashes() -> None:

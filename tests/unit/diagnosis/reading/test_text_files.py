@@ -78,7 +78,7 @@ def test_the_rows_of_an_array_are_never_in_memory_at_once(tmp_path: Path, packed
 def test_an_array_longer_than_any_that_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(b"[" + b" " * (1 << 20) + json.dumps(GOOD).encode() + b"]"))
-    monkeypatch.setattr("trimtab.diagnosis.reading.row_files._LONGEST_ARRAY", 1)
+    monkeypatch.setattr("trimtab.diagnosis.reading.row_files.MAX_ARRAY_BYTES", 1 << 20)
     assert "is an array of over 1 MB: write one object per line" in refused(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -98,6 +99,20 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def list_in_manifest(folder: Path, name: str, content: bytes) -> None:
+    """Someone else's file, whose size and digest are right."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    if not name.startswith("/"):
+        (folder / name).write_bytes(content)
+
+
 DAMAGE: dict[str, tuple[Any, str]] = {
     "flipped byte": (lambda f: flip(f / "model.safetensors", -1), "model.safetensors was changed"),
     "flipped header": (lambda f: flip(f / "optimizer.safetensors", 9), "optimizer.safetensors was changed"),
@@ -109,6 +124,16 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "incomplete: manifest.json is missing"),
     "empty manifest": (lambda f: (f / "manifest.json").write_bytes(b""), "manifest.json cannot be read"),
     "manifest of something else": (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
+    "deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
+    "digits in the manifest": (
+        lambda f: (f / "manifest.json").write_text(f'{{"step": {"1" * 5000}}}'),
+        "manifest.json cannot be read",
+    ),
+    "manifest is a pipe": (lambda f: pipe(f / "manifest.json"), "manifest.json cannot be read"),
+    "file is a pipe": (lambda f: pipe(f / "model.safetensors"), "model.safetensors cannot be read"),
+    "manifest of a device": (lambda f: list_in_manifest(f, "/dev/zero", b""), "damaged or foreign"),
+    "manifest of another folder": (lambda f: list_in_manifest(f, "../step-000010/a", b""), "damaged or foreign"),
+    "deep meta with its digest": (lambda f: list_in_manifest(f, "meta.json", b"[" * 100_000), "meta.json cannot be"),
     "empty folder": (lambda f: [item.unlink() for item in f.iterdir()], "manifest.json is missing"),
     "another step": (lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-000010"), f)), "step=20"),
 }

@@ -1,0 +1,36 @@
+"""Text of others in Markdown, read by a real parser."""
+
+from __future__ import annotations
+
+import pytest
+from markdown_it import MarkdownIt
+
+from trimtab.safe_text import code_span, markdown_text
+
+HOSTILE = (
+    *("`", "``", "a```b``c", " `a` ", "a\nb", "a\r\n\r\n# b", "| a \\| b |", "<script>&amp;", "[a](b) ![c](d)"),
+    *("*a* _b_ ~~c~~", "\\`a\\`", "plain", "\x1b]0;x\x07\u202e"),
+)
+MARKDOWN = MarkdownIt().enable(["table", "strikethrough"])
+
+
+def one_line(text: str) -> str:
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_code_and_text_are_shown_as_they_are(text: str) -> None:
+    (inline,) = [one for one in MARKDOWN.parse(f"- x: {code_span(text)} end {markdown_text(text)}.") if one.children]
+    before, code, *after = inline.children or []
+    assert (before.content, code.type, code.content) == ("x: ", "code_inline", one_line(text))
+    assert {token.type for token in after} <= {"text", "text_special"}
+    assert "".join(token.content for token in after) == f" end {one_line(text)}."
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_cell_stays_a_cell(text: str) -> None:
+    row = f"| {code_span(text, in_table=True)} | {markdown_text(text)} |"
+    inner = [token for token in MARKDOWN.parse(f"| a | b |\n|---|---|\n{row}") if token.type == "inline"]
+    assert len(inner) == 4
+    assert [token.content for token in inner[2].children or ()] == [one_line(text)]
+    assert "".join(token.content for token in inner[3].children or ()) == one_line(text).strip()
