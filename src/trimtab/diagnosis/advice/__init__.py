@@ -28,6 +28,7 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     table = outcomes(AdviceData.of(part))
     size, origin = measured.size, measured.origin
-    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses)
+    failed = [finding.name for finding in origin.findings if finding.status == "fail"]
+    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
     _, preset, overrides, why = choose(inputs, load_map())
     return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})
