@@ -132,10 +132,10 @@ def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Re
         ],
         ["cause left out: `unexplained`, or wrong with confidence below .5", ">= 90%", percent(share(without))],
         [
-            "\"Nothing has to be repaired\" for a planted fault other than a lag that the file states",
+            '"Nothing has to be repaired" for a planted fault other than a lag that the file states',
             "0",
             f"{sum('Nothing has to be repaired' in one.answer.step for one in faults)} of {len(faults)} data sets",
         ],
-        ["\"No fault shows\" for one, where nothing but healthy noise is left of it", "", f"{len(unseen)} data sets"],
+        ['"No fault shows" for one, where nothing but healthy noise is left of it', "", f"{len(unseen)} data sets"],
     ]
     return table(["", "goal", "reached"], rows)

@@ -221,8 +221,8 @@ class Cause:
 class CauseKind:
     """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it.
 
-    For one that may be intended, where the files do not say so: unsure, what is known then (if it is not `plain`); test,
-    what tells; intended, when a correction is the answer.
+    For one that may be intended, where the files do not say so: unsure, what is known then (if it is not `plain`);
+    test, what tells; intended, when a correction is the answer.
     """
 
     name: str

@@ -33,13 +33,8 @@ UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share right in the z
 MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
 MIN_GROUP_LIFT = 2.0  # least ratio of a group's share of k3 to its share of the tokens
 
-KNOWN_SIZES = {
-    "bfloat16 on both sides": (0.03, 0.23),
-    "bfloat16 beside float32": (0.08, 0.59),
-    "weights of eight bits": (0.13, 0.44),
-    "weights of four bits": (0.39, 2.0),
-}
-"""Smallest and largest root mean square of logits that was measured, by what made it (docs/detection.md)."""
+QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
+"""Smallest and largest root mean square of logits that was measured, by the bits of weights (docs/detection.md)."""
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
 
@@ -57,7 +52,8 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
     steps = drift_between_steps(tokens)
     if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
         return f"{steps.text}, and noise has one size"
-    name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
+    parts = {name: part for name, part in uneven_by(tokens).items() if name != "step"}  # k3 decides about steps, above
+    name, part = max(parts.items(), key=lambda item: item[1], default=("", 0.0))
     if part > MAX_UNEVEN:
         return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
     return ""
@@ -123,8 +119,9 @@ class Steps:
 def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
     """Returns the sizes of noise by step if they differ, or None.
 
-    A policy that becomes certain changes how far rounding moves its logits, and where both sides round to one value; but
-    k3 does not grow with it. So k3 has to grow as much, or more: with the square of the shifts.
+    Rounding moves the larger logits of a policy that has become certain further, and k3 by at most as much, since fewer
+    of its tokens are undecided. Other weights make k3 grow with the square of the shifts, so that it has to grow with
+    more than their power 1.5.
     """
     step = tokens.step
     if step is None:
@@ -141,7 +138,7 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
     if not is_clear or rms_of(shifts[largest]) < LEAST_RMS:
         return None
     low, high = (Residual.of(tokens.select(step == at)).k3 for at in (smallest, largest))
-    if high < growth * low:
+    if high < growth**1.5 * low:
         return None
     text = f"logits move {growth:.1f} times as far at step {largest} as at step {smallest} (z = {z:.1f})"
     return Steps(list(sizes), list(sizes.values()), text)
@@ -162,15 +159,16 @@ def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_r
 
 
 def _size_text(tokens: LogprobPairs) -> str:
-    """Compares the size of the shifts with those of rounding and of quantized weights."""
+    """Compares the size of the shifts with that of quantized weights; empty where it is smaller."""
     undecided = tokens.undecided
     if undecided.sum() < MIN_GROUP_TOKENS:
         return ""
     rms = usual_rms(tokens.shift[undecided])
-    alike = [what for what, (low, high) in KNOWN_SIZES.items() if low <= rms <= high]
-    largest = max(high for _, high in KNOWN_SIZES.values())
-    given = f", as with {' or '.join(alike)}" if alike else ", more than quantized weights give" if rms > largest else ""
-    return f"; logits differ by {rms:.2g} (root mean square){given}"
+    if rms < min(low for low, _ in QUANTIZED.values()):
+        return ""
+    alike = [bits for bits, (low, high) in QUANTIZED.items() if low <= rms <= high]
+    given = f"as with weights of {' or '.join(alike)}" if alike else "more than quantized weights give"
+    return f"; logits differ by {rms:.2g} (root mean square), {given}"
 
 
 def _where(tokens: LogprobPairs) -> str:

@@ -39,8 +39,8 @@ class Layout:
     step_in_name: regular expression of file names whose group is the step, where no column holds it.
     report: whether the files are read for the report of a run: the trainer's log-probs may be missing, and a response
     with a value that is not finite is dropped whole, as in training.
-    synchronous: why the sampler has the trainer's weights by default, so that tokens without versions count as of age 0;
-    "" where lag is the default, or where any trainer may have written the file.
+    synchronous: why the sampler has the trainer's weights by default, so that tokens without versions are of age 0; ""
+    where lag is the default, or where any trainer may have written the file.
     advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
     differs.
     """

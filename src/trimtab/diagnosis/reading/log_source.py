@@ -93,7 +93,8 @@ class LogSource:
             remarks = (Finding("note", "remarks", text),)
         if resolved.assumes_current:
             lacks = "policy_version" if "policy_version" not in resolved.roles else "proximal_version"
-            text = f"the files have no {lacks}: tokens count as of the trainer's weights, since {resolved.layout.synchronous}"
+            why = resolved.layout.synchronous
+            text = f"the files have no {lacks}: tokens count as of the trainer's weights, since {why}"
             remarks = (*remarks, Finding("note", "age", text, "if the sampler lags, add --columns policy_version="))
         return DataSummary(
             framework=resolved.framework,
