@@ -107,8 +107,8 @@ class Context:
     """What detectors know besides the tokens.
 
     floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
-    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none. assumes_current: as in the
-    data's summary.
+    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none. assumes_current:
+    whether ages are those of a synchronous trainer, not recorded.
     """
 
     floor: float
