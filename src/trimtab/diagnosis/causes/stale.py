@@ -78,11 +78,12 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
     ages = [int(a) for a in np.unique(age) if (undecided & (age == a)).sum() >= MIN_GROUP_TOKENS]
     is_correlated = z > 4
     also = f"; {text}" if is_correlated else ""
-    same_age = tokens.select(age == np.bincount(age).argmax())
-    grown = drift_between_steps(same_age)
+    found, count = np.unique(age, return_counts=True)
+    usual = found[count.argmax()]
+    grown = drift_between_steps(tokens.select(age == usual))
     is_stated = grown is None or grown.order < MIN_STEP_ORDER
     if grown is not None and not is_stated:
-        also += f"; at age {int(same_age.age[0])} {grown.text}, as where weights do not arrive"
+        also += f"; at age {usual} {grown.text}, as where weights do not arrive"
     if len(ages) >= 2:
         young, old = undecided & (age == ages[0]), undecided & (age > ages[0])
         growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
