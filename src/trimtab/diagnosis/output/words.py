@@ -306,9 +306,13 @@ def _first_step(diagnosis: Diagnosis) -> str:
 
 
 def doubtful(diagnosis: Diagnosis) -> CauseKind | None:
-    """Returns the kind of the first cause that may be intended or a fault, since neither files nor recipe state it."""
+    """Returns the kind of the first cause that may be intended or a fault, since neither files nor recipe state it.
+
+    Rounding that is left beside another cause is not doubted.
+    """
     is_beyond = diagnosis.measured.size.verdict == "beyond"
-    return next((CAUSES[of.name] for of in diagnosis.causes if is_beyond or not of.is_stated), None)
+    causes = [cause for cause in diagnosis.causes if cause.name != "precision"] or diagnosis.causes
+    return next((CAUSES[cause.name] for cause in causes if is_beyond or not cause.is_stated), None)
 
 
 def advice_text(diagnosis: Diagnosis) -> str:

@@ -100,6 +100,7 @@ PRECISION = Cause("precision", 0.9, "Small.")
     ("causes", "size", "step"),
     [
         ((STATED,), {}, "Nothing has to be repaired; use the correction"),
+        ((STATED, PRECISION), {}, "Nothing has to be repaired; use the correction"),
         ((STATED,), {"verdict": "beyond"}, "Compare a checksum"),  # of no working setup that was published
         ((GUESSED,), {}, "Compare a checksum"),
         ((STATED, Cause("quantized", 0.65, "Large.")), {}, "Sample once with unquantized weights"),
