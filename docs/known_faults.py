@@ -9,7 +9,8 @@ HEAD = """# Known faults
 
 Faults of engines and trainers that make trainer and sampler disagree, each from a public thread, by the name that
 `trimtab diagnose` gives to the data of such a run ([causes.md](causes.md)). Under a cause it shows at most three of
-them: `known` where the run's versions are affected, `may apply` where versions, trainer or engine are not in the files.
+them: `known` where the run's versions are affected, `may apply` where versions are not in the files, but trainer (or
+engine) and model are those of the fault.
 A thread is proof that somebody met the fault, not that you did.
 
 Versions are those that a thread calls affected; "seen" is where it was observed. Trainers that are not named may have

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trimtab.diagnosis.causes import find_causes
+from trimtab.diagnosis.output.words import verdict_lines
 from trimtab.diagnosis.pipeline import examine
+from trimtab.diagnosis.records import Cause, Diagnosis, Recommendation
 from trimtab.errors import TrimtabError
 from zoo.plants import REFUSED
 from zoo.streams import Stream
@@ -19,26 +20,31 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Answer:
-    """The first cause that is named and its confidence, and all that are. `NONE` and `REFUSED` have confidence 1."""
+    """The first cause that is named and its confidence, and all that are. `NONE` and `REFUSED` have confidence 1.
+
+    step: what the verdict says to do first, empty where the data is refused.
+    """
 
     first: str
     confidence: float
     names: tuple[str, ...]
+    step: str = ""
 
 
 def answer(stream: Stream, file: Path, *, bare: bool = False, without: Collection[str] = ()) -> Answer:
     """Writes the stream to `file` and diagnoses it. `without`: causes that the diagnosis must not know."""
     stream.write(file, bare=bare)
     try:
-        causes = _causes(file, without)
+        causes, step = _verdict(file, without)
     except TrimtabError:
         return Answer(REFUSED, 1.0, (REFUSED,))
     if not causes:
-        return Answer(NONE, 1.0, ())
-    return Answer(causes[0].name, causes[0].confidence, tuple(cause.name for cause in causes))
+        return Answer(NONE, 1.0, (), step)
+    return Answer(causes[0].name, causes[0].confidence, tuple(cause.name for cause in causes), step)
 
 
-def _causes(file: Path, without: Collection[str]) -> list[Any]:
-    """The causes of a file, most confident first; without trying presets, which takes most of the time."""
+def _verdict(file: Path, without: Collection[str]) -> tuple[tuple[Cause, ...], str]:
+    """The causes of a file and the first step; without trying presets, which takes most of the time."""
     measured, _ = examine([file], None, {}, lambda _activity, _tokens: None, without)
-    return list(find_causes(measured, without))
+    causes = find_causes(measured, without)
+    return causes, verdict_lines(Diagnosis(measured, causes, (), Recommendation("a preset", {}, "")))[-1][1]

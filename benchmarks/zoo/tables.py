@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from zoo.answers import NONE, REFUSED
 from zoo.bases import UNEXPLAINED
 from zoo.cells import Result
+from zoo.plants import NOTHING
 
 CAUSES = (
     *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
@@ -117,6 +118,9 @@ def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Re
     sure = [one for one in answers if one.answer.confidence >= SURE and one.answer.first not in (NONE, REFUSED)]
     quiet = [result for result in clean if result.cell.base.noise in ("", "precision")]
     alarms = [result for result in quiet if result.answer.first not in (NONE, "precision")]
+    planted = [one for one in (*found, *without) if one.cell.plant is not NOTHING]
+    faults = [one for one in planted if one.truth != "stale" or one.cell.plant.pair]
+    unseen = [one for one in faults if one.answer.step.startswith("No fault shows")]
     rows = [
         ["first cause right, 5,000 tokens and more", ">= 95%", percent(share(large))],
         ["the worst cause", ">= 85%", f"{percent(share(single[worst]))} ({worst})"],
@@ -127,5 +131,15 @@ def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Re
             percent(len(alarms) / max(len(quiet), 1)),
         ],
         ["cause left out: `unexplained`, or wrong with confidence below .5", ">= 90%", percent(share(without))],
+        [
+            '"Nothing has to be repaired" for a planted fault other than a lag that the file states',
+            "0",
+            f"{sum('Nothing has to be repaired' in one.answer.step for one in faults)} of {len(faults)} data sets",
+        ],
+        [
+            '"No fault shows" for one: too weak beside the noise, or left out of the diagnosis',
+            "",
+            f"{len(unseen)} data sets, {sum(bool(one.cell.without) for one in unseen)} of them left out",
+        ],
     ]
     return table(["", "goal", "reached"], rows)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from trimtab.config import load_config
@@ -62,3 +63,31 @@ def test_the_picture_of_readme_compares_with_what_is_recommended_for_the_beginni
     values = json.loads(command("diagnose", run, "--json", folder=tmp_path))
     assert [cause["name"] for cause in values["causes"]] == ["stale"]
     assert values["recommendation"]["preset"] == corrected
+
+
+def in_columns_of_trl(run: Path, folder: Path) -> list[Path]:
+    """Writes the trajectories of a run under the names of TRL, which has no versions of the weights."""
+    names = {"prompt_id": "prompt", "response_ids": "completion_ids", "loss_mask": "completion_mask"}
+    names |= {"logp_behavior": "sampling_per_token_logps", "logp_proximal": "old_per_token_logps"}
+    names |= {name: name for name in ("step", "reward", "advantage")}
+    folder.mkdir()
+    files = []
+    for file in sorted((run / "trajectories").glob("*.parquet")):
+        table = pq.read_table(file, columns=list(names))
+        files.append(folder / file.name)
+        pq.write_table(table.rename_columns([names[name] for name in table.column_names]), files[-1])
+    return files
+
+
+def test_updates_that_never_arrive_are_named_in_the_columns_of_trl(tmp_path: Path) -> None:
+    """The sampler keeps the first weights, also until k3 no longer rises."""
+    run = laboratory(tmp_path, "lost", "trainer.steps=24", "trainer.sync_every=1000")
+    files = in_columns_of_trl(run, tmp_path / "trl")
+    for count in (8, 24):
+        text = command("diagnose", *files[:count], folder=tmp_path)
+        assert "verdict   New weights do not arrive at the sampler (undelivered, likely, confidence 0.85)." in text
+        assert "since TRL's GRPOTrainer sends its weights before every generation" in text
+        unknown = command("diagnose", *files[:count], "--columns", "policy_version=", folder=tmp_path)
+        assert "verdict   Either the sampler lags on purpose, or new weights do not arrive (stale, " in unknown
+        assert "First: Compare a checksum of the sampler's weights" in unknown
+        assert "Nothing has to be repaired" not in text + unknown

@@ -489,6 +489,5 @@ def options(_: Path) -> list[str]:
 
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
-    functions = (parity, kl, presets, planted, own, lost, train, monitored, unscored, refusals, options)
-    functions = (parity, kl, presets, planted, train, state, monitored, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, own, lost, train, state, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -136,8 +136,20 @@ def scatter(bins: int = 50) -> np.ndarray:
 
 
 CAUSES = (
-    Cause("quantized", 0.94, "k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.", "sample in bf16"),
-    Cause("stale", 0.88, "k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7.", "lower trainer.sync_every"),
+    Cause(
+        "quantized",
+        0.94,
+        "k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.",
+        "sample in bf16",
+        is_stated=True,
+    ),
+    Cause(
+        "stale",
+        0.88,
+        "k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7.",
+        "lower trainer.sync_every",
+        is_stated=True,
+    ),
 )
 OUTCOMES = (
     PresetOutcome("grpo", 1.0, 0.0, 1.0, 0.031),

@@ -125,3 +125,19 @@ def test_answers_are_scored_by_what_was_planted(tmp_path: Path) -> None:
     clean = run(Cell(base, NOTHING, 0, 5_000), tmp_path / "cell.parquet")
     assert clean is not None
     assert clean.truth == clean.answer.first == "precision"
+
+
+def test_only_a_lag_that_versions_state_needs_no_repair(tmp_path: Path) -> None:
+    from zoo.bases import exact_bases
+    from zoo.cells import Cell, run
+    from zoo.plants import PAIRS, SINGLE
+
+    for base in exact_bases()[1:]:
+        for plant in (*SINGLE, *PAIRS):
+            result = run(Cell(base, plant, 1, 600), tmp_path / "cell.parquet")
+            if result is not None and plant.name != "stale":
+                assert "Nothing has to be repaired" not in result.answer.step, (base.name, plant.name)
+    stale = next(plant for plant in SINGLE if plant.name == "stale")
+    stated = run(Cell(exact_bases()[1], stale, 1, 5_000), tmp_path / "cell.parquet")
+    assert stated is not None
+    assert stated.answer.step.startswith("Nothing has to be repaired; use the correction")

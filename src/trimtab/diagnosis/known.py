@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
@@ -22,7 +24,8 @@ class KnownFault:
 
     certain: whether the versions of the data are known to be affected. causes: names of causes that it shows as.
     engine, trainers: empty for any. versions: affected ones according to the source, by package. seen: versions it was
-    observed with. link, date: the post that describes it.
+    observed with. family: a regular expression for the names of the models it occurs in, in lower case; "" for any.
+    link, date: the post that describes it.
     """
 
     certain: bool = False
@@ -36,6 +39,7 @@ class KnownFault:
     versions: Mapping[str, str] = field(default_factory=dict)
     seen: str = ""
     models: str = ""
+    family: str = ""
     feature: str = ""
 
     @property
@@ -63,12 +67,13 @@ def known_faults() -> tuple[KnownFault, ...]:
 def matches(cause: str, data: DataSummary) -> list[KnownFault]:
     """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
 
-    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. Where
-    trainer or engine are unknown, any may apply.
+    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. One whose
+    versions are unknown is left out, too, where it is not known whether the data is of its trainer, or its models.
     """
     # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
     trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
     engine = data.engine or ENGINES.get(data.framework, "")
+    model = Path(data.model).name.lower()
     found = []
     for fault in known_faults():
         of_other_trainer = bool(fault.trainers and trainer) and trainer not in fault.trainers
@@ -77,6 +82,10 @@ def matches(cause: str, data: DataSummary) -> list[KnownFault]:
             SpecifierSet(versions).contains(data.versions[name], prereleases=True) if name in data.versions else None
             for name, versions in fault.versions.items()
         ]
-        if cause in fault.causes and not (of_other_trainer or of_other_engine or False in affected):
-            found.append(replace(fault, certain=bool(affected) and None not in affected))
+        if cause not in fault.causes or of_other_trainer or of_other_engine or False in affected:
+            continue
+        is_certain = bool(affected) and None not in affected
+        is_known = trainer in fault.trainers if fault.trainers else bool(trainer or engine)
+        if is_certain or (is_known and re.search(fault.family, model)):
+            found.append(replace(fault, certain=is_certain))
     return sorted(found, key=lambda row: (not row.certain, data.framework not in row.trainers, row.trainers != ()))

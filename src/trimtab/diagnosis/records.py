@@ -71,7 +71,9 @@ class DataSummary:
     finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
     analysis that each would allow. findings: other anomalies of the data. settings: numerics from the run's recipe, if
     it is found beside the files. masked: responses left out of the loss, if there are any. engine: the sampler (vllm,
-    transformers), "" if unknown. versions: of packages, by name, where they are found beside the files.
+    transformers), "" if unknown. versions: of packages, by name, where they are found beside the files. model: its name
+    or folder, "" if unknown. assumes_current: whether versions of the weights that the files lack are taken to be those
+    of a synchronous trainer.
     """
 
     framework: str
@@ -88,6 +90,8 @@ class DataSummary:
     masked: MaskedResponses | None = None
     engine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    assumes_current: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,8 @@ class Cause:
     name: one of `CAUSES`. confidence: in (0, 1], from what is left once the cause is undone. evidence: a sentence with
     the numbers that support it. fix: the remedy. share_of_k3: the part of k3 that undoing it removes, None where it is
     unknown. tokens: number of tokens that it concerns. repaired: k3 and ratio_mean of the tokens after undoing it;
-    empty where it cannot be undone.
+    empty where it cannot be undone. is_stated: whether the files or the run's recipe say so themselves, as versions of
+    several ages do, or a recipe that quantizes.
     """
 
     name: str
@@ -204,6 +209,7 @@ class Cause:
     share_of_k3: float | None = None
     tokens: int = 0
     repaired: Mapping[str, float] = field(default_factory=dict)
+    is_stated: bool = False
 
     @property
     def page(self) -> str:
@@ -213,12 +219,19 @@ class Cause:
 
 @dataclass(frozen=True)
 class CauseKind:
-    """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it."""
+    """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it.
+
+    For one that may be intended, where the files do not say so: unsure, what is known then (if it is not `plain`);
+    test, what tells; intended, when a correction is the answer.
+    """
 
     name: str
     plain: str
     fix: str
     must_fix: bool = False
+    unsure: str = ""
+    test: str = ""
+    intended: str = ""
 
 
 def _cause_kinds() -> dict[str, CauseKind]:

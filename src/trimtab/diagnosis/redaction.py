@@ -53,7 +53,7 @@ class Redaction:
 
     def measured(self, measured: Measured) -> Measured:
         """Returns the measurements with ids marked as hashes, and with known words only in the run's settings."""
-        views, origin = dict(measured.views), measured.origin
+        views, origin = dict(measured.views), replace(measured.origin, model="")
         if (view := views.get("token")) is not None:
             labels = tuple(f"hash {int(label):05x}" if label.isdigit() else label for label in view.labels)
             views["token"] = replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})

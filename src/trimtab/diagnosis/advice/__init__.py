@@ -29,7 +29,8 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     data = AdviceData.of(part)
     table = outcomes(data)
     size, origin = measured.size, measured.origin
-    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses)
+    failed = [finding.name for finding in origin.findings if finding.status == "fail"]
+    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
     _, preset, overrides, why = choose(inputs, load_map())
     if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
         table = (*table, outcome(data, preset, overrides))

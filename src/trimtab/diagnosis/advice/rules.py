@@ -22,7 +22,10 @@ ACCEPTED = 0.7
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """The inputs of a rule: causes, verdict and k3, outcomes of presets, number of trained tokens and of responses."""
+    """The inputs of a rule: causes, verdict and k3, outcomes of presets, number of trained tokens and of responses.
+
+    failed: names of findings about the data that must be repaired.
+    """
 
     causes: Sequence[Cause]
     verdict: str
@@ -30,6 +33,12 @@ class RuleInputs:
     outcomes: Sequence[PresetOutcome]
     tokens: int
     responses: int
+    failed: Sequence[str] = ()
+
+    @property
+    def faults(self) -> list[str]:
+        """The names of what must be fixed first."""
+        return [*(name for name in MUST_FIX if name in self.names), *self.failed]
 
     @property
     def names(self) -> frozenset[str]:
@@ -66,7 +75,7 @@ class Rule:
 RULES = (
     Rule(
         "fault",
-        lambda inputs: not inputs.names.isdisjoint(MUST_FIX),
+        lambda inputs: bool(inputs.faults),
         "",
         "Fix {faults} first: no correction makes up for that, and the figures measure the fault.",
         "Then run diagnose again.",
@@ -94,7 +103,7 @@ RULES = (
         "stale, short",
         lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
         "seq-bypass",
-        "The sampler's weights are old; refreshing them more often removes the cause.",
+        "Where the sampler's weights are old, refreshing them more often removes the cause.",
         "Without a correction, training collapses; the ratio of the whole response, clipped to [0.5, 4], was best "
         "(laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo 0.13, token-tis 0.70, m2po "
         "0.82, seq-bypass 0.85). Here it keeps {seq_bypass} of the tokens.",
@@ -104,8 +113,8 @@ RULES = (
         "stale, long",
         lambda inputs: "stale" in inputs.names,
         "m2po",
-        "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
-        "{seq_bypass} of the tokens); refreshing them more often removes the cause.",
+        "Where the sampler's weights are old, refreshing them more often removes the cause. The ratio of a whole "
+        "response has drifted too far (seq-bypass would keep {seq_bypass} of the tokens).",
         "m2po bounds the second moment of the ratio per token; it was designed for old data (arXiv 2510.01161) and "
         "reached 0.82 in the laboratory, where grpo fell to 0.13 and token-tis to 0.70.",
         measured="stale",
@@ -169,7 +178,7 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     """
     rule = next(rule for rule in RULES if rule.applies(inputs))
     fields = {
-        "faults": " and ".join(name for name in MUST_FIX if name in inputs.names),
+        "faults": " and ".join(inputs.faults),
         "k3": f"{inputs.k3:.1e}",
         "seq_bypass": f"{inputs.kept('seq-bypass'):.0%}",
         "geo_mask": f"{inputs.kept('geo-mask'):.0%}",

@@ -65,7 +65,9 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
     if len(tokens) >= MIN_TOKENS and not everywhere:
-        causes += _search(tokens, Context(measured.size.floor, measured.origin.settings), without)
+        origin = measured.origin
+        context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
+        causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so that it comes last.
     causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
     return tuple(replace(cause, fix=CAUSES[cause.name].fix) for cause in causes)
@@ -117,6 +119,6 @@ def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: R
     limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
     sure = round(min(finding.max_confidence, limit), 2)
     if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
-        return Cause(finding.name, sure, finding.evidence, tokens=finding.tokens)
+        return Cause(finding.name, sure, finding.evidence, tokens=finding.tokens, is_stated=finding.is_stated)
     repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean}
     return Cause(finding.name, sure, finding.evidence, share_of_k3=share, tokens=finding.tokens, repaired=repaired)

@@ -92,7 +92,7 @@ class CauseMatch:
     remaining: the tokens once it is undone, empty where nothing can be restored. tokens: how many it concerns.
     max_confidence: the largest confidence that the kind of evidence allows. direction: +1 or -1 where the cause stays
     in `remaining` since it cannot be undone for each token, the direction in which it moves the logits of likely
-    tokens; otherwise 0. is_final: whether nothing else can be said of the tokens.
+    tokens; otherwise 0. is_final: whether nothing else can be said of the tokens. is_stated: as in `records.Cause`.
     """
 
     name: str
@@ -102,6 +102,7 @@ class CauseMatch:
     max_confidence: float = 0.99
     direction: int = 0
     is_final: bool = False
+    is_stated: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,15 @@ class Context:
     """What detectors know besides the tokens.
 
     floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
-    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none.
+    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none. assumes_current:
+    whether ages are those of a synchronous trainer, not recorded.
     """
 
     floor: float
     settings: Settings | None
     repaired: bool = False
     direction: int = 0
+    assumes_current: bool = False
 
 
 class Detector(Protocol):

@@ -52,6 +52,12 @@ def rms_of(shift: np.ndarray) -> float:
     return float(np.sqrt(np.square(shift).mean()))
 
 
+def usual_rms(shift: np.ndarray) -> float:
+    """Returns the root mean square with values bounded at five usual ones, so that a few outliers do not decide it."""
+    bound = 5 * 1.48 * float(np.median(np.abs(shift)))
+    return rms_of(np.clip(shift, -bound, bound))
+
+
 def log_size(shift: np.ndarray) -> np.ndarray:
     """Returns the logarithm of the size of each shift; sizes below 1e-6 count as that."""
     return np.log(np.abs(shift) + 1e-6)

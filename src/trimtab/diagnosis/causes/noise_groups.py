@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, Residual
-from trimtab.diagnosis.causes.evidence import correlation, growth_of, log_size, rms_of
+from trimtab.diagnosis.causes.evidence import correlation, growth_of, log_size, rms_of, usual_rms
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.records import Cause
@@ -33,6 +33,8 @@ UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share right in the z
 MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
 MIN_GROUP_LIFT = 2.0  # least ratio of a group's share of k3 to its share of the tokens
 
+QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
+"""Smallest and largest root mean square of logits that was measured, by the bits of weights (docs/detection.md)."""
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
 
@@ -44,13 +46,14 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
     if residual.contract == "silent":
         return "a few tokens decide the mean, so noise can be neither named nor excluded"
     if residual.k3 > MAX_K3:
-        return "no rounding or quantization is known to be as large"
+        return f"beyond {MAX_K3:g} quantized weights are not told from other damage"
     if (part := direction(tokens)) > MAX_DIRECTION:
         return f"the probability of a token decides where its logit moves ({part:.0%} of the variance), unlike noise"
     steps = drift_between_steps(tokens)
     if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
         return f"{steps.text}, and noise has one size"
-    name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
+    parts = {name: part for name, part in uneven_by(tokens).items() if name != "step"}  # k3 decides about steps, above
+    name, part = max(parts.items(), key=lambda item: item[1], default=("", 0.0))
     if part > MAX_UNEVEN:
         return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
     return ""
@@ -100,13 +103,26 @@ class Steps:
 
     @property
     def order(self) -> float:
-        """The rank correlation of steps and sizes."""
-        ranks = np.argsort(np.argsort(self.sizes))
-        return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1])
+        """The share of the variance of sizes that the best ascending curve over the steps explains.
+
+        It is 1 also where sizes rise at first and then stay, of which a slope or a correlation shows little.
+        """
+        parts: list[list[float]] = []
+        for size in self.sizes:
+            parts.append([size])
+            while len(parts) > 1 and np.mean(parts[-2]) >= np.mean(parts[-1]):  # what descends has one mean
+                parts[-2:] = [parts[-2] + parts[-1]]
+        ascending = np.concatenate([np.full(len(part), np.mean(part)) for part in parts])
+        return 1 - float(np.square(self.sizes - ascending).mean() / np.var(self.sizes))
 
 
 def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
-    """Returns the sizes of noise by step if they differ, or None."""
+    """Returns the sizes of noise by step if they differ, or None.
+
+    Rounding moves the larger logits of a policy that has become certain further, and k3 by at most as much, since fewer
+    of its tokens are undecided. Other weights make k3 grow with the square of the shifts, so that it has to grow with
+    more than their power 1.5.
+    """
     step = tokens.step
     if step is None:
         return None
@@ -121,6 +137,9 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
     is_clear = growth >= MIN_STEP_GROWTH and z >= STEP_GROWTH_Z
     if not is_clear or rms_of(shifts[largest]) < LEAST_RMS:
         return None
+    low, high = (Residual.of(tokens.select(step == at)).k3 for at in (smallest, largest))
+    if high < growth**1.5 * low:
+        return None
     text = f"logits move {growth:.1f} times as far at step {largest} as at step {smallest} (z = {z:.1f})"
     return Steps(list(sizes), list(sizes.values()), text)
 
@@ -134,7 +153,22 @@ def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_r
     evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
     if reason := objection(tokens, left):
         evidence += f": {reason}"
+    if left.contract != "outside":
+        evidence += _size_text(tokens)
     return Cause("unexplained", UNEXPLAINED_CONFIDENCE, evidence + _where(tokens), share_of_k3=1.0, tokens=left.tokens)
+
+
+def _size_text(tokens: LogprobPairs) -> str:
+    """Compares the size of the shifts with that of quantized weights; empty where it is smaller."""
+    undecided = tokens.undecided
+    if undecided.sum() < MIN_GROUP_TOKENS:
+        return ""
+    rms = usual_rms(tokens.shift[undecided])
+    if rms < min(low for low, _ in QUANTIZED.values()):
+        return ""
+    alike = [bits for bits, (low, high) in QUANTIZED.items() if low <= rms <= high]
+    given = f"as with weights of {' or '.join(alike)}" if alike else "more than quantized weights give"
+    return f"; logits differ by {rms:.2g} (root mean square), {given}"
 
 
 def _where(tokens: LogprobPairs) -> str:

@@ -15,12 +15,12 @@ and more for eight bits and .24 for four bits and for weights a few updates old.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, CauseMatch, Context, Residual
-from trimtab.diagnosis.causes.evidence import rms_of, share
+from trimtab.diagnosis.causes.evidence import rms_of, share, usual_rms
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.noise_groups import MAX_DIRECTION, direction, objection, uneven_by
 from trimtab.diagnosis.records import Settings
@@ -100,7 +100,7 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
     scale = 1.48 * float(np.median(np.abs(shift)))
     far = np.abs(shift) > 5 * scale
     return Noise(
-        rms_of(np.clip(shift, -5 * scale, 5 * scale)),  # so that a few outliers do not determine it
+        usual_rms(shift),
         float(k3.mean()),
         len(shift),
         persistent=_persistence(tokens, scale),
@@ -217,16 +217,16 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
     sure, evidence = RECIPE_CONFIDENCE, f"{text}; the run's recipe says {settings}"
     if settings.coarse:
-        return [_noise("quantized", tokens, sure, evidence)]
+        return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
     if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RECIPE_RMS):
         return []
     if not settings.sixteen_bits:
         sure, evidence = 0.5, f"{text}, although the run's recipe says {settings}: check the dtype of the sampler"
-    return [_noise("precision", tokens, sure, evidence)]
+    return [replace(_noise("precision", tokens, sure, evidence), is_stated=settings.sixteen_bits)]
 
 
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
-    """Names the noise by its size; sizes that both kinds have leave a doubt, unless token ids tell them apart."""
+    """Names the noise by its size, which leaves a doubt: other weights move logits as far as quantized ones do."""
     sure = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.tokens < MIN_NOISE_TOKENS:  # in which the tail of another noise does not show
         sure = min(sure, FEW_CONFIDENCE)
@@ -241,9 +241,8 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
     if noise.persistent:
         evidence += f"; the token id decides {noise.persistent:.0%} of its variance, as with other weights"
     else:
-        sure = min(sure, SIZE_CONFIDENCE)
         evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
-    return _noise("quantized", tokens, sure, evidence)
+    return _noise("quantized", tokens, min(sure, SIZE_CONFIDENCE), evidence)
 
 
 def _noise(name: str, tokens: LogprobPairs, sure: float, evidence: str) -> CauseMatch:

@@ -7,8 +7,12 @@ between steps; rounding does not. Drift shifts a token the same way in every con
 independent between contexts (tested for vocabularies of words, not of characters).
 
 Versions are those of the weights that were loaded, which says nothing of weights that never arrive, nor of keys and
-values of a prompt that older weights left in a cache. Then the shift grows from step to step, or is larger where a
-prompt was asked before than where one of the same step is asked for the first time.
+values of a prompt that older weights left in a cache. Then the shift grows from step to step at one age, or is larger
+where a prompt was asked before than where one of the same step is asked for the first time.
+
+Only versions state that a lag is there, and a growth at one age contradicts them: every other finding of `stale` may as
+well be weights that do not arrive. Versions that the files lack and a synchronous trainer decides count as recorded for
+`undelivered` and `stale-cache`, and as unknown for `stale`.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, measure_noise
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
 MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
-MIN_STEP_ORDER = 0.8  # least rank correlation of steps and the sizes of their shifts [4 of 24 orders of 4]
+MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
+ASSUMED_CONFIDENCE = 0.85  # confidence of undelivered where ages are those of a synchronous trainer, not recorded
 MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
 CORRELATION_Z = 5.0  # standard errors of that correlation
 STRONG_CORRELATION = 0.3  # least correlation in fine noise where versions say age 0; without versions a strong one
@@ -40,17 +45,18 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, tokens.age, noise, z, text)
-    is_coarse, needed = noise.coarseness > 0, MIN_CORRELATION if tokens.age is None else STRONG_CORRELATION
+    is_current = tokens.age is not None and not context.assumes_current
+    is_coarse, needed = noise.coarseness > 0, STRONG_CORRELATION if is_current else MIN_CORRELATION
     is_strong = corr > STRONG_CORRELATION and is_coarse
     # A sampler of four bits earns less where it errs: at age 0 that explains the correlation.
-    explained = is_coarse and tokens.age is not None
+    explained = is_coarse and is_current
     if not explained and corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
-        text += "" if tokens.age is None else ", although the file says that all weights are current"
+        text += ", although the file says that all weights are current" if is_current else ""
         return [_everywhere(tokens, text, confidence(z, CORRELATION_Z))]
-    if tokens.age is not None or context.direction:
+    if is_current or context.direction:
         return []
     if (steps := drift_between_steps(tokens)) is not None:
-        return [_everywhere(tokens, steps.text + ": the size of rounding does not vary, that of lag does", 0.6)]
+        return [_everywhere(tokens, steps.text + ", and k3 with it: rounding does not do so, lag does", 0.6)]
     is_fine = noise.rms >= LEAST_RMS and noise.coarseness < MAX_DRIFT_COARSENESS + IDS_SHIFT
     if not (noise.persistent and is_fine):
         return []
@@ -72,6 +78,12 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
     ages = [int(a) for a in np.unique(age) if (undecided & (age == a)).sum() >= MIN_GROUP_TOKENS]
     is_correlated = z > 4
     also = f"; {text}" if is_correlated else ""
+    found, count = np.unique(age, return_counts=True)
+    usual = found[count.argmax()]
+    grown = drift_between_steps(tokens.select(age == usual))
+    is_stated = grown is None or grown.order < MIN_STEP_ORDER
+    if grown is not None and not is_stated:
+        also += f"; at age {usual} {grown.text}, as where weights do not arrive"
     if len(ages) >= 2:
         young, old = undecided & (age == ages[0]), undecided & (age > ages[0])
         growth, growth_z = growth_of(tokens.shift[old], tokens.shift[young])
@@ -83,7 +95,8 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){also}"
             )
             fresh, sure = tokens.select(age == 0), confidence(growth_z, GROWTH_Z)
-            return [CauseMatch("stale", evidence, fresh, int((age > 0).sum()), sure, is_final=0 not in ages)]
+            moved, is_final = int((age > 0).sum()), 0 not in ages
+            return [CauseMatch("stale", evidence, fresh, moved, sure, is_final=is_final, is_stated=is_stated)]
         if 0 in ages and not is_correlated:
             return []
     if noise.rms < LEAST_RMS:
@@ -95,7 +108,8 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         f"{'more than' if is_coarse else 'within'} what 16-bit rounding gives{also}; without tokens of another age, "
         "lag cannot be told from rounding"
     )
-    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_coarse or is_correlated)]
+    is_final = is_coarse or is_correlated
+    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_final, is_stated=is_stated)]
 
 
 def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
@@ -106,12 +120,15 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
         return []
     first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
     k3 = Residual.of(first).k3, Residual.of(last).k3
+    times = "over 1,000 times" if k3[1] > 1000 * k3[0] else f"{k3[1] / k3[0]:.0f} times"
+    by = "as of a synchronous trainer" if context.assumes_current else "by its versions"
     evidence = (
-        f"every token is of age 0 by its versions, but k3 grows from {k3[0]:.1e} at step {steps.steps[0]} to "
-        f"{k3[1]:.1e} at step {steps.steps[-1]} ({k3[1] / max(k3[0], 1e-12):.0f} times), in the order of the steps: "
+        f"every token is of age 0 {by}, but k3 grows from {k3[0]:.1e} at step {steps.steps[0]} to "
+        f"{k3[1]:.1e} at step {steps.steps[-1]} ({times}), in the order of the steps: "
         "the trainer moves away from weights that the sampler keeps"
     )
-    return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), 0.95)]
+    sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
+    return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), sure)]
 
 
 def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
@@ -131,7 +148,8 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     if np.exp(slope) < MIN_CACHE_GROWTH or z < GROWTH_Z:
         return []
     old, new = tokens.select(repeated), tokens.select(~repeated)
-    despite = "" if tokens.age is None else ", although versions say that weights are current"
+    is_recorded = tokens.age is not None and not context.assumes_current
+    despite = ", although versions say that weights are current" if is_recorded else ""
     evidence = (
         f"logits move {np.exp(slope):.1f} times as far for prompts that were asked in an earlier step as for new ones "
         f"of the same step (z = {z:.1f}; k3 {Residual.of(old).k3:.1e} and {Residual.of(new).k3:.1e}){despite}: keys "

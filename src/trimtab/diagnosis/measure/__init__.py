@@ -24,11 +24,12 @@ from trimtab.diagnosis.measure.views import (
     VersionView,
     prompt_view,
 )
-from trimtab.diagnosis.records import DataSummary, Measured, Placeholder
+from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 SCATTER = 100
+ASSUMED = "the data does not say which tokens are of age 0"
 
 
 def measure(
@@ -66,14 +67,15 @@ def measure(
     if not trained:
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
+    unknown = "version" if "policy_version" in summary.missing else ""  # ages of a synchronous trainer, not recorded
     views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
     return Measured(
         origin=replace(
             summary, trained=trained, findings=(*summary.findings, *prefill.findings(), *teacher_findings(drawn))
         ),
         size=sizes.size(summary.anchor, seed),
-        views={view.name: view for view in views if view is not None},
-        split=drift.split(seed),
+        views={view.name: view for view in views if view is not None and view.name != unknown},
+        split=DriftSplit(False, ASSUMED) if summary.assumes_current else drift.split(seed),
         scatter=scatter,
         sample=drawn,
         placeholders=left_out or constants.found(),

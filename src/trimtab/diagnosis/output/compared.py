@@ -37,7 +37,7 @@ def verdict_lines(first: Diagnosis, comparison: Comparison) -> list[str]:
         lines = [f"k3 in A relative to B: {_change_text(comparison.k3, 1.0, _factor)}."]
     for name, side in (("A", first), ("B", comparison.baseline)):
         lines.append(f"{name}: {cause_text(next(iter(side.causes), None))}.")
-        lines += [f"First, in {name}: {cause.fix}" for cause in side.causes if cause.name in faults(side)][:1]
+        lines += [f"First, in {name}: {fix}" for fix in faults(side).values()][:1]
     return lines
 
 

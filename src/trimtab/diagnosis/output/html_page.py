@@ -210,7 +210,7 @@ def _advice(diagnosis: Diagnosis) -> Section:
         best=None if best is None else diagnosis.outcomes.index(best),
     )
     parts: list[Part] = [
-        Card(f"{repair}{words.method_text(diagnosis)}", [Note(recommended.why)]),
+        Card(f"{repair}{words.advice_text(diagnosis)}", [Note(recommended.why)]),
         *(Card(LINES.get(name, name), code=text) for name, text in recommended.lines.items()),
         *([table] if rows else []),
     ]

@@ -86,9 +86,9 @@ def _cause(diagnosis: Diagnosis, cause: Cause) -> list[str]:
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:
-    wrong, outcome = words.faults(diagnosis), words.recommended_outcome(diagnosis)
-    texts = [f"repair {cause.name}: {cause.fix}" for cause in diagnosis.causes if cause.name in wrong and cause.fix]
-    texts.append(f"{words.method_text(diagnosis)}: {diagnosis.recommendation.why}")
+    outcome = words.recommended_outcome(diagnosis)
+    texts = [f"repair {name}: {fix}" for name, fix in words.faults(diagnosis).items() if fix]
+    texts.append(f"{words.advice_text(diagnosis)}: {diagnosis.recommendation.why}")
     if outcome is not None:
         texts.append(
             f"on this data it keeps {format_percent(outcome.kept)} of the tokens, changes "

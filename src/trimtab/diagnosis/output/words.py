@@ -12,6 +12,7 @@ from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
     Cause,
+    CauseKind,
     DataSummary,
     Diagnosis,
     Measured,
@@ -228,9 +229,11 @@ def split_text(measured: Measured) -> str:
     return f"k3 of the drift: {', '.join(parts)}"
 
 
-def faults(diagnosis: Diagnosis) -> list[str]:
-    """Returns the names of the causes that must be fixed before any correction."""
-    return [cause.name for cause in diagnosis.causes if cause.name in MUST_FIX]
+def faults(diagnosis: Diagnosis) -> dict[str, str]:
+    """Returns the remedy, by name, of the causes and findings that must be repaired before any correction."""
+    causes = {cause.name: cause.fix for cause in diagnosis.causes if cause.name in MUST_FIX}
+    failed = [finding for finding in diagnosis.measured.origin.findings if finding.status == "fail"]
+    return causes | {finding.name: finding.next_step for finding in failed}
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -267,8 +270,8 @@ def recommended_outcome(diagnosis: Diagnosis) -> PresetOutcome | None:
 
 
 def severity(diagnosis: Diagnosis) -> str:
-    """Returns good if k3 is healthy, also with masked responses, and the only cause, if any, is `precision`."""
-    harmless = all(cause.name == "precision" for cause in diagnosis.causes)
+    """Returns good if k3 is healthy, also with masked responses, and `precision` is all that was found, if anything."""
+    harmless = all(cause.name == "precision" for cause in diagnosis.causes) and not faults(diagnosis)
     measured = diagnosis.measured
     k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
     return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
@@ -279,15 +282,49 @@ def cause_text(cause: Cause | None) -> str:
     if cause is None:
         return "Trainer and sampler agree: no cause stands out above the noise floor"
     word = next(word for least, word in CERTAINTY if cause.confidence >= least)
-    return f"{CAUSES[cause.name].plain} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
+    kind = CAUSES[cause.name]
+    meaning = kind.plain if cause.is_stated else kind.unsure or kind.plain
+    return f"{meaning} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
 
 
 def verdict_lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns the first two causes and what to do first, each after its label ("", Also, First)."""
     causes = [("Also" if index else "", f"{cause_text(cause)}.") for index, cause in enumerate(diagnosis.causes[:2])]
-    fixes = [cause.fix for cause in diagnosis.causes if cause.name in MUST_FIX]
-    first = fixes[0] if fixes else f"Nothing has to be repaired; use the correction {method_text(diagnosis)}."
-    return [*(causes or [("", f"{cause_text(None)}.")]), ("First", first)]
+    return [*(causes or [("", f"{cause_text(None)}.")]), ("First", _first_step(diagnosis))]
+
+
+def _first_step(diagnosis: Diagnosis) -> str:
+    """Returns what to do first.
+
+    Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
+    recipe state needs no repair, and that only at sizes that are published for working setups.
+    """
+    wrong, method = faults(diagnosis), f"use the correction {method_text(diagnosis)}"
+    if wrong:
+        return next(iter(wrong.values()))
+    if severity(diagnosis) == "good":
+        return f"No fault shows: {method}."
+    if (doubt := doubtful(diagnosis)) is not None:
+        return f"{doubt.test}. If {doubt.intended}, {method}."
+    if diagnosis.causes:
+        return f"Nothing has to be repaired; {method}."
+    return "k3 is outside its healthy range, and the data does not tell why: diagnose more tokens."
+
+
+def doubtful(diagnosis: Diagnosis) -> CauseKind | None:
+    """Returns the kind of the first cause that may be intended or a fault, since neither files nor recipe state it.
+
+    Rounding that is left beside another cause is not doubted.
+    """
+    is_beyond = diagnosis.measured.size.verdict == "beyond"
+    causes = [cause for cause in diagnosis.causes if cause.name != "precision"] or diagnosis.causes
+    return next((CAUSES[cause.name] for cause in causes if is_beyond or not cause.is_stated), None)
+
+
+def advice_text(diagnosis: Diagnosis) -> str:
+    """Returns the recommended preset, after the condition under which it is one."""
+    doubt = None if faults(diagnosis) or severity(diagnosis) == "good" else doubtful(diagnosis)
+    return f"{f'if {doubt.intended}, ' if doubt else ''}{method_text(diagnosis)}"
 
 
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))

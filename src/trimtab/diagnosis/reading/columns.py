@@ -57,6 +57,11 @@ class Resolved:
     findings: tuple[Finding, ...]
     left_out: frozenset[Path] = frozenset()
 
+    @property
+    def assumes_current(self) -> bool:
+        """Whether versions of the weights are missing that a synchronous trainer decides."""
+        return bool(self.layout.synchronous) and "proximal_version" not in self.roles
+
     def step_in_name(self, path: Path) -> int | None:
         """Returns the step in the name of a file, if no column holds it."""
         by_name = "step" in self.roles and "step" not in self.columns
@@ -106,6 +111,8 @@ def _resolve_names(
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
     known = layout_of_framework(framework) if isinstance(framework, str) else framework or _detect_layout(filled)
     layout = known or TRIMTAB
+    if not given.keys().isdisjoint(("policy_version", "proximal_version")):
+        layout = replace(layout, synchronous="")
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:

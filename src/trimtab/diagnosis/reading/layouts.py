@@ -39,6 +39,8 @@ class Layout:
     step_in_name: regular expression of file names whose group is the step, where no column holds it.
     report: whether the files are read for the report of a run: the trainer's log-probs may be missing, and a response
     with a value that is not finite is dropped whole, as in training.
+    synchronous: why the sampler has the trainer's weights by default, so that tokens without versions are of age 0; ""
+    where lag is the default, or where any trainer may have written the file.
     advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
     differs.
     """
@@ -53,6 +55,7 @@ class Layout:
     repeats: bool = False
     prompt_groups: bool = False
     step_in_name: str = ""
+    synchronous: str = ""
     report: bool = False
 
 
@@ -100,6 +103,7 @@ VERL = Layout(
     "verl computes old_log_probs in every step with algorithm.rollout_correction.bypass_mode=False (the default); "
     "TRIMTAB_DUMP=DIR writes it (docs/frameworks.md)",
     padded=True,
+    synchronous="verl's default trainer (trainer_mode=sync) sends its weights before every generation",
 )
 TRL = Layout(
     "trl",
@@ -122,6 +126,7 @@ TRL = Layout(
     "trimtab.adapters.trl.GRPOTrainer writes it (docs/frameworks.md)",
     padded=True,
     repeats=True,
+    synchronous="TRL's GRPOTrainer sends its weights before every generation",
 )
 MILES = Layout(
     "miles",
@@ -146,6 +151,7 @@ MILES = Layout(
     ),
     "rollout dumps hold the sampler's side only: run with --dump-details DIR, without --use-rollout-logprobs, and read "
     "DIR/train_data",
+    synchronous="train.py of Miles and slime sends its weights before every generation",
 )
 PRIME_RL = Layout(
     "prime-rl",
@@ -182,6 +188,7 @@ NEMO_RL = Layout(
     whole=True,
     prompt_groups=True,
     step_in_name=r"^train_data_step(\d+)\.jsonl",
+    synchronous="NeMo-RL sends its weights before every generation, unless async_grpo.enabled=true",
 )
 OPEN_INSTRUCT = Layout(
     "open-instruct",

@@ -86,11 +86,16 @@ class LogSource:
                 f"the trainer did not compute. {advice}"
             )
         settings, unread = settings_of(self.files)
-        engine, versions, unknown = made_with(self.files, resolved.framework)
+        engine, model, versions, unknown = made_with(self.files, resolved.framework)
         remarks = (*resolved.findings, *(unread or unknown))
         if remarks and not counts.quotes:
             text = f"remarks that name files or columns are left out: {len(remarks)}"
             remarks = (Finding("note", "remarks", text),)
+        if resolved.assumes_current:
+            lacks = "policy_version" if "policy_version" not in resolved.roles else "proximal_version"
+            why = resolved.layout.synchronous
+            text = f"the files have no {lacks}: tokens count as of the trainer's weights, since {why}"
+            remarks = (*remarks, Finding("note", "age", text, "if the sampler lags, add --columns policy_version="))
         return DataSummary(
             framework=resolved.framework,
             files=len(self._tables),
@@ -106,6 +111,8 @@ class LogSource:
             masked=self._masked_responses(),
             engine=engine,
             versions=versions,
+            model=model,
+            assumes_current=resolved.assumes_current,
         )
 
     def _masked_responses(self) -> MaskedResponses | None:

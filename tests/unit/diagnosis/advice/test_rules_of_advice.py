@@ -116,8 +116,8 @@ def test_the_map_decides_where_it_covers_the_case() -> None:
     rule, preset, overrides, why = choose(old, [STALE])
     assert (rule.preset, preset, overrides) == ("m2po", "icepop", {"weight_max": 2.0})
     assert why == (
-        "The sampler's weights are old, and the ratio of a whole response has drifted too far (seq-bypass would keep "
-        "10% of the tokens); refreshing them more often removes the cause. Measured on responses of 120 tokens "
+        "Where the sampler's weights are old, refreshing them more often removes the cause. The ratio of a whole "
+        "response has drifted too far (seq-bypass would keep 10% of the tokens). Measured on responses of 120 tokens "
         "(weights renewed every 32 updates; each method tuned or as published; 4 seeds; accuracy .72 before training): "
         "icepop .85 [.80, .90] at 0.5 of the usual learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at "
         "0.25 of the usual learning rate (.02 at the usual one)."

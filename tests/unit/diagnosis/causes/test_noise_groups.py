@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +13,34 @@ from tests.support import planted_causes as plant
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.causes.bad_values import find_above_zero
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.noise_groups import direction, uneven_by
+from trimtab.diagnosis.causes.noise_groups import Steps, direction, uneven_by
 from trimtab.diagnosis.measure.grouped import explained
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.tokens import TokenTable
 
 VOCABULARY, LENGTH = 30, 25
+NO_OFFSET = np.zeros(VOCABULARY)
 
 
-def drawn(size: np.ndarray, *, seed: int = 0, temperature: float = 1.0, **columns: np.ndarray) -> TokenTable:
-    """Responses of LENGTH tokens from random distributions; size: noise of the trainer's logits (responses,)."""
+def drawn(
+    size: np.ndarray,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    sharpness: np.ndarray | float = 1.0,
+    offset: np.ndarray = NO_OFFSET,
+    **columns: np.ndarray,
+) -> TokenTable:
+    """Responses of LENGTH tokens from random distributions.
+
+    size: noise of the trainer's logits (responses,). sharpness: what all logits are multiplied by (responses,). offset:
+    what the trainer adds to the logit of each id (ids,).
+    """
     random = np.random.default_rng(seed)
     count = len(size) * LENGTH
-    logits = random.normal(size=(count, VOCABULARY)) * random.lognormal(1.0, 0.5, (count, 1))
-    other = logits / temperature + np.repeat(size, LENGTH)[:, None] * random.normal(size=logits.shape)
+    logits = random.normal(size=(count, len(offset))) * random.lognormal(1.0, 0.5, (count, 1))
+    logits *= np.repeat(np.broadcast_to(sharpness, size.shape), LENGTH)[:, None]
+    other = logits / temperature + offset + np.repeat(size, LENGTH)[:, None] * random.normal(size=logits.shape)
     sampler, trainer = (values - np.log(np.exp(values).sum(1, keepdims=True)) for values in (logits, other))
     ids = (np.exp(sampler).cumsum(1) > random.random((count, 1))).argmax(1)
     at = np.arange(count), ids
@@ -118,6 +133,44 @@ def test_weights_that_never_arrive_are_no_stale_cache() -> None:
     assert first(table).name == "undelivered"
 
 
+def test_a_rise_that_saturates_is_weights_that_never_arrive() -> None:
+    step = np.repeat(np.arange(24), 20)
+    far = 1.2 * (1 + 0.3 * np.random.default_rng(0).normal(size=24))  # as far from step 6 on, up and down
+    size = np.where(np.arange(24) < 6, 1e-5 + 0.2 * np.arange(24), far)[step]
+    table = drawn(size, **versions(step))
+    cause = first(table)
+    assert cause.name == "undelivered"
+    assert "k3 grows from" in cause.evidence
+    # The same of an unknown age, or of one age, may be meant; that the file says so proves nothing.
+    for columns in ({"version": None, "proximal_version": None}, {"proximal_version": step + 1}):
+        lags = first(replace(table, **columns))
+        assert (lags.name, lags.is_stated) == ("stale", False)
+        assert "as far at step" in lags.evidence
+
+
+def test_rounding_of_a_policy_that_becomes_certain_is_rounding() -> None:
+    """Its logits grow and move further, but fewer tokens are undecided: k3 grows less than with other weights."""
+    step = np.repeat(np.arange(8), 40)
+    sharpness = np.linspace(0.5, 3.0, 8)[step]
+    table = drawn(0.02 * sharpness, sharpness=sharpness, **versions(step))
+    assert plant.names(table) == {"precision"}
+    assert plant.names(replace(table, version=None, proximal_version=None)) == {"precision"}
+
+
+def test_four_bits_in_a_file_without_a_recipe_are_in_doubt_and_named_by_their_size() -> None:
+    cause = first(drawn(np.full(200, 1.5)))
+    assert cause.name == "unexplained"
+    assert re.search(r"logits differ by 1\.\d \(root mean square\), as with weights of four bits", cause.evidence)
+
+
+def test_size_alone_is_never_sure_that_weights_are_quantized() -> None:
+    """Also where the shift depends on the token's id, as that of any other weights does."""
+    cause = first(drawn(np.full(400, 0.01), offset=0.8 * np.random.default_rng(1).normal(size=200)))
+    assert (cause.name, cause.confidence) == ("quantized", 0.65)
+    assert "the token id decides" in cause.evidence
+    assert not cause.is_stated
+
+
 def test_noise_of_one_size_is_neither() -> None:
     step, prompt, _ = asked(3)
     assert plant.names(drawn(np.full(240, 0.05), prompt=prompt, **versions(step))) == {"precision"}
@@ -140,3 +193,15 @@ def test_values_above_zero_are_unexplained_and_in_no_other_cause() -> None:
     assert [cause.name for cause in causes] == ["unexplained", "precision"]
     assert "above 0 at 40 of 2500 tokens" in causes[0].evidence
     assert find_above_zero(table) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ([2, 0, 1], 0.0),  # one mean, of which nothing ascends
+        ([0, 2, 1], 0.75),  # 0, then 1.5: of the sum of squares 2, .5 are left
+        ([0, 4, 3, 5, 4, 4], 1 - 7 / 92),  # 0, 3.5, then 13 / 3: of 46 / 3, 7 / 6 are left
+    ],
+)
+def test_the_order_of_steps_by_hand(sizes: list[float], order: float) -> None:
+    assert Steps(list(range(len(sizes))), sizes, "").order == pytest.approx(order)

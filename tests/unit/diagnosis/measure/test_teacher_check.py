@@ -10,12 +10,22 @@ import numpy as np
 import pytest
 
 import trimtab
+from trimtab.diagnosis.output.terminal import terminal_text
+from trimtab.diagnosis.output.words import severity, verdict_lines
+from trimtab.diagnosis.records import Diagnosis
 from trimtab.findings import Finding
 
 RESPONSES, TIME = 24, 30
 
 
 def found(path: Path, change: Callable[[np.ndarray], np.ndarray] | None, responses: int = RESPONSES) -> list[Finding]:
+    findings = diagnosed(path, change, responses).measured.origin.findings
+    return [one for one in findings if one.name == "teacher"]
+
+
+def diagnosed(
+    path: Path, change: Callable[[np.ndarray], np.ndarray] | None, responses: int = RESPONSES, noise: float = 0.0
+) -> Diagnosis:
     """From a teacher with 1.3 times the student's surprise, and noise; every eleventh token is an observation."""
     draw = np.random.default_rng(0)
     student = -draw.exponential(1.0, (responses, TIME))
@@ -23,11 +33,24 @@ def found(path: Path, change: Callable[[np.ndarray], np.ndarray] | None, respons
     mask = np.arange(TIME) % 11 != 10
     rows = []
     for index in range(responses):
-        row = {"logp_behavior": student[index].tolist(), "logp_proximal": student[index].tolist()}
+        trainer = np.minimum(student[index] + noise * draw.normal(size=TIME), 0)
+        row = {"logp_behavior": student[index].tolist(), "logp_proximal": trainer.tolist()}
         row |= {} if change is None else {"logp_teacher": change(teacher)[index].tolist()}
         rows.append(json.dumps(row | {"loss_mask": mask.astype(int).tolist(), "prompt_id": str(index)}))
     path.write_text("\n".join(rows))
-    return [one for one in trimtab.diagnose([path]).measured.origin.findings if one.name == "teacher"]
+    return trimtab.diagnose([path])
+
+
+def test_a_teacher_out_of_place_is_what_the_verdict_says_to_repair(tmp_path: Path) -> None:
+    right = diagnosed(tmp_path / "a.jsonl", lambda teacher: teacher, noise=0.01)
+    assert right.recommendation.preset
+    assert severity(right) == "good"
+    wrong = diagnosed(tmp_path / "b.jsonl", lambda teacher: np.roll(teacher, 1, axis=1), noise=0.01)
+    assert verdict_lines(wrong)[-1] == ("First", "cut the teacher's list where the response begins")
+    assert severity(wrong) == "warn"
+    assert wrong.recommendation.preset == ""
+    assert wrong.recommendation.why.startswith("Fix teacher first")
+    assert "repair teacher: cut the teacher's list" in terminal_text(wrong)
 
 
 @pytest.mark.parametrize(

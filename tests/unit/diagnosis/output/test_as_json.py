@@ -29,7 +29,10 @@ def test_the_promised_keys() -> None:
     assert result["intervals"]["k3"] == {"low": 0.0043, "high": 0.0054}
     assert result["noise_floor"] == {"k3": 3.1e-13, "note": "both are stored in float32"}
     assert [cause["name"] for cause in result["causes"]] == ["quantized", "stale"]
-    assert set(result["causes"][0]) == {"name", "confidence", "evidence", "fix", "page", "known", *EFFECT}
+    assert set(result["causes"][0]) == {
+        *("name", "confidence", "evidence", "fix", "is_stated", "page", "known"),
+        *EFFECT,
+    }
     assert result["causes"][1]["page"] == "docs/causes.md#stale"
     assert result["causes"][1]["confidence"] == 0.88
     assert result["recommendation"]["preset"] == "token-tis"

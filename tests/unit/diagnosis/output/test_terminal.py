@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.html_page import answers
 from trimtab.diagnosis.output.terminal import rows, terminal_text
-from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
+from trimtab.diagnosis.records import CAUSES, Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
 
@@ -91,6 +92,44 @@ def test_faults_come_before_the_correction() -> None:
     assert texts["What to do first"] == "Divide the trainer's logits by 0.7."
     assert not any("token-tis" in text for text in texts.values())
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
+
+
+STATED, GUESSED = (Cause("stale", 0.9, "Older.", is_stated=stated) for stated in (True, False))
+PRECISION = Cause("precision", 0.9, "Small.")
+
+
+@pytest.mark.parametrize(
+    ("causes", "size", "step"),
+    [
+        ((STATED,), {}, "Nothing has to be repaired; use the correction"),
+        ((STATED, PRECISION), {}, "Nothing has to be repaired; use the correction"),
+        ((STATED,), {"verdict": "beyond"}, "Compare a checksum"),  # of no working setup that was published
+        ((GUESSED,), {}, "Compare a checksum"),
+        ((STATED, Cause("quantized", 0.65, "Large.")), {}, "Sample once with unquantized weights"),
+        ((PRECISION,), {}, "No fault shows: use the correction"),
+        ((PRECISION,), {"mismatch": {**MISMATCH, "k3": 0.05}}, "Compute both sides once in float32"),
+        ((), {"mismatch": {**MISMATCH, "k3": 1e-4}}, "No fault shows: use the correction"),
+        ((), {"mismatch": {**MISMATCH, "k3": 0.05}}, "k3 is outside its healthy range"),
+        ((GUESSED, Cause("copied", 0.9, "Equal.", "Compute them.")), {}, "Compute them."),
+    ],
+)
+def test_only_what_the_files_state_needs_no_repair(causes: tuple[Cause, ...], size: dict[str, Any], step: str) -> None:
+    assert words.verdict_lines(example(causes=causes, size=size))[-1][1].startswith(step)
+
+
+def test_old_weights_that_no_version_states_may_be_updates_that_are_lost() -> None:
+    text = terminal_text(example(causes=(GUESSED,)))
+    assert text.startswith(
+        "verdict   Either the sampler lags on purpose, or new weights do not arrive (stale, sure, confidence 0.90).\n"
+        "          First: Compare a checksum of the sampler's weights with the trainer's right after an update. If the "
+        "sampler lags on purpose, use the correction token-tis with weight_max=1.31.\n"
+    )
+    assert "do        if the sampler lags on purpose, token-tis with weight_max=1.31: Tails" in text
+
+
+def test_every_cause_that_may_be_meant_has_a_test() -> None:
+    for kind in CAUSES.values():
+        assert kind.must_fix != bool(kind.test and kind.intended), kind.name
 
 
 def test_the_answers_of_the_page_are_complete() -> None:

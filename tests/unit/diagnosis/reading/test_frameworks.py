@@ -47,7 +47,7 @@ def test_verl_padding_is_cut_and_a_tool_token_stays_untrained() -> None:
     assert values(table, "group") == [0, 0, 1, 1]
     assert values(table, "reward") == [1, 0, 0, 1]
     np.testing.assert_allclose(table.advantage, [0.5, -0.5, -0.7, 0.7], rtol=1e-6)  # type: ignore[arg-type]
-    assert origin.findings == ()
+    assert [finding.name for finding in origin.findings] == ["age"]
 
 
 def test_verl_tensors_read_as_the_lines_do() -> None:
@@ -200,6 +200,8 @@ def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
     assert not {"step", "group", "reward"} & origin.missing.keys()
     assert tuple(found.text for found in origin.findings) == (
         "left out: no part of the loss (sample_mask 0), first in row 4 of train_data_step1.jsonl",
+        "the files have no policy_version: tokens count as of the trainer's weights, since NeMo-RL sends its weights "
+        "before every generation, unless async_grpo.enabled=true; if the sampler lags, add --columns policy_version=",
     )
 
 
@@ -272,6 +274,35 @@ def test_nemo_rl_without_the_trainers_forward_names_the_option(tmp_path: Path) -
     list(source.tables())
     with pytest.raises(TrimtabError, match=r"prev_logprobs is 0 at every trained token.*force_on_policy_ratio"):
         source.summary()
+
+
+@pytest.mark.parametrize("name", ["trl", "verl/3.jsonl", "nemo-rl"])
+def test_tokens_of_a_synchronous_trainer_are_of_age_0(name: str) -> None:
+    table, origin = read(name)
+    step = np.zeros(table.responses) if table.step is None else table.step
+    assert origin.assumes_current
+    assert table.age is not None
+    assert not table.age.any()
+    np.testing.assert_array_equal(table.proximal_version, step)
+    assert {"policy_version", "proximal_version"} <= origin.missing.keys()
+    asked, plain = read(name, columns={"policy_version": ""})
+    assert asked.age is None
+    assert not plain.assumes_current
+    assert "age" not in [finding.name for finding in plain.findings]
+
+
+@pytest.mark.parametrize("name", ["prime-rl", "sglang"])
+def test_tokens_of_asynchronous_and_of_unknown_trainers_have_no_age(name: str) -> None:
+    table, origin = read(name)
+    assert table.age is None
+    assert not origin.assumes_current
+
+
+def test_versions_of_miles_count_from_the_newest_of_the_step() -> None:
+    table, origin = read("miles/train_data")
+    assert origin.assumes_current
+    assert values(table, "proximal_version") == [4] * 4
+    assert values(table, "age") == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1]
 
 
 def refusal(paths: list[Path], framework: str | None = None) -> str:
