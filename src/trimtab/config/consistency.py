@@ -115,7 +115,9 @@ def _proximal(config: Config) -> Iterator[str]:
 
 def _addresses(config: Config) -> list[str]:
     """What is wrong with the addresses of servers."""
-    named = [("engine.server.urls", url, SET_AUTHORIZATION) for url in config.engine.server.urls]
+    named: list[tuple[str, object, str]] = [
+        ("engine.server.urls", url, SET_AUTHORIZATION) for url in config.engine.server.urls
+    ]
     if config.environment is not None and config.environment.name == "openenv":
         named.append(("environment.url", config.environment.keywords.get("url"), NO_CREDENTIALS))
     found = [address_problem(key, url, instead, path=key == "environment.url") for key, url, instead in named]
