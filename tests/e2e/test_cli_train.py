@@ -19,6 +19,7 @@ from trimtab.cli import main
 from trimtab.intervals import wilson
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
+from trimtab.report.health import health
 from trimtab.runs.reader import read_run
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +100,8 @@ def test_training_shows_its_equation_every_step_and_where_the_report_is(place: P
     assert all(
         word in steps[-1] for word in ("reward", "k3", "ESS", "clipped", "rejected", "roll tok/s", "train tok/s")
     )
-    assert lines[-2].startswith("held-out greedy accuracy (sort, 16 problems): 0.")
+    assert lines[-3].startswith("held-out greedy accuracy (sort, 16 problems): 0.")
+    assert lines[-2] == f"verdict: {health(read_run(place / 'runs/small')).text}"
     assert lines[-1] == "report: runs/small/report.html"
     assert (place / "runs/small/report.html").stat().st_size > 100_000
 
@@ -181,6 +183,7 @@ def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:
     result = json.loads(done.stdout)
     assert result["run"] == "runs/json"
     assert result["metrics"]["step"] == 1
+    assert result["verdict"]["text"] == health(read_run(place / "runs/json")).text
     assert "step 1/1" in done.stderr
 
 
