@@ -197,10 +197,11 @@ def run_verl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     """Half of the micro-batches on each of two ranks, whose gradients are averaged; log-probs carried as weights."""
     keywords = OPTIONS.get(objective.name, {}).copy()
     factor = keywords.pop("length_max", None)
-    loss = verl_loss.PolicyLoss(objective.name, keywords)
+    loss = verl_loss.PolicyLoss(objective.name)
     mode = verl_loss.MODES.get(objective.aggregation.kind, objective.aggregation.kind)
     counts = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": len(current), "dp_size": 2}
-    config = SimpleNamespace(global_batch_info=counts | {"loss_scale_factor": factor})
+    policy_loss = SimpleNamespace(trimtab=keywords)
+    config = SimpleNamespace(global_batch_info=counts, loss_scale_factor=factor, policy_loss=policy_loss)
     total = current.new_zeros(())
     for part in (slice(0, 3), slice(3, None)):
         value, _ = loss(

@@ -88,7 +88,7 @@ def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_
 def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:
     """geo-mask has no weight that could become NaN: it would reject such responses."""
     fields = {"old_log_probs": HOLES_TRAINER, "rollout_log_probs": HOLES, "response_mask": HOLES_MASK.long()}
-    add = verl_driver.wrap_correction({"geo-mask": PolicyLoss("geo-mask", {})}, lambda *_: None)  # type: ignore[arg-type]
+    add = verl_driver.wrap_correction({"geo-mask": PolicyLoss("geo-mask")}, lambda *_: None)  # type: ignore[arg-type]
     batch, metrics = add(SimpleNamespace(batch=fields), {"rollout_is": "trimtab-geo-mask"})
     assert batch.batch["rollout_is_weights"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0], [0, 1, 1]]
     assert metrics["rollout_corr/trimtab/unscored"] == 0.5
@@ -114,7 +114,7 @@ def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[
     plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None, "loss_reduction": "token_mean"}
     if trainer == "verl":
         config = SimpleNamespace(global_batch_info={"batch_num_tokens": 6, "global_batch_size": 2})
-        return PolicyLoss("token-tis", {})(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
+        return PolicyLoss("token-tis")(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
     if trainer == "skyrl":
         one = skyrl.policy_loss("token-tis")
         return one(current, old, advantage, SimpleNamespace(**plain), mask, behavior)
