@@ -129,6 +129,9 @@ NEMO_RL: LossSettings = {
     "truncated_importance_sampling_ratio": LossSetting(None, WEIGHT),
     "truncated_importance_sampling_ratio_min": LossSetting(None, WEIGHT_MIN),
     "use_on_policy_kl_approximation": LossSetting(False, 'kl="unbiased"'),
+    "reference_policy_kl_type": LossSetting("k3", "kl"),
+    "kl_input_clamp_value": LossSetting(20.0),
+    "kl_output_clamp_value": LossSetting(10.0),
     "use_cispo": LossSetting(False, "the preset cispo"),
     "positive_example_nll_weight": LossSetting(0.0),
 }

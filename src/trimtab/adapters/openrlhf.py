@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module
+from trimtab.adapters.loss_settings import OPENRLHF, chosen, refuse
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
@@ -25,12 +26,14 @@ def install(
 ) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
+    The actor's constructor raises `TrimtabError` for settings that only OpenRLHF's own loss reads (`eps_clip`, ...).
     dump: a folder for the log-probs of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the
     files of each process: the alarms of `trimtab.Monitor`.
     """
     built = build("openrlhf", objective, keywords)
 
-    def policy_loss(*_: Any, **__: Any) -> ObjectiveLoss:
+    def policy_loss(**settings: Any) -> ObjectiveLoss:
+        refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, settings), "In install")
         return ObjectiveLoss(built, dump=dump, monitor=monitor)
 
     for name in MODULES:

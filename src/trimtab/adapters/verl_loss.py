@@ -138,7 +138,7 @@ def given_keywords(section: Any) -> dict[str, Any]:
         given = importlib.import_module("omegaconf").OmegaConf.to_container(given, resolve=True)
     if not isinstance(given, dict) or "name" in given:
         raise TrimtabError(
-            f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE, one each"
+            f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE"
         )
     return dict(given)
 

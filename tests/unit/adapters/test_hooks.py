@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.peer_modules import NEMO_RL_LOSS
 
 import trimtab
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
@@ -135,7 +136,9 @@ def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[
         columns["generation_logprobs"] = behavior
         data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in columns.items()}
         counts = (torch.tensor(2), torch.tensor(6))
-        return nemo_rl.ObjectiveLoss("token-tis")(current, data | {"sample_mask": torch.ones(2)}, *counts)
+        return nemo_rl.ObjectiveLoss("token-tis", replaces=NEMO_RL_LOSS)(
+            current, data | {"sample_mask": torch.ones(2)}, *counts
+        )
     if trainer == "slime":
         columns = {"rollout_log_probs": behavior, "log_probs": old, "loss_masks": mask, "advantages": advantage}
         batch = {"response_lengths": [3, 3], **{name: list(values) for name, values in columns.items()}}
@@ -226,7 +229,7 @@ def test_skyrl_must_reduce_as_the_objective_does() -> None:
     config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=off)
     assert loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
     off.sequence_mask_metric = "geometric"
-    with pytest.raises(TrimtabError, match="off_policy_correction has no effect with icepop"):
+    with pytest.raises(TrimtabError, match="sequence_mask_metric: only SkyRL's own loss reads this"):
         loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)
 
 
@@ -315,7 +318,7 @@ def test_a_trainer_that_is_not_installed_is_named() -> None:
         "AReaL": lambda: areal.install("a3po"),
         "OpenRLHF": lambda: openrlhf.install("icepop"),
         "SkyRL": lambda: skyrl.register("icepop"),
-        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss("icepop"),
+        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss("icepop", replaces=NEMO_RL_LOSS),
     }.items():
         with pytest.raises(TrimtabError, match=f"{trainer} cannot be used here: .* which is not installed"):
             call()
@@ -331,8 +334,9 @@ NEMO_RL = {
 def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, NeMo-RL adds the log-probs without top-k and top-p, which are compared with the reference."""
     stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
-    plain = nemo_rl.ObjectiveLoss("grpo")
-    loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, use_fused_linear_logprobs=True)
+    fused = SimpleNamespace(use_fused_linear_logprobs=True, reference_policy_kl_penalty=0.01)
+    plain = nemo_rl.ObjectiveLoss("grpo", replaces=NEMO_RL_LOSS)
+    loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, replaces=fused)
     assert (plain.reference_policy_kl_penalty, loss.reference_policy_kl_penalty) == (0, 0.1)
     assert (plain.use_fused_linear_logprobs, loss.use_fused_linear_logprobs) == (False, True)
     current = torch.tensor([[-1.0, -2.0]])
