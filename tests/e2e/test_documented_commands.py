@@ -60,6 +60,7 @@ PLANS = {
     "trimtab show quickstart --set trainer.steps=10": Plan(says="steps = 10"),
     "trimtab explain NAME": Plan(says="loss =", instead=(("NAME", "token-tis"),)),
     "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
+    "trimtab explain geo-mask-token-tis --for verl": Plan(says="rollout_is_threshold=2\n"),
     "trimtab explain token-tis --set weight_max=1.5": Plan(says=r"min\(ρ_t, 1.5\)"),
     "trimtab train quickstart": Plan(TINY, leaves=("runs/quickstart/report.html",)),
     "trimtab train quickstart --set trainer.steps=10 --out runs/short": Plan(TINY, leaves=("runs/short/report.html",)),

@@ -167,6 +167,7 @@ OPENRLHF: LossSettings = {
     "clip_eps_high": HIGH,
     "dual_clip": DUAL,
     "policy_loss_type": LossSetting("ppo", 'the preset, "gspo" for "gspo"'),
+    "vllm_is_truncated_threshold": LossSetting([0.5, 5.0], "weight_min and weight_max, of the preset icepop"),
     "vllm_is_correction_type": LossSetting("tis", "the preset: token-tis, icepop or geo-mask"),
 }
 """Arguments of OpenRLHF's `PolicyLoss`."""

@@ -33,7 +33,8 @@ def install(
     built = build("openrlhf", objective, keywords)
 
     def policy_loss(**settings: Any) -> ObjectiveLoss:
-        refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, settings), "In install")
+        given = {name: value for name, value in settings.items() if value is not None}  # None: an option that is off
+        refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, given), "In install")
         return ObjectiveLoss(built, dump=dump, monitor=monitor)
 
     for name in MODULES:

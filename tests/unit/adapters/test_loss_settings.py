@@ -97,7 +97,10 @@ def test_openrlhf_refuses_when_the_actor_builds_its_loss(monkeypatch: pytest.Mon
     openrlhf.install("grpo")
     build: Any = modules[openrlhf.MODULES[-1]].PolicyLoss
     plain = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": None, "policy_loss_type": "ppo"}
+    plain["vllm_is_truncated_threshold"] = None
     assert isinstance(build(**plain, vllm_is_correction_type="tis"), openrlhf.ObjectiveLoss)
+    with pytest.raises(TrimtabError, match=r"vllm_is_truncated_threshold: only OpenRLHF's own loss"):
+        build(**{**plain, "vllm_is_truncated_threshold": [0.9, 1.1]})
     with pytest.raises(TrimtabError, match=r"clip_eps_high: only OpenRLHF's own loss .*In install: for .* clip_high"):
         build(**{**plain, "clip_eps_high": 0.28})
 
