@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.peer_modules import install_nemo_rl
+from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -100,7 +100,7 @@ def run_nemo_rl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     def shifted(tensor: Tensor) -> Tensor:
         return torch.nn.functional.pad(tensor.expand(current.shape).float(), (1, 0))
 
-    loss = nemo_rl.ObjectiveLoss(objective)
+    loss = nemo_rl.ObjectiveLoss(objective, replaces=NEMO_RL_LOSS)
     total = current.new_zeros(())
     summed: Counter[str] = Counter()
     counts = (torch.tensor(len(current)), batch.mask.sum())
@@ -197,10 +197,11 @@ def run_verl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     """Half of the micro-batches on each of two ranks, whose gradients are averaged; log-probs carried as weights."""
     keywords = OPTIONS.get(objective.name, {}).copy()
     factor = keywords.pop("length_max", None)
-    loss = verl_loss.PolicyLoss(objective.name, keywords)
+    loss = verl_loss.PolicyLoss(objective.name)
     mode = verl_loss.MODES.get(objective.aggregation.kind, objective.aggregation.kind)
     counts = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": len(current), "dp_size": 2}
-    config = SimpleNamespace(global_batch_info=counts | {"loss_scale_factor": factor})
+    policy_loss = SimpleNamespace(trimtab=keywords)
+    config = SimpleNamespace(global_batch_info=counts, loss_scale_factor=factor, policy_loss=policy_loss)
     total = current.new_zeros(())
     for part in (slice(0, 3), slice(3, None)):
         value, _ = loss(
@@ -289,7 +290,7 @@ def test_nemo_rl_without_log_probs_at_the_start_of_the_update(lab: Any) -> None:
     batch, objective = float32(lab, seed=3), built("grpo")
     zeros = batch.changed(proximal=torch.zeros_like(batch.current))
     expected = objective(replace(batch.logps(), proximal=batch.current.detach()), batch.advantage).loss
-    loss = nemo_rl.ObjectiveLoss(objective)
+    loss = nemo_rl.ObjectiveLoss(objective, replaces=NEMO_RL_LOSS)
     data = {"token_mask": zeros.mask.float(), "advantages": zeros.advantage.expand(zeros.current.shape)}
     data |= {"prev_logprobs": zeros.proximal, "generation_logprobs": zeros.behavior}
     shifted = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in data.items()}

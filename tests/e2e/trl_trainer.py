@@ -7,11 +7,14 @@ Prints a JSON object as its last line.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,11 +23,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainingArguments
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
-from trimtab.adapters import trl_settings
 from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.loss_settings import HARMLESS, TRL
 from trimtab.adapters.trl import GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
@@ -478,13 +482,37 @@ def _refused(folder: Path) -> Iterator[str]:
         yield str(error)
 
 
-def options(_: Path) -> list[str]:
-    """The options that TRL's own loss reads and this one neither reads nor refuses."""
-    read = set(re.findall(r"self\.(?:args\.)?(\w+)", inspect.getsource(PlainTrainer._compute_loss)))
-    known = {item.name for item in dataclasses.fields(GRPOConfig)}
-    sources = "".join(inspect.getsource(one) for one in (sys.modules[GRPOTrainer.__module__], trl_settings))
-    ours = re.findall(r"args\.(\w+)|self\.(\w+)", sources)
-    return sorted((read & known) - set(trl_settings.LOSS_OPTIONS) - {name for pair in ours for name in pair})
+def options(_: Path) -> dict[str, list[str]]:
+    """What TRL's own losses read of its configuration classes, against the table of the adapter.
+
+    unlisted: fields that a loss reads, whether stored by the constructor or not, and no table has. defaults: those
+    whose default is another than in the table.
+    """
+    asynchronous = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    classes = ((PlainTrainer, GRPOConfig), (asynchronous.AsyncGRPOTrainer, asynchronous.AsyncGRPOConfig))
+    read: set[str] = set()
+    for trainer, config in classes:
+        known = {item.name for item in dataclasses.fields(config)} - {
+            item.name for item in dataclasses.fields(TrainingArguments)
+        }
+        methods = [trainer._compute_loss] if trainer is PlainTrainer else [trainer.compute_loss]
+        stored: dict[str, set[str]] = {}
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(trainer.__init__)))):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                fields = re.findall(r"\bargs\.(\w+)", ast.unparse(node.value))
+                stored.setdefault(node.targets[0].attr, set()).update(fields)
+        for method in methods:
+            for name in re.findall(r"self\.(?:args\.)?(\w+)", inspect.getsource(method)):
+                read |= ({name} | stored.get(name, set())) & known
+        # The weights of the sampler's correction come with the batch.
+        read |= {name for name in known if name.startswith("vllm_importance_sampling")}
+    defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
+    return {
+        "read": sorted(read),
+        "unlisted": sorted(read - TRL.keys() - HARMLESS["trl"].keys()),
+        "unread": sorted((TRL.keys() | HARMLESS["trl"].keys()) - read),
+        "defaults": sorted(name for name, one in TRL.items() if defaults[name] != one.default),
+    }
 
 
 if __name__ == "__main__":

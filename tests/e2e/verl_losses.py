@@ -7,8 +7,15 @@ Prints a JSON object as its last line.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,28 +57,40 @@ def run(
     mode: str,
     parts: int = 1,
     *,
+    keywords: dict[str, Any] | None = None,
     carried: Tensor | None = None,
     data: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[float, Tensor, dict]:
-    """The loss and gradient of `ppo_loss`, verl's loss of an actor, over micro-batches on two ranks."""
-    from verl.trainer.config import RolloutCorrectionConfig  # noqa: F401 - registers the configuration
-    from verl.utils import tensordict_utils
-    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
-    from verl.workers.utils.losses import ppo_loss
+    """The loss and gradient of `ppo_loss`, verl's loss of an actor, over micro-batches on two ranks.
 
-    data = batch() if data is None else data
-    rows, time = data["log_prob"].shape
-    leaf = data["log_prob"].clone().requires_grad_()
+    keywords: of the objective, as under `policy_loss.trimtab`.
+    """
+    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+    given = {} if keywords is None else {"trimtab": keywords}
     config = FSDPActorConfig(
         strategy="fsdp",
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=4,
         use_kl_loss=False,
         engine=FSDPEngineConfig(),
+        policy_loss=PolicyLossConfig(loss_mode=mode, **given),
         **options,
     )
-    object.__setattr__(config.policy_loss, "loss_mode", mode)
+    return run_config(config, parts, carried=carried, data=data)
+
+
+def run_config(
+    config: Any, parts: int = 1, *, carried: Tensor | None = None, data: dict[str, Tensor] | None = None, ranks: int = 2
+) -> tuple[float, Tensor, dict]:
+    """The same with verl's configuration of an actor."""
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.losses import ppo_loss
+
+    data = batch() if data is None else data
+    rows, time = data["log_prob"].shape
+    leaf = data["log_prob"].clone().requires_grad_()
     object.__setattr__(config, "global_batch_info", {})
     loss, metrics = torch.zeros(()), {}
     for index in torch.arange(rows).chunk(parts):
@@ -94,7 +113,7 @@ def run(
         if carried is not None:
             fields["rollout_is_weights"] = nested(carried)
         counts = {
-            "dp_size": 2,
+            "dp_size": ranks,
             "batch_num_tokens": int(data["response_mask"].sum()),
             "global_batch_size": rows,
         }
@@ -116,15 +135,50 @@ def difference(ours: tuple[float, Tensor, dict], theirs: tuple[float, Tensor, di
 
 def parity() -> dict[str, dict[str, float]]:
     """verl's vanilla loss (clip 0.2, dual clip 3) against `grpo` with its numbers, on one to three micro-batches."""
-    cases = {"token-mean": ("plain", 1), "token-mean, 2 micro-batches": ("plain", 2), "token-mean, 3": ("plain", 3)}
-    cases |= {"seq-mean-token-mean": ("means", 1), "seq-mean-token-mean, 2": ("means", 2)}
-    cases |= {"seq-mean-token-sum-norm, 2": ("constant", 2)}
+    cases = {"token-mean": 1, "token-mean, 2 micro-batches": 2, "token-mean, 3": 3}
+    cases |= {"seq-mean-token-mean": 1, "seq-mean-token-mean, 2": 2, "seq-mean-token-sum-norm, 2": 2}
     result = {}
-    for case, (name, parts) in cases.items():
-        options: dict[str, Any] = {"loss_agg_mode": case.partition(",")[0]}
-        options |= {"loss_scale_factor": 12} if name == "constant" else {}
-        result[case] = difference(run(f"trimtab-{name}", parts, **options), run("vanilla", parts, **options))
-    result["planted"] = difference(run("trimtab-narrow", loss_agg_mode="token-mean"), run("vanilla"))
+    for case, parts in cases.items():
+        mode = case.partition(",")[0]
+        keywords = {"aggregation": mode.replace("seq-mean-token-sum-norm", "constant"), "clip_dual": 3.0}
+        options: dict[str, Any] = {"loss_agg_mode": mode, "loss_scale_factor": 12 if "norm" in mode else None}
+        ours = run("trimtab-grpo", parts, keywords=keywords, **options)
+        result[case] = difference(ours, run("vanilla", parts, **options))
+    narrow = {"aggregation": "token-mean", "clip_low": 0.1}
+    result["planted"] = difference(run("trimtab-grpo", keywords=narrow), run("vanilla"))
+    return result
+
+
+def bounds() -> dict[str, Any]:
+    """verl's bounds under a loss of Trimtab: taken over, so that its vanilla loss comes out, or refused."""
+    same: dict[str, dict[str, Any]] = {
+        "low, high": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28},
+        "high, dual": {"clip_ratio_high": 5.0, "clip_ratio_c": 10.0},
+        "null": {"clip_ratio_low": None, "clip_ratio": 0.1},
+    }
+    result: dict[str, Any] = {}
+    for case, options in same.items():
+        ours = run(
+            "trimtab-dapo", keywords={"clip_high": 0.2} if case == "null" else {}, **{"clip_ratio_c": 4.0, **options}
+        )
+        result[case] = difference(ours, run("vanilla", **{"clip_ratio_c": 4.0, **options}))
+    sapo = {"tau_pos": 0.7, "tau_neg": 1.3, "loss_agg_mode": "seq-mean-token-mean"}
+    result["sapo"] = difference(run("trimtab-sapo", **sapo), run("sapo", **sapo))
+    data = batch()
+    losses = [
+        run("trimtab-grpo", keywords={"aggregation": "token-mean"}, clip_ratio_high=high)[0]
+        for high in (0.21, 0.28, 5.0)
+    ]
+    result["losses"] = losses
+    result["refused"] = [
+        refusal(run, "trimtab-dapo", keywords={"clip_low": 0.3}, clip_ratio_low=0.1),
+        refusal(run, "trimtab-dapo", clip_ratio=0.1),
+        refusal(run, "trimtab-cispo", clip_ratio_high=4.0),
+        refusal(run, "trimtab-dapo", tau_pos=2.0),
+        refusal(run, "trimtab-dppo", clip_ratio_low=0.15, carried=data["rollout_log_probs"]),
+        refusal(run, "trimtab-dapo", keywords={"clip_lo": 0.3}),
+        refusal(run, "trimtab-dapo", keywords={"name": "icepop"}),
+    ]
     return result
 
 
@@ -200,6 +254,165 @@ def presets() -> dict[str, Any]:
         result[name] = difference((ours[0] / 2, ours[1] / 2, {}), (loss.item(), gradient, {}))
         result[name]["metrics"] = sorted(key for key in ours[2] if "trimtab" in key)
     return result
+
+
+BASE = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.name=hf",
+)
+
+
+def composed(overrides: Sequence[str]) -> Any:
+    """verl's whole configuration, composed by Hydra from its own files and a command line, after verl's check."""
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import validate_config
+
+    folder = Path(sys.modules["verl"].__file__ or "").parent / "trainer" / "config"
+    with initialize_config_dir(config_dir=str(folder), version_base=None):
+        config = compose("ppo_trainer", overrides=[*BASE, *overrides])
+    with contextlib.redirect_stdout(sys.stderr):
+        validate_config(config, False, False)
+    return config
+
+
+def actor_of(config: Any) -> Any:
+    """The section of the actor as a worker converts it."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    kind = type(actor.policy_loss)
+    # As processes find it that are sent one.
+    assert getattr(importlib.import_module(kind.__module__), kind.__qualname__) is kind
+    return actor
+
+
+def hydra() -> dict[str, Any] | str:
+    """Keywords of an objective, from the command line through verl's configuration to the loss."""
+    if importlib.util.find_spec("hydra") is None:
+        return "no hydra"
+    loss, key = "actor_rollout_ref.actor.policy_loss.loss_mode", "+actor_rollout_ref.actor.policy_loss.trimtab"
+    correction = "algorithm.rollout_correction"
+    data = batch()
+
+    def ran(*overrides: str) -> tuple[float, Tensor, dict]:
+        config = actor_of(composed(overrides))
+        return run_config(config, 2, carried=data["rollout_log_probs"])
+
+    def direct(name: str, **keywords: Any) -> tuple[float, Tensor, dict]:
+        return run(f"trimtab-{name}", 2, keywords=keywords, carried=data["rollout_log_probs"])
+
+    def added(*overrides: str) -> Tensor:
+        from verl import DataProto
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+
+        fields = {key: value for key, value in batch().items() if key != "length"}
+        config = composed(["actor_rollout_ref.rollout.calculate_log_probs=True", *overrides])
+        made = add(DataProto.from_single_dict(fields), config.algorithm.rollout_correction)[0]
+        return made.batch["rollout_is_weights"] * fields["response_mask"]
+
+    tis = f"{loss}=trimtab-token-tis"
+    capped, open_ended = (
+        added(f"{correction}.rollout_is=trimtab-token-tis", *more)
+        for more in (
+            [f"+{correction}.trimtab.weight_max=1.1"],
+            [],
+        )
+    )
+    return {
+        "number": difference(ran(tis, f"{key}.weight_max=1.1"), direct("token-tis", weight_max=1.1)),
+        "default": difference(ran(tis), direct("token-tis")),
+        "planted": difference(ran(tis, f"{key}.weight_max=1.1"), direct("token-tis")),
+        "parts": difference(
+            ran(
+                f"{loss}=trimtab-composed",
+                f"{key}.surrogate={{kind:clipped,high:0.3}}",
+                f"{key}.mask=[{{kind:k3,reduce:mean,max:0.1}}]",
+            ),
+            direct(
+                "composed",
+                surrogate={"kind": "clipped", "high": 0.3},
+                mask=[{"kind": "k3", "reduce": "mean", "max": 0.1}],
+            ),
+        ),
+        "function": difference(
+            ran(f"{loss}=trimtab-verl_losses:of_user", f"{key}.weight_max=1.3"), direct("token-tis", weight_max=1.3)
+        ),
+        "correction": [capped.max().item(), open_ended.max().item()],
+        "refused": [
+            refusal(composed, overrides)
+            for overrides in (
+                ["actor_rollout_ref.actor.policy_loss.loss_mode=geo-mask-token-tis"],
+                [f"{correction}.rollout_is=token-tis"],
+                [f"{loss}=vanilla", f"{key}.weight_max=2.0"],
+                [tis, f"{correction}.rollout_rs=seq_mean_k1"],
+                [
+                    f"{correction}.rollout_is=trimtab-icepop",
+                    "actor_rollout_ref.rollout.calculate_log_probs=True",
+                    f"{correction}.rollout_rs=token_k1",
+                ],
+                [tis, f"{correction}.rollout_is_threshold=3.0"],
+                [tis, "actor_rollout_ref.actor.clip_ratio_low=0.1", f"{key}.clip_low=0.3"],
+                [tis, "actor_rollout_ref.actor.clip_ratio=0.1"],
+                [tis, "actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.2"],
+                [f"{loss}=trimtab-dapo", f"{correction}.bypass_mode=True"],
+                [
+                    f"{loss}=trimtab-dr-grpo",
+                    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+                    "actor_rollout_ref.actor.loss_scale_factor=12",
+                    "algorithm.adv_estimator=grpo",
+                ],
+                [f"{loss}=trimtab-dapo", "actor_rollout_ref.actor.clip_ratio_high=5.0"],
+            )
+        ],
+    }
+
+
+def of_user(weight_max: float = 2.0) -> Any:
+    """An objective of a user, as `module:function`."""
+    from trimtab.objectives import objective
+
+    return objective("token-tis", weight_max=weight_max)
+
+
+def settings() -> dict[str, list[str]]:
+    """What verl's own losses read of its configuration classes, against the tables of the adapter.
+
+    unlisted: fields that a loss reads and no table has. unread: those that a table has and no loss reads. defaults:
+    those whose default is another than in the table.
+    """
+    from verl.trainer.config import RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.utils import losses
+
+    from trimtab.adapters import loss_settings as tables
+
+    fields = [
+        one for kind in (ActorConfig, PolicyLossConfig, RolloutCorrectionConfig) for one in dataclasses.fields(kind)
+    ]
+    names, read = {one.name for one in fields} - {"trimtab"}, set()
+    sources = [
+        *(inspect.getsource(one) for name, one in vars(core_algos).items() if name.startswith("compute_policy_loss")),
+        inspect.getsource(losses.ppo_loss),
+    ]
+    for node in ast.walk(ast.parse("\n".join(sources))):
+        if isinstance(node, ast.Attribute) and "config" in ast.unparse(node.value):
+            read.add(node.attr)
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") == "get"
+            and "config" in ast.unparse(node.func)
+        ):
+            read.add(ast.literal_eval(node.args[0]))
+    listed = {**tables.VERL_ACTOR, **tables.VERL_POLICY_LOSS, **tables.VERL_CORRECTION}
+    known = {one.name: one.default for one in fields}
+    return {
+        "read": sorted(read & names),
+        "unlisted": sorted((read & names) - listed.keys() - tables.HARMLESS["verl"].keys()),
+        "unread": sorted((listed.keys() | tables.HARMLESS["verl"].keys()) - read),
+        "defaults": sorted(name for name, one in listed.items() if known[name] != one.default),
+    }
 
 
 def variance() -> dict[str, dict[str, float]]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
-from tests.support.peer_modules import install_nemo_rl
+from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
@@ -59,7 +59,7 @@ def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
 def run_nemo_rl(
     given: Given, logp: Tensor, *, objective: str, filtered: float | None = None, **keywords: Any
 ) -> Tensor:
-    loss = nemo_rl.ObjectiveLoss(objective, **keywords)
+    loss = nemo_rl.ObjectiveLoss(objective, replaces=NEMO_RL_LOSS, **keywords)
 
     def shifted(value: Tensor) -> Tensor:
         return torch.nn.functional.pad(value.expand_as(logp).to(logp.dtype), (1, 0))
@@ -86,7 +86,7 @@ def run_areal(given: Given, logp: Tensor) -> Tensor:
         "advantages": given.advantage.to(logp.dtype).expand_as(logp),
         "loss_mask": given.mask.float(),
     }
-    return areal.actor_loss("grpo", aggregation="token-mean", **CLIP)(logp, torch.zeros_like(logp), data, eps_clip=0.9)
+    return areal.actor_loss("grpo", aggregation="token-mean", **CLIP)(logp, torch.zeros_like(logp), data, eps_clip=0.2)
 
 
 def run_openrlhf(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:

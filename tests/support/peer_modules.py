@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+
+NEMO_RL_LOSS = SimpleNamespace(use_fused_linear_logprobs=False, reference_policy_kl_penalty=0)
+"""The loss that NeMo-RL's `setup` returns, with the attributes that have no default."""
 
 
 def install_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:

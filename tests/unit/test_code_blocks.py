@@ -24,6 +24,7 @@ import pytest
 import torch
 import typer
 import yaml
+from tests.support.peer_modules import NEMO_RL_LOSS
 
 from trimtab import evaluation
 from trimtab.cli.main import app
@@ -112,7 +113,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
         "docs/tasks.md": tasks,
         "docs/bitwise.md": lambda: {"torch": torch, "build": build, "reference": build},
         "docs/adapters.md": lambda: {
-            "loss_fn": SimpleNamespace(use_fused_linear_logprobs=False),
+            "loss_fn": NEMO_RL_LOSS,
             "training_client": client,
             "data": data,
         },

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import build, evaluate, peer_module, per_response, record
+from trimtab.adapters.loss_settings import AREAL, chosen, refuse
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
@@ -86,9 +87,9 @@ def actor_loss(
 ) -> Callable[..., Tensor]:
     """Returns a loss with the signature of AReaL's `grpo_loss_fn`.
 
-    AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Settings of its own
-    loss (clip bounds and others) are ignored: they belong to the objective. Raises `TrimtabError` where AReaL does not
-    pass what the objective reads.
+    AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Raises `TrimtabError`
+    for settings that only AReaL's own loss reads (`eps_clip`, ...), and where AReaL does not pass what the objective
+    reads.
     """
     built = build("areal", objective, keywords)
 
@@ -99,8 +100,9 @@ def actor_loss(
         *_: Any,
         current_version: int | None = None,
         use_decoupled_loss: bool = False,
-        **__: Any,
+        **settings: Any,
     ) -> Tensor:
+        refuse("AReaL", AREAL, chosen(AREAL, settings), "In install")
         proximal = input_data.get("prox_logp")
         _check_policies(built, input_data, use_decoupled_loss, bool(monitor))
         borders = _borders(built, logprobs, input_data.get("cu_seqlens"))

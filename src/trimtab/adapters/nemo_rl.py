@@ -2,7 +2,7 @@
 
 In a copy of examples/run_grpo.py, after `setup(...)`:
 
-    loss_fn = ObjectiveLoss("icepop", use_fused_linear_logprobs=loss_fn.use_fused_linear_logprobs)
+    loss_fn = ObjectiveLoss("icepop", replaces=loss_fn)
     loss_fn = RecordedLoss(loss_fn, monitor="monitor")  # NeMo-RL's own loss
 """
 
@@ -25,6 +25,7 @@ from trimtab.adapters.hooks import (
     per_response,
     record,
 )
+from trimtab.adapters.loss_settings import NEMO_RL, chosen, refuse
 from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
@@ -80,17 +81,17 @@ class RecordedLoss:
 class ObjectiveLoss:
     """A loss function of NeMo-RL; its configuration has no name for one, so pass it to `grpo_train`.
 
-    use_fused_linear_logprobs: as the loss that `setup` returns has it: whether the model returns log-probs in place of
-    logits. NeMo-RL divides by its own global counts, so that the aggregation must be token-mean or a mean over
-    sequences. Samples that NeMo-RL masks (`sample_mask`) are not trained. monitor: True, or a folder for the files of
-    each process: scalars and alarms of `trimtab.Monitor`.
+    replaces: the loss that `setup` returns, which says whether the model returns log-probs in place of logits. NeMo-RL
+    divides by its own global counts, so that the aggregation must be token-mean or a mean over sequences. Samples that
+    NeMo-RL masks (`sample_mask`) are not trained. monitor: True, or a folder for the files of each process: scalars and
+    alarms of `trimtab.Monitor`. Raises `TrimtabError` for keys of `loss_fn` that only the replaced loss reads.
     """
 
     def __init__(
         self,
         objective: str | Objective | None = None,
         *,
-        use_fused_linear_logprobs: bool = False,
+        replaces: Any,
         monitor: MonitorChoice = None,
         **keywords: Any,
     ) -> None:
@@ -98,10 +99,16 @@ class ObjectiveLoss:
         interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")
         normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
+        refuse("NeMo-RL", NEMO_RL, chosen(NEMO_RL, replaces), "In ObjectiveLoss")
+        if replaces.reference_policy_kl_penalty > 0 and self.objective.kl.coef == 0:
+            raise TrimtabError(
+                f"loss_fn.reference_policy_kl_penalty has no effect: {self.objective.name} has kl_coef = 0: set it, or "
+                "loss_fn.reference_policy_kl_penalty=0"
+            )
         tokens = self.objective.aggregation.kind == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGPROB
-        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.use_fused_linear_logprobs = replaces.use_fused_linear_logprobs
         # Where it is not 0, NeMo-RL passes the log-probs without top-k and top-p too.
         self.reference_policy_kl_penalty = self.objective.kl.coef
         # What each metric is divided by, for the trainer that calls losses with counts of 1 and divides afterwards.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module, record
+from trimtab.adapters.loss_settings import OPENRLHF, chosen, refuse
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
@@ -30,8 +31,10 @@ def install(
 ) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
-    Without an objective the loss is OpenRLHF's own, bit for bit. dump: a folder for the log-probs of every call, which
-    `trimtab diagnose` reads. monitor: True, or a folder for the files of each process: the alarms of `trimtab.Monitor`.
+    Without an objective the loss is OpenRLHF's own, bit for bit. With one, the actor's constructor raises
+    `TrimtabError` for settings that only OpenRLHF's own loss reads (`eps_clip`, ...). dump: a folder for the log-probs
+    of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the files of each process: the alarms
+    of `trimtab.Monitor`.
     """
     built = None if objective is None and not keywords else build("openrlhf", objective, keywords)
     modules = [peer_module("OpenRLHF", name) for name in MODULES]
@@ -43,6 +46,8 @@ def install(
     def policy_loss(*arguments: Any, **options: Any) -> nn.Module:
         if built is None:
             return RecordedLoss(own(*arguments, **options), dump=dump, monitor=monitor)
+        given = {name: value for name, value in options.items() if value is not None}  # None: an option that is off
+        refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, given), "In install")
         return ObjectiveLoss(built, dump=dump, monitor=monitor)
 
     for module in modules:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module
+from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective
@@ -24,12 +25,6 @@ REDUCTIONS = {
     "constant": "seq_mean_token_sum_norm",
 }
 """`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
-
-CORRECTIONS = (
-    *("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
-    *("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
-)
-"""Keys of `trainer.algorithm.off_policy_correction` that turn a correction on."""
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
@@ -63,8 +58,8 @@ def policy_loss(
     """Returns a policy loss with SkyRL's signature.
 
     SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
-    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not, and beside
-    `off_policy_correction`, which only SkyRL's own losses apply.
+    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not, and for settings that
+    only SkyRL's own losses read (`eps_clip_low`, `off_policy_correction`, ...).
     """
     built = build("skyrl", objective, keywords)
     written = None if dump is None else Dump(dump)
@@ -102,11 +97,11 @@ def policy_loss(
 
 
 def _check_config(objective: Objective, config: Any) -> None:
-    correction = config.off_policy_correction
-    if any(getattr(correction, name, None) is not None for name in CORRECTIONS):
+    refuse("SkyRL", SKYRL, chosen(SKYRL, config), "In register")
+    if objective.advantage == "dr-grpo" and getattr(config, "grpo_norm_by_std", False):
         raise TrimtabError(
-            f"trainer.algorithm.off_policy_correction has no effect with {objective.name}, which has a weight and "
-            "masks itself: leave it out"
+            f"{objective.name} has advantages without the standard deviation: set "
+            "trainer.algorithm.grpo_norm_by_std=false"
         )
     kind, reduction = objective.aggregation.kind, config.loss_reduction
     wanted = REDUCTIONS.get(kind)

@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, require_correction, turns_of, usable_tokens
+from trimtab.adapters.hooks import (
+    averaged,
+    build,
+    counted_state,
+    evaluate,
+    hook,
+    require_correction,
+    turns_of,
+    usable_tokens,
+)
+from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
@@ -66,6 +76,7 @@ def tis(
     built = None if monitor and _records(args) else _objective(args, "custom_tis_function_path")
     if built is not None:
         require_correction(built, "", "use loss")
+        refuse(hook(_trainer()).trainer, MILES_TIS, chosen(MILES_TIS, args), "In trimtab_objective")
     _check_whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)
     shown = {} if monitor is None else monitor.show(PolicyLogps(None, behavior, mask, proximal=trainer))
@@ -148,8 +159,11 @@ def _objective(args: Namespace, flag: str) -> Objective:
     if not isinstance(keywords, Mapping) or not isinstance(keywords.get("name"), str):
         raise TrimtabError(f"trimtab_objective = {given!r}: give the name of an objective, or {{name: icepop, ...}}")
     keywords = dict(keywords)
-    trainer = "miles" if importlib.util.find_spec("miles") is not None else "slime"
-    return build(trainer, keywords.pop("name"), keywords)
+    return build(_trainer(), keywords.pop("name"), keywords)
+
+
+def _trainer() -> str:
+    return "miles" if importlib.util.find_spec("miles") is not None else "slime"
 
 
 def _monitor(args: Namespace) -> Observations | None:
@@ -161,6 +175,16 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
     for option, remedy in IGNORED.items():
         if getattr(args, option, None):
             raise TrimtabError(f"--{option.replace('_', '-')} has no effect beside this loss: {remedy}")
+    refuse(hook(_trainer()).trainer, MILES, chosen(MILES, args), "In trimtab_objective")
+    if (estimator := getattr(args, "advantage_estimator", "grpo")) in ("gspo", "cispo"):
+        raise TrimtabError(
+            f"--advantage-estimator {estimator} names a loss, which this one replaces: set grpo, and {estimator} in "
+            "trimtab_objective"
+        )
+    if objective.advantage == "dr-grpo" and getattr(args, "grpo_std_normalization", False):
+        raise TrimtabError(
+            f"{objective.name} has advantages without the standard deviation: set --disable-grpo-std-normalization"
+        )
     if objective.kl.coef == 0 and getattr(args, "use_kl_loss", False):
         raise TrimtabError(f"--use-kl-loss has no effect: {objective.name} has kl_coef = 0: set it, or leave this out")
     if objective.kl.coef > 0 and not batch.get("ref_log_probs"):

@@ -5,38 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from trimtab.adapters.loss_settings import TRL, chosen, refuse
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
-
-CLIP = "clip_low and clip_high"
-PRESET = "the preset, objective=NAME, and its aggregation"
-WEIGHT = "weight_max, of a preset with a weight (token-tis, icepop, ...)"
-CONSTANT_ENTROPY = "entropy_coef, which stays constant"
-LOSS_OPTIONS = {
-    "loss_type": PRESET,
-    "epsilon": CLIP,
-    "epsilon_high": "clip_high",
-    "delta": "clip_dual",
-    "importance_sampling_level": 'the preset, objective="gspo" for "sequence"',
-    "top_entropy_quantile": None,
-    "entropy_coef": "entropy_coef",
-    "use_adaptive_entropy": CONSTANT_ENTROPY,
-    "entropy_coef_delta": CONSTANT_ENTROPY,
-    "entropy_coef_min": CONSTANT_ENTROPY,
-    "entropy_coef_max": CONSTANT_ENTROPY,
-    "entropy_target": CONSTANT_ENTROPY,
-    "off_policy_mask_threshold": "delta, of the preset opsm",
-    "sapo_temperature_neg": "tau_negative, of the preset sapo",
-    "sapo_temperature_pos": "tau_positive, of the preset sapo",
-    "vespo_k_neg": "k1_negative, of the preset vespo",
-    "vespo_k_pos": "k1_positive, of the preset vespo",
-    "vespo_lambda_neg": "k2_negative, of the preset vespo",
-    "vespo_lambda_pos": "k2_positive, of the preset vespo",
-    "vllm_importance_sampling_mode": "the preset: token-tis, seq-tis, icepop or seq-mis",
-    "vllm_importance_sampling_clip_max": WEIGHT,
-    "vllm_importance_sampling_clip_min": WEIGHT.replace("max", "min"),
-}
-"""Options of `GRPOConfig` that only TRL's own loss reads, with what replaces them in the objective."""
 
 
 def check_ignored(args: Any, config_class: type) -> None:
@@ -45,12 +16,8 @@ def check_ignored(args: Any, config_class: type) -> None:
     args: the configuration of a run. config_class: its class, for the defaults.
     """
     defaults = {item.name: item.default for item in dataclasses.fields(config_class)}
-    ignored = [name for name in LOSS_OPTIONS if name in defaults and getattr(args, name) != defaults[name]]
-    if ignored:
-        instead = "; ".join(f"for {name} {LOSS_OPTIONS[name] or 'there is nothing'}" for name in ignored)
-        raise TrimtabError(
-            f"{', '.join(ignored)}: only TRL's own loss reads this, leave it out. In the objective: {instead}"
-        )
+    settings = {name: one._replace(default=defaults[name]) for name, one in TRL.items() if name in defaults}
+    refuse("TRL", settings, chosen(settings, args))
 
 
 def check_settings(objective: Objective, args: Any, config_class: type) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
+from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
 from trimtab.adapters.verl_dump import DUMP, SETTINGS
-from trimtab.adapters.verl_loss import CARRY_LOGPS, LOSS_PREFIX, PolicyLoss
+from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, PolicyLoss, given_keywords
 from trimtab.adapters.verl_monitor import MONITOR
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import correct, mismatch
+from trimtab.objectives import Objective, correct, mismatch
+from trimtab.objectives.lookup import is_custom
 
 
 def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,20 +28,19 @@ def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any
     """
 
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
-        chosen = str(rollout_corr_config.get("rollout_is", None))
-        if chosen != CARRY_LOGPS and not chosen.startswith(LOSS_PREFIX):
+        chosen_is = str(rollout_corr_config.get("rollout_is", None))
+        if not _is_ours(chosen_is):
             return original(batch, rollout_corr_config)
-        _check_correction(chosen, batch, rollout_corr_config)
+        correction = _checked_correction(chosen_is, rollout_corr_config, named)
+        if "rollout_log_probs" not in batch.batch:
+            raise TrimtabError(_missing_logps_message(chosen_is))
         fields = batch.batch
         old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool()
-        if chosen == CARRY_LOGPS:
+        if correction is None:
             fields["rollout_is_weights"] = rollout
             return batch, _correction_metrics(mismatch(old, rollout, mask).finalize())
-        loss = _named_loss(f"rollout_is={chosen}", named)
-        objective = build("verl", loss.name, loss.keywords)
-        require_correction(objective, f"rollout_is={chosen}: ", f"use loss_mode={chosen} with rollout_is={CARRY_LOGPS}")
         kept, turn = usable_tokens(mask, rollout, old), turns_of(mask)
-        result = correct(old, rollout, kept, weight=objective.weight, masks=objective.masks, turn=turn)
+        result = correct(old, rollout, kept, weight=correction.weight, masks=correction.masks, turn=turn)
         # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
         fields["rollout_is_weights"] = result.weight.to(old) * result.keep
         return batch, _correction_metrics(result.metrics.finalize() | dropped_shares(mask, kept))
@@ -47,55 +48,100 @@ def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any
     return add_to_batch
 
 
-def _check_correction(chosen: str, batch: Any, config: Any) -> None:
-    """Raises `TrimtabError` for settings that would have no effect, and where the sampler's log-probs are absent."""
-    for key in ("rollout_rs", "rollout_is_batch_normalize"):
-        if config.get(key, None):
-            raise TrimtabError(
-                f"algorithm.rollout_correction.{key} has no effect beside rollout_is={chosen}: leave it out, the "
-                "objective has masks and `normalize` itself"
-            )
-    if "rollout_log_probs" not in batch.batch:
-        raise TrimtabError(_missing_logps_message(chosen))
+def _is_ours(rollout_is: str) -> bool:
+    return rollout_is == CARRY_LOGPS or rollout_is.startswith(LOSS_PREFIX)
 
 
-def wrap_validate_config(named: Mapping[str, PolicyLoss], original: Callable[..., None]) -> Callable[..., None]:
+def _checked_correction(rollout_is: str, config: Any, named: Mapping[str, PolicyLoss]) -> Objective | None:
+    """Returns the objective whose weight and masks `rollout_is` names; None for the log-probs alone.
+
+    Raises `TrimtabError` for settings of verl's correction that would have no effect.
+    """
+    where = f"+algorithm.rollout_correction.{KEYWORDS}.KEYWORD"
+    names = chosen(VERL_CORRECTION, config)
+    keywords = given_keywords(config)
+    if rollout_is == CARRY_LOGPS:
+        where = "+actor_rollout_ref.actor.policy_loss.trimtab.KEYWORD"
+        if keywords:
+            raise TrimtabError(f"rollout_correction.{KEYWORDS} has no effect with rollout_is={rollout_is}: use {where}")
+    refuse("verl", VERL_CORRECTION, names, f"As {where}")
+    if rollout_is == CARRY_LOGPS:
+        return None
+    loss = _named_loss(f"rollout_is={rollout_is}", named)
+    objective = build("verl", loss.name, keywords)
+    remedy = f"use loss_mode={rollout_is} with rollout_is={CARRY_LOGPS}"
+    require_correction(objective, f"rollout_is={rollout_is}: ", remedy)
+    return objective
+
+
+def wrap_validate_config(
+    named: Mapping[str, PolicyLoss], verl_losses: Collection[str], original: Callable[..., None]
+) -> Callable[..., None]:
     """Wraps verl's config validation: fills in the settings that a loss of Trimtab needs, and raises for wrong ones.
 
     The trainers V1 and v0 check their configuration at the start, in the process of the driver, before they use it.
+    verl_losses: names of verl's own losses, some of which are also names of presets.
     """
 
     @functools.wraps(original)
     def check(config: Any, *arguments: Any, **keywords: Any) -> None:
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.get("actor", None) or {}
         correction = config.algorithm.get("rollout_correction", None) or {}
-        mode = str((actor.get("policy_loss", None) or {}).get("loss_mode", ""))
+        policy_loss = actor.get("policy_loss", None) or {}
+        mode = str(policy_loss.get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
-            _enable_carrying(_named_loss(mode, named), actor, rollout, correction)
-        chosen = str(correction.get("rollout_is", None))
-        if chosen == CARRY_LOGPS or chosen.startswith(LOSS_PREFIX):
+            _check_loss(mode, named, config, rollout, correction)
+        elif mode in named and mode not in verl_losses:
+            raise TrimtabError(f"verl has no loss {mode}: Trimtab's is loss_mode={LOSS_PREFIX}{mode}")
+        elif given_keywords(policy_loss):
+            raise TrimtabError(f"policy_loss.{KEYWORDS} has no effect with loss_mode={mode}: use {LOSS_PREFIX}NAME")
+        rollout_is = str(correction.get("rollout_is", None))
+        if _is_ours(rollout_is):
             if correction.get("bypass_mode", False):
-                raise TrimtabError(f"rollout_is={chosen} has no effect with bypass_mode: turn bypass_mode off")
+                raise TrimtabError(f"rollout_is={rollout_is} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
-                raise TrimtabError(_missing_logps_message(chosen))
-        dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
-        if os.environ.get(DUMP) and not dumped:
-            raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
-        scored = rollout.get("calculate_log_probs", False) and correction and not correction.get("bypass_mode", False)
-        if os.environ.get(MONITOR) and not scored:
-            raise TrimtabError(
-                f"{MONITOR} compares log-probs of sampler and trainer: set "
-                "actor_rollout_ref.rollout.calculate_log_probs=True, and leave algorithm.rollout_correction at verl's "
-                "default, without bypass_mode"
-            )
+                raise TrimtabError(_missing_logps_message(rollout_is))
+            _checked_correction(rollout_is, correction, named)
+        elif rollout_is in named:
+            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's is {LOSS_PREFIX}{rollout_is}")
+        _check_readers(config, rollout, correction)
         original(config, *arguments, **keywords)
 
     return check
 
 
-def _enable_carrying(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any) -> None:
-    """Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible."""
-    objective = loss.validated_objective(actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None))
+def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
+    """Raises `TrimtabError` where the dump or the monitor would not see both sides' log-probs."""
+    dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
+    if os.environ.get(DUMP) and not dumped:
+        raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
+    scored = rollout.get("calculate_log_probs", False) and correction and not correction.get("bypass_mode", False)
+    if os.environ.get(MONITOR) and not scored:
+        raise TrimtabError(
+            f"{MONITOR} compares log-probs of sampler and trainer: set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True, and leave algorithm.rollout_correction at verl's "
+            "default, without bypass_mode"
+        )
+
+
+def _check_loss(mode: str, named: Mapping[str, PolicyLoss], config: Any, rollout: Any, correction: Any) -> None:
+    """Raises `TrimtabError` for settings under which a loss would be another one than is named.
+
+    Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible.
+    """
+    actor = config.actor_rollout_ref.actor
+    objective = _named_loss(mode, named).validated_objective(actor, actor.get("loss_agg_mode", "token-mean"))
+    estimator, by_std = (config.algorithm.get(key, None) for key in ("adv_estimator", "norm_adv_by_std_in_grpo"))
+    if objective.advantage == "dr-grpo" and str(estimator).startswith("grpo") and by_std:
+        raise TrimtabError(
+            f"{objective.name} has advantages without the standard deviation: set "
+            "algorithm.norm_adv_by_std_in_grpo=False"
+        )
+    if correction.get("bypass_mode", False):
+        raise TrimtabError(
+            f"bypass_mode puts the sampler's log-probs in the place of those at the start of the update: with {mode} "
+            f"turn it off, and choose loss_mode={LOSS_PREFIX}token-bypass or another loss that reads the sampler's"
+        )
     if "behavior" not in objective.needs:
         return
     if not correction:
@@ -116,9 +162,26 @@ def _enable_carrying(loss: PolicyLoss, actor: Any, rollout: Any, correction: Any
         print(f"trimtab: set {settings}, as {objective.name} reads the sampler's log-probs")
 
 
+def wrap_policy_loss_fn(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps verl's function that returns the loss of a name: it finds `trimtab-MODULE:FUNCTION` too."""
+
+    @functools.wraps(original)
+    def get(name: str) -> Any:
+        return _named_loss(name, named) if name.startswith(LOSS_PREFIX) else original(name)
+
+    return get
+
+
+@functools.cache
+def _custom_loss(name: str) -> PolicyLoss:
+    return PolicyLoss(name)
+
+
 def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
     """Returns the loss that a value `trimtab-NAME`, or a setting to it, names."""
     name = setting.rpartition("=")[2].removeprefix(LOSS_PREFIX)
+    if is_custom(name):
+        return _custom_loss(name)
     if name not in named:
         raise TrimtabError(f"{setting}: no such objective{did_you_mean(name, named)}")
     return named[name]

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
+from trimtab.adapters.loss_settings import VERL_ACTOR, VERL_POLICY_LOSS, chosen, refuse
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, keywords_of
+from trimtab.objectives import Objective, keywords_of, objective
+from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
+from trimtab.objectives.surrogates import Clipped
 
 LOSS_PREFIX = "trimtab-"
 """Before the name of an objective, as a value of `policy_loss.loss_mode` or `rollout_correction.rollout_is`."""
 CARRY_LOGPS = "trimtab"
 """The value of `rollout_correction.rollout_is` that carries the sampler's log-probs to the loss."""
-OBJECTIVES_VARIABLE = "TRIMTAB_OBJECTIVES"
+KEYWORDS = "trimtab"
+"""The key of `policy_loss`, and of `rollout_correction`, under which keywords of the objective are given."""
+SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
+"""What a keyword of the objective of the loss follows on verl's command line."""
+SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
+"""Surrogates whose bounds mean what verl's bounds mean in its own losses of that kind."""
 MODES = {"constant": "seq-mean-token-sum-norm"}
 """verl's `loss_agg_mode` where its name is not that of the aggregation."""
 
 
 class PolicyLoss:
-    """An objective with the signature of verl's policy losses, built at its first call: some need numbers of verl."""
+    """An objective with the signature of verl's policy losses, built from verl's configuration at the first call."""
 
-    def __init__(self, name: str, keywords: Mapping[str, Any]) -> None:
-        self.name, self.keywords = name, dict(keywords)
-        self._objective: Objective | None = None
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._built: dict[str, Objective] = {}
 
     def __call__(
         self,
@@ -41,60 +50,111 @@ class PolicyLoss:
 
         Denominators are verl's own, of the whole mini-batch; without them, those of the given batch. Raises
         `TrimtabError` where `loss_agg_mode` is not the aggregation of the objective, and without log-probs it reads.
+        config: verl's `ActorConfig`.
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
-        objective = self.validated_objective(loss_agg_mode, counts.get("loss_scale_factor"))
+        built = self.validated_objective(config, loss_agg_mode)
         tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
         state = counted_state(
             mask.sum() if tokens is None else tokens,
             mask.any(1).sum() if sequences is None else sequences,  # As verl counts them.
             like=log_prob,
         )
-        behavior = _sampler_logps(objective, rollout_is_weights, mask)
+        behavior = _sampler_logps(built, rollout_is_weights, mask)
         loss, metrics, _ = evaluate(
-            objective, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
+            built, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
         )
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
-    def validated_objective(self, loss_agg_mode: str, factor: int | None) -> Objective:
-        """Returns the objective. Raises `TrimtabError` where verl aggregates, or scales, otherwise."""
-        objective = self._built(factor)
-        wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
+    def validated_objective(self, actor: Any, loss_agg_mode: str) -> Objective:
+        """Returns the objective for verl's section of the actor, `ActorConfig` or as composed by Hydra.
+
+        Raises `TrimtabError` where verl aggregates, or scales, otherwise, and for settings without effect.
+        """
+        keywords = loss_keywords(self.name, actor)
+        key = repr(sorted(keywords.items()))
+        if key not in self._built:
+            self._built[key] = build("verl", self.name, keywords)
+        built = self._built[key]
+        wanted = MODES.get(built.aggregation.kind, built.aggregation.kind)
         if loss_agg_mode != wanted:
             raise TrimtabError(
-                f"{objective.name} aggregates by {wanted}, and verl by {loss_agg_mode}: set "
-                f"actor_rollout_ref.actor.loss_agg_mode={wanted}, or give the objective another aggregation in the "
-                f"file of {OBJECTIVES_VARIABLE}"
+                f"{built.name} aggregates by {wanted}, and verl by {loss_agg_mode}: set "
+                f"actor_rollout_ref.actor.loss_agg_mode={wanted}, or give the objective another aggregation, such as "
+                f"{SET}.aggregation={loss_agg_mode}"
             )
-        return objective
-
-    def _built(self, factor: int | None) -> Objective:
-        if self._objective is not None:
-            return self._objective
-        keywords = dict(self.keywords)
-        if keywords.get("aggregation", keywords_of(self.name).get("aggregation")) == "constant":
-            # The constant length is verl's: its KL and entropy terms divide by it too.
-            if factor is None:
-                raise TrimtabError(f"{self.name} divides by a constant length: set actor.loss_scale_factor to it")
-            if keywords.setdefault("length_max", int(factor)) != factor:
-                raise TrimtabError(f"{self.name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
-        self._objective = build("verl", self.name, keywords)
-        return self._objective
+        return built
 
 
-def _sampler_logps(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
+def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
+    """Returns the keywords of an objective that verl's section of the actor gives it.
+
+    They are those under `policy_loss.trimtab`, the constant length, and verl's own bounds where they are not at verl's
+    defaults and the objective has them. Raises `TrimtabError` for bounds that contradict a keyword, and for settings
+    that only verl's own losses read.
+    """
+    policy_loss = getattr(actor, "policy_loss", None)
+    keywords, known = given_keywords(policy_loss), keywords_of(name)
+    refuse("verl", VERL_POLICY_LOSS, chosen(VERL_POLICY_LOSS, policy_loss))
+    values, taken = _bounds(actor), {}
+    for key, value in values.items():
+        keyword = VERL_ACTOR[key].keyword
+        if keyword not in known or not isinstance(objective(name).surrogate, SAME_BOUNDS):
+            continue
+        if keywords.get(keyword, value) != value:
+            raise TrimtabError(
+                f"actor.{key}={value} and policy_loss.trimtab.{keyword}={keywords[keyword]} contradict each other: "
+                "leave one out"
+            )
+        taken[key] = value
+    refuse("verl", VERL_ACTOR, [key for key in values if key not in taken], f"As {SET}.KEYWORD")
+    keywords |= {VERL_ACTOR[key].keyword: value for key, value in taken.items()}
+    if keywords.get("aggregation", known.get("aggregation")) == "constant":
+        # The constant length is verl's: its KL and entropy terms divide by it too.
+        factor = getattr(actor, "loss_scale_factor", None)
+        if factor is None:
+            raise TrimtabError(f"{name} divides by a constant length: set actor.loss_scale_factor to it")
+        if keywords.setdefault("length_max", int(factor)) != factor:
+            raise TrimtabError(f"{name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
+    return keywords
+
+
+def _bounds(actor: Any) -> dict[str, Any]:
+    """Returns the bounds of verl's losses that are not at verl's defaults. One that is null is that of `clip_ratio`."""
+    values = chosen(VERL_ACTOR, actor)
+    null = [key for key, value in values.items() if value is None]
+    if not null:
+        return values
+    common = values.pop("clip_ratio", None)  # None also where it is verl's default
+    filled = values | dict.fromkeys(null, common)
+    return {key: value for key, value in filled.items() if value is not None}
+
+
+def given_keywords(section: Any) -> dict[str, Any]:
+    """Returns the keywords of an objective in a section of verl's configuration, as plain Python values."""
+    given = (section.get(KEYWORDS) if isinstance(section, Mapping) else getattr(section, KEYWORDS, None)) or {}
+    if not isinstance(given, dict | str):
+        given = importlib.import_module("omegaconf").OmegaConf.to_container(given, resolve=True)
+    if not isinstance(given, dict) or "name" in given:
+        raise TrimtabError(
+            f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE"
+        )
+    return dict(given)
+
+
+def _sampler_logps(built: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
     """Returns the sampler's log-probs, which verl passes on in `rollout_is_weights`."""
-    if "behavior" not in objective.needs:
+    if "behavior" not in built.needs:
         return None
     if carried is None:
         raise TrimtabError(
-            f"{objective.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
+            f"{built.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
             f"and algorithm.rollout_correction.rollout_is={CARRY_LOGPS}, without bypass_mode"
         )
     if bool((carried[mask] > 0).any()):
         raise TrimtabError(
-            f"rollout_is_weights holds weights, not the sampler's log-probs that {objective.name} reads: set "
+            f"rollout_is_weights holds weights, not the sampler's log-probs that {built.name} reads: set "
             f"algorithm.rollout_correction.rollout_is={CARRY_LOGPS}"
         )
     return carried

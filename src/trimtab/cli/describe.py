@@ -14,10 +14,23 @@ FIRST_OBJECTIVES = ("token-tis", "seq-bypass", "icepop", "token-bypass")
 """What to try first, as in README: weights per token, and ratios to the sampler without a proximal pass."""
 
 
+Trainer = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="TRAINER",
+        help="Print the settings with which another trainer has this objective as its loss, and what differs: verl, "
+        "trl, miles, prime-rl, skyrl, ...",
+        show_default=False,
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
     app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
-    app.command("explain", epilog="Example: [bold]trimtab explain token-tis:weight_max=1.5[/bold]")(explain)
+    example = "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with [bold]--for verl[/bold] its settings"
+    app.command("explain", epilog=f"Example: {example}")(explain)
 
 
 def recipes(
@@ -76,6 +89,7 @@ def explain(
         ),
     ] = None,
     sets: Sets = None,
+    trainer: Trainer = None,
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +108,7 @@ def explain(
     from trimtab.objectives.presets import COMPOSED
 
     if name is None:
-        _list_objectives(sets, as_json)
+        _list_objectives(sets, trainer, as_json)
         return
     known = [*objectives(), COMPOSED.objective.name]
     recipe, changes = is_recipe(name), sets or []
@@ -107,6 +121,11 @@ def explain(
         hint = did_you_mean(name, [*known, *recipe_names()], listing)
         raise TrimtabError(f"unknown objective or recipe {name!r}{hint}")
     entries: list[dict[str, Any]] = []
+    if trainer is not None:
+        if not is_objective:
+            raise TrimtabError(f"--for prints an objective, and {name} is a recipe: name the objective")
+        _print_settings(trainer, name, _keywords(changes), as_json)
+        return
     if is_objective:
         keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
         objective_built = from_section({"name": name, **_keywords(keywords)})
@@ -122,11 +141,21 @@ def explain(
     echo("\n\n".join(_format_entry(entry) for entry in entries))
 
 
-def _list_objectives(sets: list[str] | None, as_json: bool) -> None:
+def _print_settings(trainer: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
+    from trimtab.adapters.config_lines import lines_for
+
+    text = lines_for(trainer, name, keywords)
+    if as_json:
+        print_json({"objective": name, "for": trainer, "lines": text.splitlines()})
+    else:
+        echo(text)
+
+
+def _list_objectives(sets: list[str] | None, trainer: str | None, as_json: bool) -> None:
     from trimtab.objectives.presets import PRESETS
 
-    if sets:
-        raise TrimtabError("--set changes one objective: name it")
+    if sets or trainer is not None:
+        raise TrimtabError(f"{'--set changes' if sets else '--for prints'} one objective: name it")
     described = {name: preset.does for name, preset in PRESETS.items()}
     if as_json:
         print_json(described)

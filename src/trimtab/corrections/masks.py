@@ -252,23 +252,13 @@ class Divergence(Mask):
 
     def peers(self) -> Peers:
         if self.over == "current":
-            return self._peers_of_current()
+            return _absent("mask on π/μ")
         of = f"{self.kind} of a token" if self.reduce == "token" else f"{self.reduce} {self.kind} of a response"
         absent = {name: Setting(remarks=(f"# {name} has no mask on the {of} ({self.max:g})",)) for name in FRAMEWORKS}
         if self.outward or self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
             return absent
         option = f"token_{self.kind}" if self.reduce == "token" else f"seq_{self.reduce}_{self.kind}"
         return absent | {"verl": Setting({"rollout_rs": option, "rollout_rs_threshold": f"{self.max:g}"})}
-
-    def _peers_of_current(self) -> Peers:
-        dppo = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
-        absent = dict(_absent("mask on π/μ"))
-        if self.outward and self.reduce == "token" and self.kind in dppo:
-            bound = f"{self.max:g}"
-            bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound}
-            remark = "# verl takes old_log_prob for μ: set bypass_mode"
-            absent["verl"] = Setting({"policy_loss": f"{{loss_mode: {dppo[self.kind]}}}", **bounds}, (remark,))
-        return absent
 
 
 def moves_away(log_ratio: Float[Tensor, "batch time"], advantage: Float[Tensor, "batch #time"]) -> Tensor:
@@ -318,7 +308,7 @@ class Veto(Mask):
     def peers(self) -> Peers:
         if (self.of, self.over) != ("ratio", "proximal"):
             return _absent(f"veto on {_SYMBOLS[self.over][1]}{'/μ' if self.of == 'ratio' else ''}")
-        remark = "# Miles applies its veto beside a band only (use_rs)"
+        remark = "# differs: Miles applies its veto beside a band only (use_rs)"
         return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (remark,))}
 
 
@@ -372,6 +362,6 @@ class OPSM(Mask):
             "TRL": Setting({"off_policy_mask_threshold": repr(self.delta)}),
             "Miles": Setting(
                 {"--use-opsm": "", "--opsm-delta": f"{self.delta:g}"},
-                ("# Miles compares with π_old, not with the sampler",),
+                ("# differs: Miles compares with π_old, not with the sampler",),
             ),
         }

@@ -122,6 +122,9 @@ class Weight:
         if self.level not in PEER_LEVELS:
             unit = "turn" if self.level in TURN_LEVELS else "prefix"
             return {name: Setting(remarks=(f"# {name} has no weight for each {unit}",)) for name in FRAMEWORKS}
+        if self.level == "geometric":
+            absent = {name: Setting(remarks=(f"# {name} has no geometric weight",)) for name in FRAMEWORKS}
+            return {**absent, "Miles": self._miles()}
         return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
 
     def _verl(self) -> Setting:
@@ -129,7 +132,7 @@ class Weight:
         if self.bound == "mask":
             threshold = f'"{max(self.low, VERL_LOWEST):g}_{self.high:g}"'
         elif self.bound == "clip":
-            remarks = (f"# verl only bounds the weight from above; the lower bound {self.low:g} has no equivalent",)
+            remarks = (f"# differs: verl only bounds the weight from above; nothing bounds it at {self.low:g}",)
         normalize = {"rollout_is_batch_normalize": "true"} if self.normalize else {}
         return Setting({"rollout_is": self.level, "rollout_is_threshold": threshold, **normalize}, remarks)
 
@@ -137,7 +140,7 @@ class Weight:
         form, key = "mask" if self.bound == "mask" else "truncate", "vllm_importance_sampling"
         options = {f"{key}_mode": f'"{self.level}_{form}"', f"{key}_clip_max": repr(self.high)}
         options |= {f"{key}_clip_min": repr(self.low)} if self.low > 0 else {}
-        return Setting(options, ("# TRL does not normalize the weights",) if self.normalize else ())
+        return Setting(options, ("# differs: TRL does not normalize the weights",) if self.normalize else ())
 
     def _miles(self) -> Setting:
         """Flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""

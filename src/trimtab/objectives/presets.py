@@ -213,8 +213,8 @@ _PRESETS = (
         mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens that move away from the sampler where |pi - mu| exceeds the bound.",
         when="Use it in place of a ratio clip, which stops rare tokens too early and frequent ones too late.",
-        source="Divergence PPO, binary total variation, arXiv 2602.04879; verl's `dppo_tv`, with its cap on the "
-        "weight.",
+        source="Divergence PPO, binary total variation, arXiv 2602.04879; verl's `dppo_tv`, with the cap on the weight "
+        "of its code, 20 (its configuration has 3).",
     ),
     Preset(
         Objective(

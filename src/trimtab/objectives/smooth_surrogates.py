@@ -61,7 +61,7 @@ class SoftGate(Surrogate):
         temperatures = {"tau_pos": f"{self.positive:g}", "tau_neg": f"{self.negative:g}"}
         options = {"sapo_temperature_pos": repr(self.positive), "sapo_temperature_neg": repr(self.negative)}
         return {
-            "verl": Setting({"policy_loss": "{loss_mode: sapo}", **temperatures}),
+            "verl": Setting({"loss_mode": "sapo", **temperatures}),
             "TRL": Setting({"loss_type": '"sapo"', **options}),
         }
 
@@ -118,7 +118,10 @@ class GammaWeight(Surrogate):
         names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
         options = dict(zip(names, map(repr, values), strict=True))
-        return {"TRL": Setting({"loss_type": '"vespo"', **options})}
+        # The product current/sampler is that of TRL's correction, unbounded.
+        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
+        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
+        return {"TRL": Setting({"loss_type": '"vespo"', **weight, **options})} if level == "sequence" else {}
 
 
 def _largest_exponent(k1: Number, k2: Number) -> float:
@@ -167,8 +170,11 @@ class GeometricClip(Surrogate):
 
     def peers(self, level: str) -> Peers:
         bounds = {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
-        remark = "# here verl's clip_ratio bounds log r"
-        return {"verl": Setting({"policy_loss": "{loss_mode: geo_mean}", **bounds}, (remark,))}
+        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
+        trl = {"epsilon": repr(self.low), "epsilon_high": repr(self.high)}
+        if level != "token":
+            return {}
+        return {"verl": Setting({"loss_mode": "geo_mean", **bounds}, (remark,)), "TRL": Setting(trl)}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.corrections.protocols import PEER_LEVELS, Peers, Setting
+from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
@@ -64,30 +64,23 @@ class Clipped(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level not in PEER_LEVELS:
+        if level not in ("token", "geometric"):  # None clips the product of a response.
             return {}
-        trl: dict[str, str] = {}
-        miles: dict[str, str] = {}
-        verl = {"policy_loss": "{loss_mode: gspo}"} if level == "geometric" else {}
-        if level != "sequence":
-            verl |= {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
-            trl = {"epsilon": repr(self.low), "epsilon_high": repr(self.high)}
-            miles = {"--eps-clip": f"{self.low:g}", "--eps-clip-high": f"{self.high:g}"}
+        bounds = {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
+        # verl always has a dual clip; 1e9 lies above the largest ratio.
+        verl = {**bounds, "clip_ratio_c": "1e9" if self.dual is None else f"{self.dual:g}"}
+        trl = {"epsilon": repr(self.low), "epsilon_high": repr(self.high)}
+        miles = {"--eps-clip": f"{self.low:g}", "--eps-clip-high": f"{self.high:g}"}
+        remarks: tuple[str, ...] = ()
+        if level == "geometric":
+            verl, trl = {"loss_mode": "gspo", **bounds}, {**trl, "importance_sampling_level": '"sequence"'}
+            remarks = () if self.dual is None else ("# differs: verl's gspo has no dual clip",)
+        outside: tuple[str, ...] = ()
         if self.dual is not None:
-            verl |= {"clip_ratio_c": f"{self.dual:g}"}
-            trl |= {"delta": repr(self.dual)} if trl else {}
-            miles |= {"--eps-clip-c": f"{self.dual:g}"} if miles else {}
-        trl |= {"importance_sampling_level": '"sequence"'} if level == "geometric" else {}
-        product = "the product of the response has no equivalent"
-        lacks = {
-            "verl": f"# verl clips π/π_old per token; {product}",
-            "TRL": f"# TRL's sequence level is the geometric mean; {product}",
-            "Miles": f"# Miles clips π/π_old per token; {product}",
-        }
-        return {
-            name: Setting(options, (lacks[name],) if level == "sequence" else ())
-            for name, options in (("verl", verl), ("TRL", trl), ("Miles", miles))
-        }
+            trl |= {"delta": repr(self.dual)}
+            miles |= {"--eps-clip-c": f"{self.dual:g}"}
+            outside = ("# differs: TRL's delta caps the ratio where A > 0 too",) if self.dual < 1 + self.high else ()
+        return {"verl": Setting(verl, remarks), "TRL": Setting(trl, outside), "Miles": Setting(miles)}
 
 
 @dataclass(frozen=True)
@@ -116,12 +109,13 @@ class Reinforce(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level not in PEER_LEVELS:
+        if level != "token":
             return {}
-        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{self.ceiling - 1:g}"}
+        ceiling = min(self.ceiling, 1e9)  # above the largest ratio
+        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{ceiling - 1:.10g}"}
         return {
-            "verl": Setting({"policy_loss": "{loss_mode: cispo}", **relative}),
-            "TRL": Setting({"loss_type": '"cispo"', "epsilon_high": repr(self.ceiling)}),
+            "verl": Setting({"loss_mode": "cispo", **relative}),
+            "TRL": Setting({"loss_type": '"cispo"', "epsilon_high": repr(ceiling)}),
         }
 
 
@@ -206,6 +200,9 @@ class LogProb(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return "A log π"
+
+    def peers(self, level: str) -> Peers:
+        return {"verl": Setting({"loss_mode": "gpg"})}
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"

@@ -1,45 +1,157 @@
-"""Configuration lines name what they leave out, and the adapter that leaves out nothing."""
+"""Configuration lines are valid where they are read, and name what they leave out and what leaves out nothing."""
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
+import tomllib
 from typing import Any
 
 import pytest
+import yaml
 
-from trimtab.adapters.config_lines import lines
+import trimtab
+from trimtab.adapters.adapter_lines import written
+from trimtab.adapters.config_lines import lines, lines_for
+from trimtab.adapters.hooks import HOOKS
+from trimtab.corrections.protocols import FRAMEWORKS
+from trimtab.errors import TrimtabError
+from trimtab.objectives import objectives
+from trimtab.objectives.from_section import from_section
 
-EXACTLY = "# exactly this loss, with Trimtab's adapter (docs/adapters.md)"
+EXACTLY = "# exactly this loss, with Trimtab's adapter (docs/adapters.md):"
+
+
+def overrides(text: str) -> dict[str, str]:
+    """The overrides of a command line, by key, as a shell passes them on."""
+    return dict(word.split("=", 1) for word in shlex.split(text, comments=True))
+
+
+def options(text: str) -> dict[str, Any]:
+    call = ast.parse(text).body[0]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    return {word.arg: ast.literal_eval(word.value) for word in call.value.keywords if word.arg}
+
+
+@pytest.mark.parametrize("preset", objectives())
+def test_lines_are_valid_in_every_framework(preset: str) -> None:
+    """What they mean in verl and TRL: tests/e2e/test_printed_lines.py."""
+    result = lines(preset, {})
+    assert list(result) == ["trimtab", "verl", "trl", "miles"]
+    assert from_section(tomllib.loads(result["trimtab"])["objective"]) == trimtab.objective(preset)
+    keys = overrides(result["verl"])
+    assert all(re.fullmatch(r"\+?(algorithm|actor_rollout_ref)\.[\w.]+", key) for key in keys)
+    ast.parse(result["trl"])
+    miles = [line for line in result["miles"].splitlines() if not line.startswith(("--", "# "))]
+    assert isinstance(yaml.safe_load("\n".join(miles) or "{}"), dict)
+    assert not miles or any(line.startswith("--custom-config-path ") for line in result["miles"].splitlines())
+    for name in FRAMEWORKS:
+        text = result[name.lower()]
+        own = not text.startswith((f"# {name}'s own losses lack {preset}: ", f"# {name} cannot train {preset}, "))
+        assert own or text.count("\n") or preset in ("oapl", "luffy")
 
 
 def test_the_kl_term_of_an_objective_is_left_out_and_said_so() -> None:
     plain, with_kl = lines("grpo", {}), lines("grpo", {"kl_coef": 0.1})
     for key, name in (("verl", "verl"), ("trl", "TRL"), ("miles", "Miles")):
-        own, changed = (text[key].partition(f"\n{EXACTLY}")[0] for text in (plain, with_kl))
-        assert changed == f"{own}\n# kl_coef and entropy_coef are left out: set {name}'s own"
+        changed = with_kl[key].partition(f"\n{EXACTLY}")[0]
+        assert changed == f"{plain[key]}\n# differs: kl_coef and entropy_coef are left out: set {name}'s own"
     assert with_kl["trimtab"] == '[objective]\nname = "grpo"\nkl_coef = 0.1'
 
 
-@pytest.mark.parametrize(
-    ("preset", "overrides", "trl", "verl"),
-    [
-        ("token-tis", {}, 'objective("token-tis")', "loss_mode=trimtab-token-tis"),
-        (
-            "icepop",
-            {"weight_max": 1.5},
-            'objective("icepop", weight_max=1.5)',
-            "loss_mode=trimtab-mine, and",
-        ),
-        ("m2po", {}, 'objective("m2po")', None),  # it has statistics of the whole update, which verl's hook lacks
-        ("soup", {}, None, None),
-    ],
-)
-def test_the_adapter_that_has_exactly_this_loss_is_named(
-    preset: str, overrides: dict[str, Any], trl: str | None, verl: str | None
-) -> None:
-    for key, named in (("trl", trl), ("verl", verl)):
-        text = lines(preset, overrides)[key]
-        if named is None:
-            assert EXACTLY not in text
-        else:
-            assert f"{EXACTLY}:\n" in text
-            assert named in text.splitlines()[-1]
+def test_the_adapter_is_named_where_the_trainer_s_own_loss_differs_and_only_there() -> None:
+    tis, mask = (lines_for("verl", name, {"weight_max": 1.5}) for name in ("token-tis", "geo-mask-token-tis"))
+    assert EXACTLY not in tis
+    assert mask.partition(EXACTLY)[2].splitlines()[1:] == [
+        "# actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-geo-mask-token-tis",
+        "# +actor_rollout_ref.actor.policy_loss.trimtab.weight_max=1.5",
+    ]
+
+
+def test_what_a_trainer_lacks_is_its_adapter_s_or_the_nearest_preset_s_with_the_reason() -> None:
+    """M2PO needs statistics of the whole update, which TRL's adapter has."""
+    trl = lines_for("trl", "m2po", {"tau": 0.1}).splitlines()
+    assert trl[-1] == 'trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective("m2po", tau=0.1))'
+    cannot, nearest, *rest = lines_for("verl", "m2po", {"tau": 0.1}).splitlines()
+    assert cannot.startswith(
+        "# verl cannot train m2po, with Trimtab's adapter or without it: it needs statistics of the"
+    )
+    assert nearest.startswith("# differs: nearest is token-bypass; ")
+    assert rest == lines_for("verl", "token-bypass", {}).splitlines()
+    assert overrides("\n".join(rest))["algorithm.rollout_correction.bypass_mode"] == "True"
+    for trainer in ("verl", "trl", "miles", "prime-rl"):
+        assert lines_for(trainer, "oapl", {}).count("\n") == 0
+    alp = lines_for("trl", "token-alp", {}).splitlines()
+    assert alp[-1] == 'trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective("token-alp-bypass"))'
+    assert "    epsilon_high=0.28," in lines_for("trl", "soup", {}).splitlines()
+
+
+def test_the_words_of_the_mismatch_corrections() -> None:
+    tis = lines("token-tis", {"weight_max": 1.5})
+    correction = "algorithm.rollout_correction"
+    verl = overrides(tis["verl"])
+    assert (verl[f"{correction}.rollout_is"], verl[f"{correction}.rollout_is_threshold"]) == ("token", "1.5")
+    assert options(tis["trl"])["vllm_importance_sampling_mode"] == "token_truncate"
+    assert options(tis["trl"])["vllm_importance_sampling_clip_max"] == 1.5
+    assert "--use-tis\n--tis-clip 1.5\n--tis-clip-low 0" in tis["miles"]
+    assert "calibrate = true" in tis["trimtab"]
+
+    icepop = lines("icepop", {"weight_min": 0.5, "weight_max": 5.0})
+    # Quoted: unquoted, Hydra and YAML read 0.5_5 as the number 0.55.
+    assert overrides(icepop["verl"])[f"{correction}.rollout_is_threshold"] == '"0.5_5"'
+    assert options(icepop["trl"])["vllm_importance_sampling_clip_min"] == 0.5
+    assert "icepop_function\n--tis-clip 5\n--tis-clip-low 0.5" in icepop["miles"]
+
+
+def test_verl_gets_the_reciprocals_of_a_geometric_band() -> None:
+    findings = {"keep_min": 0.8, "keep_max": 1.25, "weight_min": 0.5, "weight_max": 2.0}
+    result = lines("geo-mask-token-tis", findings)
+    verl = overrides(result["verl"])
+    assert verl["algorithm.rollout_correction.rollout_rs"] == "seq_mean_k1"
+    assert verl["algorithm.rollout_correction.rollout_rs_threshold"] == '"0.8_1.25"'
+    lopsided = overrides(lines("geo-mask", {"keep_min": 0.99, "keep_max": 1.001})["verl"])
+    assert lopsided["algorithm.rollout_correction.rollout_rs_threshold"] == '"0.999001_1.0101"'
+    mis = yaml.safe_load(result["miles"].partition("# mis.yaml")[2])
+    assert mis == {
+        "use_tis": True,
+        "tis_level": "token",
+        "tis_mode": "clip",
+        "tis_lower_bound": 0.5,
+        "tis_upper_bound": 2.0,
+        "tis_batch_normalize": False,
+        "use_rs": True,
+        "rs_level": "geometric",
+        "rs_lower_bound": 0.8,
+        "rs_upper_bound": 1.25,
+        "rs_veto_threshold": None,
+    }
+    assert "TRL has no geometric mask [0.8, 1.25]" in result["trl"]
+
+
+@pytest.mark.parametrize("trainer", [*HOOKS, "trimtab"])
+def test_every_trainer_has_lines_for_what_its_hook_carries(trainer: str) -> None:
+    text = lines_for(trainer, "geo-mask-token-tis", {"weight_max": 1.5})
+    assert "1.5" in text
+    assert "cannot train" not in text
+    assert "# differs: prime-rl divides by token-mean" in lines_for("prime-rl", "icepop", {})
+    kwargs = tomllib.loads(lines_for("prime-rl", "icepop", {"normalize": False}))["trainer"]["loss"]["kwargs"]
+    assert kwargs == {"objective": "icepop", "normalize": False, "aggregation": "token-mean"}
+    parts = {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.1}]}
+    settings = yaml.safe_load(lines_for("slime", "grpo", parts).partition("# trimtab.yaml\n")[2])
+    assert settings == {"trimtab_objective": {"name": "grpo", **parts}}
+
+
+def test_an_unknown_trainer_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(TrimtabError, match=r"^unknown trainer 'prime_rl' \(did you mean 'prime-rl'"):
+        lines_for("prime_rl", "grpo", {})
+
+
+def test_values_are_written_in_each_language() -> None:
+    value = {"a": [1, float("inf"), True], "b": "x y", "c": "token-mean"}
+    assert ast.literal_eval(written({"a": [1, True, None], "b": "x"}, "python")) == {"a": [1, True, None], "b": "x"}
+    assert written(float("inf"), "python") == 'float("inf")'
+    assert yaml.safe_load(written(value, "yaml")) == value
+    assert tomllib.loads(f"v = {written(value, 'toml')}")["v"] == value
+    assert written(value, "hydra") == '{a:[1, inf, True], b:"x y", c:token-mean}'

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.peer_modules import NEMO_RL_LOSS
 
 import trimtab
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
@@ -88,7 +89,7 @@ def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_
 def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:
     """geo-mask has no weight that could become NaN: it would reject such responses."""
     fields = {"old_log_probs": HOLES_TRAINER, "rollout_log_probs": HOLES, "response_mask": HOLES_MASK.long()}
-    add = verl_driver.wrap_correction({"geo-mask": PolicyLoss("geo-mask", {})}, lambda *_: None)  # type: ignore[arg-type]
+    add = verl_driver.wrap_correction({"geo-mask": PolicyLoss("geo-mask")}, lambda *_: None)  # type: ignore[arg-type]
     batch, metrics = add(SimpleNamespace(batch=fields), {"rollout_is": "trimtab-geo-mask"})
     assert batch.batch["rollout_is_weights"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0], [0, 1, 1]]
     assert metrics["rollout_corr/trimtab/unscored"] == 0.5
@@ -114,7 +115,7 @@ def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[
     plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None, "loss_reduction": "token_mean"}
     if trainer == "verl":
         config = SimpleNamespace(global_batch_info={"batch_num_tokens": 6, "global_batch_size": 2})
-        return PolicyLoss("token-tis", {})(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
+        return PolicyLoss("token-tis")(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
     if trainer == "skyrl":
         one = skyrl.policy_loss("token-tis")
         return one(current, old, advantage, SimpleNamespace(**plain), mask, behavior)
@@ -135,7 +136,9 @@ def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[
         columns["generation_logprobs"] = behavior
         data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in columns.items()}
         counts = (torch.tensor(2), torch.tensor(6))
-        return nemo_rl.ObjectiveLoss("token-tis")(current, data | {"sample_mask": torch.ones(2)}, *counts)
+        return nemo_rl.ObjectiveLoss("token-tis", replaces=NEMO_RL_LOSS)(
+            current, data | {"sample_mask": torch.ones(2)}, *counts
+        )
     if trainer == "slime":
         columns = {"rollout_log_probs": behavior, "log_probs": old, "loss_masks": mask, "advantages": advantage}
         batch = {"response_lengths": [3, 3], **{name: list(values) for name, values in columns.items()}}
@@ -226,7 +229,7 @@ def test_skyrl_must_reduce_as_the_objective_does() -> None:
     config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=off)
     assert loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
     off.sequence_mask_metric = "geometric"
-    with pytest.raises(TrimtabError, match="off_policy_correction has no effect with icepop"):
+    with pytest.raises(TrimtabError, match="sequence_mask_metric: only SkyRL's own loss reads this"):
         loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)
 
 
@@ -315,7 +318,7 @@ def test_a_trainer_that_is_not_installed_is_named() -> None:
         "AReaL": lambda: areal.install("a3po"),
         "OpenRLHF": lambda: openrlhf.install("icepop"),
         "SkyRL": lambda: skyrl.register("icepop"),
-        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss("icepop"),
+        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss("icepop", replaces=NEMO_RL_LOSS),
     }.items():
         with pytest.raises(TrimtabError, match=f"{trainer} cannot be used here: .* which is not installed"):
             call()
@@ -331,8 +334,9 @@ NEMO_RL = {
 def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, NeMo-RL adds the log-probs without top-k and top-p, which are compared with the reference."""
     stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
-    plain = nemo_rl.ObjectiveLoss("grpo")
-    loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, use_fused_linear_logprobs=True)
+    fused = SimpleNamespace(use_fused_linear_logprobs=True, reference_policy_kl_penalty=0.01)
+    plain = nemo_rl.ObjectiveLoss("grpo", replaces=NEMO_RL_LOSS)
+    loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, replaces=fused)
     assert (plain.reference_policy_kl_penalty, loss.reference_policy_kl_penalty) == (0, 0.1)
     assert (plain.use_fused_linear_logprobs, loss.use_fused_linear_logprobs) == (False, True)
     current = torch.tensor([[-1.0, -2.0]])

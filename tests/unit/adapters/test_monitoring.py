@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.noisy_batch import batch
-from tests.support.peer_modules import install_nemo_rl
+from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -89,7 +89,7 @@ def call_nemo_rl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
     columns = {"token_mask": one["mask"].double(), "advantages": advantages(current)}
     columns |= {"prev_logprobs": current.detach(), "generation_logprobs": one["logp_rollout"]}
     data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in columns.items()}
-    loss = nemo_rl.ObjectiveLoss("icepop", monitor=monitor)
+    loss = nemo_rl.ObjectiveLoss("icepop", replaces=NEMO_RL_LOSS, monitor=monitor)
     size = len(current)
     return loss(current, {**data, "sample_mask": torch.ones(size)}, torch.tensor(size), one["mask"].sum())
 

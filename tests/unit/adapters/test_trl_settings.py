@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from trimtab.adapters.trl_settings import LOSS_OPTIONS, check_settings
+from trimtab.adapters.loss_settings import TRL
+from trimtab.adapters.trl_settings import check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objective, objectives
 
@@ -28,9 +29,9 @@ class Config:
     beta: float = 0.0
 
 
-@pytest.mark.parametrize("option", [option for option, instead in LOSS_OPTIONS.items() if instead is not None])
+@pytest.mark.parametrize("option", [option for option, one in TRL.items() if one.instead])
 def test_what_replaces_an_option_exists(option: str) -> None:
-    words = set(re.findall(r"[a-z0-9_-]+", LOSS_OPTIONS[option] or ""))
+    words = set(re.findall(r"[a-z0-9_-]+", TRL[option].instead))
     assert words & (KEYWORDS | set(objectives()))
     assert {word for word in words if "_" in word} <= KEYWORDS
 

@@ -345,3 +345,18 @@ def test_the_shell_completes_commands_options_and_recipes(
     with pytest.raises(SystemExit):
         main.run([])
     assert capsys.readouterr().out.split() == expected
+
+
+def test_explain_prints_the_settings_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "token-tis", "--for", "verl", "--set", "weight_max=1.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "algorithm.rollout_correction.rollout_is_threshold=1.5\n" in printed
+    assert main.run(["explain", "token-tis", "--for", "verl", "--set", "weight_max=1.5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == printed.splitlines()
+    for arguments, line in (
+        (["token-tis", "--for", "verrl"], "trimtab: unknown trainer 'verrl' (did you mean 'verl'"),
+        (["quickstart", "--for", "verl"], "trimtab: --for prints an objective, and quickstart is a recipe"),
+        (["--for", "verl"], "trimtab: --for prints one objective: name it"),
+    ):
+        assert main.run(["explain", *arguments]) == 2
+        assert capsys.readouterr().err.startswith(line)

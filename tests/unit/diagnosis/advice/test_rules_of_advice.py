@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 import trimtab
-from trimtab.adapters.config_lines import NEAREST, lines
 from trimtab.config import load_config
-from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.advice.fair_map import MapRegime, MethodResult, load_map
 from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
@@ -188,94 +183,6 @@ def test_the_map_covers_the_mean_k3_of_its_runs_and_not_that_of_their_last_step(
     [stale] = [regime for regime in load_map() if regime.cause == "stale"]
     assert stale.k3 == pytest.approx([min(means("grpo:optim.lr=1.25e-05")), max(means("seq-bypass"))], rel=5e-3)
     assert stale.outside(0.03, 120) == "k3 is 3.0e-02 here and 6.7e-04 to 4.7e-03 there"
-
-
-@pytest.mark.parametrize("preset", objectives())
-def test_configuration_lines_are_valid_in_every_framework(preset: str) -> None:
-    result = lines(preset, {})
-    assert list(result) == ["trimtab", "verl", "trl", "miles"]
-    assert from_section(tomllib.loads(result["trimtab"])["objective"]) == trimtab.objective(preset)
-    verl = yaml.safe_load(result["verl"])
-    assert verl is None or verl["actor_rollout_ref"]["rollout"]["calculate_log_probs"] is True
-    ast.parse(result["trl"])
-    for line in result["miles"].partition("# mis.yaml")[0].splitlines():
-        assert line.startswith(("--", "# "))
-    native = {name: text.partition("\n# exactly this loss, with Trimtab's adapter")[0] for name, text in result.items()}
-    absent = [name for name, text in native.items() if text.startswith("#") and "\n" not in text]
-    built = trimtab.objective(preset)
-    has = built.surrogate.peers(built.ratio.level)
-    expected = [name.lower() for name in FRAMEWORKS if name not in has and name not in NEAREST.get(preset, {})]
-    assert absent == ([name.lower() for name in FRAMEWORKS] if preset == "soup" else expected)
-
-
-def test_settings_that_no_peer_has_and_settings_that_one_lacks() -> None:
-    for preset in ("soup", "oapl", "luffy", "reinforce"):
-        result = lines(preset, {})
-        assert all(result[name.lower()].startswith(f"# {name} has no equivalent of {preset}: ") for name in FRAMEWORKS)
-    assert lines("cispo", {})["miles"] == "# Miles has no equivalent of cispo"
-
-
-def options(text: str) -> dict[str, Any]:
-    call = ast.parse(text).body[0]
-    assert isinstance(call, ast.Expr)
-    assert isinstance(call.value, ast.Call)
-    return {word.arg: ast.literal_eval(word.value) for word in call.value.keywords if word.arg}
-
-
-def test_the_words_of_the_mismatch_corrections() -> None:
-    tis = lines("token-tis", {"weight_max": 1.5})
-    correction = yaml.safe_load(tis["verl"])["algorithm"]["rollout_correction"]
-    assert correction == {"rollout_is": "token", "rollout_is_threshold": 1.5}
-    assert (
-        options(tis["trl"]).items()
-        >= {
-            "vllm_importance_sampling_correction": True,
-            "vllm_importance_sampling_mode": "token_truncate",
-            "vllm_importance_sampling_clip_max": 1.5,
-        }.items()
-    )
-    assert "--use-tis\n--tis-clip 1.5\n--tis-clip-low 0" in tis["miles"]
-    assert "calibrate = true" in tis["trimtab"]
-
-    icepop = lines("icepop", {"weight_min": 0.5, "weight_max": 5.0})
-    # Quoted: unquoted, YAML reads 0.5_5 as the number 0.55.
-    assert yaml.safe_load(icepop["verl"])["algorithm"]["rollout_correction"]["rollout_is_threshold"] == "0.5_5"
-    assert options(icepop["trl"])["vllm_importance_sampling_clip_min"] == 0.5
-    assert "icepop_function\n--tis-clip 5\n--tis-clip-low 0.5" in icepop["miles"]
-
-
-def test_verl_gets_the_reciprocals_of_a_geometric_band() -> None:
-    findings = {"keep_min": 0.8, "keep_max": 1.25, "weight_min": 0.5, "weight_max": 2.0}
-    result = lines("geo-mask-token-tis", findings)
-    correction = yaml.safe_load(result["verl"])["algorithm"]["rollout_correction"]
-    assert correction["rollout_rs"] == "seq_mean_k1"
-    assert correction["rollout_rs_threshold"] == "0.8_1.25"
-    lopsided = lines("geo-mask", {"keep_min": 0.99, "keep_max": 1.001})["verl"]
-    threshold = yaml.safe_load(lopsided)["algorithm"]["rollout_correction"]["rollout_rs_threshold"]
-    assert threshold == "0.999001_1.0101"
-    mis = yaml.safe_load(result["miles"].partition("# mis.yaml")[2])
-    assert mis == {
-        "use_tis": True,
-        "tis_level": "token",
-        "tis_mode": "clip",
-        "tis_lower_bound": 0.5,
-        "tis_upper_bound": 2.0,
-        "tis_batch_normalize": False,
-        "use_rs": True,
-        "rs_level": "geometric",
-        "rs_lower_bound": 0.8,
-        "rs_upper_bound": 1.25,
-        "rs_veto_threshold": None,
-    }
-    assert "# TRL has no geometric mask [0.8, 1.25]" in result["trl"]
-
-
-def test_a_setting_that_a_peer_lacks_is_named_with_the_nearest_one() -> None:
-    result = lines("m2po", {})
-    assert result["trl"].startswith("# TRL has no equivalent of m2po")
-    assert options(result["trl"])["vllm_importance_sampling_mode"] == "token_truncate"
-    assert yaml.safe_load(result["verl"])["algorithm"]["rollout_correction"]["bypass_mode"] is True
-    assert result["miles"].endswith("--use-rollout-logprobs")
 
 
 def measured(sample: TokenTable, verdict: str, k3: float) -> Measured:
