@@ -16,9 +16,9 @@ import pytest
 
 from trimtab.cli import main
 from trimtab.intervals import wilson
+from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
-from trimtab.report.health import health
 from trimtab.runs.reader import read_run
 
 pytestmark = pytest.mark.e2e
