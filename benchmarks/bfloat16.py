@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from trimtab.models import matmul
-from trimtab.models.load import BUNDLED, load
+from trimtab.trainer.models import matmul
+from trimtab.trainer.models.load import BUNDLED, load
 
 
 def main() -> None:

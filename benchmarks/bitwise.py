@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from trimtab.diagnosis.tokens import k3
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models import invariant
-from trimtab.models.load import load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.load import load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 BUDGET = 2048  # tokens of a micro-batch

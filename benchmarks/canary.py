@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from generation import make_prompts
-from trimtab.config import load_config
-from trimtab.engines.vllm.vllm_engine import VllmEngine
-from trimtab.models.load import load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.lora import named_weights
-from trimtab.rollout.canary import UNMOVED_SIGMAS, Canary
-from trimtab.training.export import save_model_files
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.rollout.canary import UNMOVED_SIGMAS, Canary
 from trimtab.types import Prompt, SamplingParams
 
 

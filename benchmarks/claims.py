@@ -27,9 +27,9 @@ import numpy as np
 
 from grid import Cell, by_seed, mean_and_range, run, table
 from trimtab.diagnosis.tokens import k3
-from trimtab.lab.regimes import regime
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
+from trimtab.trainer.lab.regimes import regime
 
 SIZES = (1.0, 0.1, 0.01, 1e-4)
 SAMPLERS = {

@@ -30,12 +30,12 @@ import pyarrow.parquet as pq
 
 from fair_map import Store, train
 from grid import table
-from trimtab.lab.experiment import PlannedRun, plan_experiment
-from trimtab.lab.regimes import regime
 from trimtab.monitor.alarms import Step, alarms
 from trimtab.monitor.scalars import history
 from trimtab.report.health import health
 from trimtab.runs.reader import Run
+from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
+from trimtab.trainer.lab.regimes import regime
 
 CELLS = (
     ("on-policy", "grpo"),

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from generation import SAMPLES, case, make_prompts
-from trimtab.config import load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import load
-from trimtab.models.lora import named_weights
-from trimtab.training.export import save_model_files
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import load
+from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Engine, SamplingParams
 
 CASES = ((32, 48), (128, 48), (64, 256))
@@ -46,7 +46,7 @@ def main() -> None:
     eager = str(not options.compiled).lower()
     context = max(tokens for _, tokens in options.cases) + PROMPT_TOKENS
     config = load_config("quickstart-vllm", [f"engine.vllm.eager={eager}", f"engine.vllm.context={context}"]).engine
-    from trimtab.engines.vllm.vllm_engine import VllmEngine
+    from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder) / "model"

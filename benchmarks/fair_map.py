@@ -38,14 +38,14 @@ import pyarrow.parquet as pq
 from trimtab.cli.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.intervals import seed_interval
-from trimtab.lab import tuning
-from trimtab.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
-from trimtab.lab.regimes import regime
-from trimtab.lab.runner import run_cells
 from trimtab.report.comparison_table import MethodScore, legend, markdown, summarize
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
+from trimtab.trainer.lab import tuning
+from trimtab.trainer.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
+from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.lab.runner import run_cells
 
 METHODS = (
     "grpo",

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import default_device, load
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import default_device, load
 from trimtab.types import Problem, Prompt, SamplingParams
 
 SAMPLES = 8

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.cli.display import show_runs
-from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.runner import run_cells
 from trimtab.runs.atomic import locked
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.lab.runner import run_cells
 
 PASSES = "pass.json"
 
@@ -64,8 +64,8 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
 def _evaluate(job: tuple[Path, Config, int, int]) -> str:
     import torch
 
-    from trimtab import evaluation
-    from trimtab.training.export import export
+    from trimtab.trainer import evaluation
+    from trimtab.trainer.export import export
 
     torch.set_num_threads(1)
     folder, config, samples, problems = job

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.evaluation import pass_at_k
 from trimtab.intervals import Interval, paired_difference, problem_interval
+from trimtab.trainer.evaluation import pass_at_k
 
 Array = NDArray[np.float64]
 RESAMPLES = 1000

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from generation import SAMPLES, case, make_prompts
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models import invariant
-from trimtab.models.load import load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.load import load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Prompt, SamplingParams
 
 CASES = ((64, 48), (64, 192))

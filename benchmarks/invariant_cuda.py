@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models import invariant
-from trimtab.models.architecture import ModelParts
-from trimtab.models.fused_head import token_scores
-from trimtab.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend
-from trimtab.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
-from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
-from trimtab.models.load import load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.architecture import ModelParts
+from trimtab.trainer.models.fused_head import token_scores
+from trimtab.trainer.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend
+from trimtab.trainer.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
+from trimtab.trainer.models.invariant.kernels.row_kernels import rms_norm, silu
+from trimtab.trainer.models.load import load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Problem, Prompt, SamplingParams
 
 # Of SmolLM2-135M: width, inner width, vocabulary; heads, key heads and their width.
@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no CUDA device: these kernels run on one alone (tests/unit/models/test_triton_*.py interpret them)")
+        print(
+            "no CUDA device: these kernels run on one alone (tests/unit/trainer/models/test_triton_*.py interpret them)"
+        )
         sys.exit(2)
     torch.manual_seed(0)
     square = random(8192, 8192)

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/invariant_rows.py [--threads 1 2] [--seed 0] [--checks rows sums]
 
 Every line computes the same numbers among few and among many others, in one place and in another, and names the sizes
-at which a bit differs. Lines marked `yes` are what `trimtab/models/invariant` is built on: none may name a size. The
+at which a bit differs. Lines marked `yes` are what `trimtab/trainer/models/invariant` is built on: none may name a size. The
 others say why it pads, avoids an operation, or could do without. Shapes are SmolLM2-135M's and the laboratory model's.
 """
 
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.models.fused_head import TILE_VOCABULARY
-from trimtab.models.invariant.invariant_attention import KEY_BLOCK, query_rows
-from trimtab.models.matmul import TILE_ROWS, product
+from trimtab.trainer.models.fused_head import TILE_VOCABULARY
+from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, query_rows
+from trimtab.trainer.models.matmul import TILE_ROWS, product
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from trimtab.config import load_config
-from trimtab.models import matmul
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.models import matmul
+from trimtab.trainer.run import train
 
 PHASES = ("time/collect", "time/score", "time/update", "time/step")
 

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from trainer_step import Worker
-from trimtab.models import bundled
-from trimtab.models.load import default_device
+from trimtab.trainer.models import bundled
+from trimtab.trainer.models.load import default_device
 
 SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
 VOCABULARY = 151936

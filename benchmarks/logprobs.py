@@ -31,10 +31,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trimtab.models.architecture import ModelParts
-from trimtab.models.fused_head import token_scores
-from trimtab.models.load import BUNDLED, load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.architecture import ModelParts
+from trimtab.trainer.models.fused_head import token_scores
+from trimtab.trainer.models.load import BUNDLED, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 
 PROMPT, RESPONSE, GROUP = 45, 64, 8
 PRECISIONS = ("float32", "bf16 autocast")

@@ -19,10 +19,10 @@ import numpy as np
 
 from grid import table
 from trimtab.diagnosis.tokens import k3
-from trimtab.lab.experiment import LONG_RECIPE, plan_experiment
-from trimtab.lab.regimes import regime
-from trimtab.lab.runner import run_cells
 from trimtab.runs import trajectories
+from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
+from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.lab.runner import run_cells
 
 SETS = ("trainer.steps=8", "eval.every=0", "eval.problems=8", "log.trajectories_every=1")
 LAST = 4  # steps whose responses count

@@ -1,4 +1,4 @@
-"""Peak memory of a training rank, measured beside computed (`trimtab.planning.estimates`).
+"""Peak memory of a training rank, measured beside computed (`trimtab.trainer.planning.estimates`).
 
     .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
     .venv/bin/python benchmarks/memory.py --models laboratory
@@ -86,11 +86,11 @@ def measure(case: Case) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from trimtab.config import load_config
-    from trimtab.models.load import load
-    from trimtab.models.logprobs import TokenBatch, score
-    from trimtab.training.optim import build_optimizer
-    from trimtab.training.run import prepare_model
+    from trimtab.trainer.config import load_config
+    from trimtab.trainer.models.load import load
+    from trimtab.trainer.models.logprobs import TokenBatch, score
+    from trimtab.trainer.optim import build_optimizer
+    from trimtab.trainer.run import prepare_model
 
     config = load_config({"model": {"path": case.model, "gradient_checkpointing": case.recompute}})
     torch.set_num_threads(1)
@@ -126,8 +126,8 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def computed(case: Case) -> dict[str, float]:
-    from trimtab.planning.estimates import Rank, rank_memory
-    from trimtab.planning.inputs import find_shape
+    from trimtab.trainer.planning.estimates import Rank, rank_memory
+    from trimtab.trainer.planning.inputs import find_shape
 
     rank = Rank(
         ranks=1,
@@ -148,8 +148,8 @@ LARGE = (("qwen2.5-7b", 8), ("qwen2.5-32b", 64))
 
 def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
-    from trimtab.planning.estimates import Rank, rank_memory
-    from trimtab.planning.inputs import find_shape
+    from trimtab.trainer.planning.estimates import Rank, rank_memory
+    from trimtab.trainer.planning.inputs import find_shape
 
     header = None
     for model, ranks in LARGE:

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from routing import elsewhere
-from trimtab import tasks
 from trimtab.corrections.divergences import k3
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
-from trimtab.models.laboratory import NAMES
-from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.routing import router_info
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
+from trimtab.trainer.models.laboratory import NAMES
+from trimtab.trainer.models.load import BUNDLED, LABORATORY, MIXTURE, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.routing import router_info
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import SamplingParams
 
 SAMPLERS: dict[str, tuple[str, WeightQuantization]] = {

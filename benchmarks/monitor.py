@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 import trimtab
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.alarms import EXACT, WINDOW
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 
 SAMPLERS = ({}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"})
 

@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from trimtab.adapters.trl import GRPOTrainer
-from trimtab.models import bundled
 from trimtab.monitor import Monitor
+from trimtab.trainer.models import bundled
 
 QUESTIONS = [f"What is {17 + index} plus {83 - index}? Answer with a single number." for index in range(64)]
 

@@ -15,9 +15,9 @@ import time
 import numpy as np
 import torch
 
-from trimtab.models import load as models
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.perturbation import Perturbation
+from trimtab.trainer.models import load as models
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.perturbation import Perturbation
 
 GROUPS, SAMPLES = 4, 8
 

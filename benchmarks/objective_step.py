@@ -22,9 +22,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trimtab.models import load as models
-from trimtab.models.logprobs import TokenBatch, score
 from trimtab.objectives import PolicyLogps, objective, objectives
+from trimtab.trainer.models import load as models
+from trimtab.trainer.models.logprobs import TokenBatch, score
 
 HEAD = 128
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import load_config
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 from trimtab.types import Problem
 
 WAIT = 0.5  # seconds the rewards of a batch wait

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from trimtab.models.load import BUNDLED, load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.noise import normals
-from trimtab.models.perturbation import Perturbation, PerturbationCoverage
+from trimtab.trainer.models.load import BUNDLED, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.noise import normals
+from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage
 
 PROMPTS, SAMPLES, PROMPT, BUDGET = 16, 8, 45, 2048
 

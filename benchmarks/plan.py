@@ -89,7 +89,7 @@ class Observed:
 
 
 def observed(folder: Path, ahead: int) -> Observed:
-    from trimtab.planning.estimates import Phases, steady_cycle
+    from trimtab.trainer.planning.estimates import Phases, steady_cycle
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = rows[len(rows) // 5 :]

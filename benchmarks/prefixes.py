@@ -39,16 +39,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.config import Config, load_config
-from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector
-from trimtab.rollout.prefixes import PrefixPool
-from trimtab.rollout.prompts import PromptStream
-from trimtab.rollout.source import SyncSource
 from trimtab.runs.directory import RunDirectory
-from trimtab.training.loop import Trainer
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import build_trainer, check, load_model
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.loop import Trainer
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.prefixes import PrefixPool
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.source import SyncSource
+from trimtab.trainer.run import build_trainer, check, load_model
 
 TARGET = 1.05
 BASE = "on-policy"

@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from trimtab.models.load import BUNDLED
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
 from trimtab.preflight.prefill_check import PARTS, WHOLE, prefill
+from trimtab.trainer.models.load import BUNDLED
 
 SAMPLERS = {
     "embedded-float32": ("embedded", ["engine.dtype=float32"]),

@@ -33,16 +33,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grid import mean_and_range, table
-from trimtab import tasks
-from trimtab.config import load_config
 from trimtab.corrections.divergences import k3
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
-from trimtab.models import laboratory
-from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.routing import UNROUTED, Routes, router_info, routing_agreement
-from trimtab.training.sft import supervised_warm_start
+from trimtab.trainer import tasks
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
+from trimtab.trainer.models import laboratory
+from trimtab.trainer.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.routing import UNROUTED, Routes, router_info, routing_agreement
+from trimtab.trainer.sft import supervised_warm_start
 from trimtab.types import Completion, SamplingParams
 
 TWIN = "dense twin"

@@ -16,17 +16,17 @@ from dataclasses import replace
 
 import torch
 
-from trimtab import tasks
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import MIXTURE, LoadedModel, load
-from trimtab.models.logprobs import score
-from trimtab.models.routing import router_info
-from trimtab.rollout.prompts import PromptStream
 from trimtab.runs import trajectories
 from trimtab.runs.binary_columns import stored_bytes
-from trimtab.training.batching import MicroBatch, to_tensors
-from trimtab.training.features.routing_replay import RoutingReplay
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.batching import MicroBatch, to_tensors
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.features.routing_replay import RoutingReplay
+from trimtab.trainer.models.load import MIXTURE, LoadedModel, load
+from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.models.routing import router_info
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, SamplingParams, Trajectory
 
 PROMPTS, SAMPLES = 16, 8

@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import BUNDLED, LABORATORY, load
-from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.runs import binary_columns
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import BUNDLED, LABORATORY, load
+from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_p": 0.9}, {"top_p": 0.95}, {"top_k": 20}, {"top_k": 50})

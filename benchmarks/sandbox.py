@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import get_args
 
-from trimtab.sandbox.code_result import CodeResult
-from trimtab.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
+from trimtab.trainer.sandbox.code_result import CodeResult
+from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
 
 CODE, RESULT = "1 + 1", CodeResult("2\n")
 THREADS_PER_WORKER = 4

@@ -28,7 +28,7 @@ import psutil
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.checkpoint import store
+from trimtab.trainer.checkpoint import store
 
 PROMPTS, LAG = 4, 4
 
@@ -61,7 +61,7 @@ def victims(trainer: psutil.Process) -> list[psutil.Process]:
     result = []
     for child in trainer.children():
         try:
-            if any("trimtab.engines.remote.engine_host" in word for word in child.cmdline()):
+            if any("trimtab.trainer.engines.remote.engine_host" in word for word in child.cmdline()):
                 result.append(child)
         except psutil.Error:
             continue

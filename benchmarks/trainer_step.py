@@ -116,15 +116,15 @@ def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
 def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     import torch
 
-    from trimtab import rewards
-    from trimtab.config import parse_config
     from trimtab.objectives import objective
     from trimtab.runs.directory import RunDirectory
-    from trimtab.tasks.task import BuiltTask
-    from trimtab.tasks.templates import Chat
-    from trimtab.training.held_out import eval_tasks
-    from trimtab.training.observer import NullObserver
-    from trimtab.training.run import RunParts, build_trainer, load_model
+    from trimtab.trainer import rewards
+    from trimtab.trainer.config import parse_config
+    from trimtab.trainer.held_out import eval_tasks
+    from trimtab.trainer.observer import NullObserver
+    from trimtab.trainer.run import RunParts, build_trainer, load_model
+    from trimtab.trainer.tasks.task import BuiltTask
+    from trimtab.trainer.tasks.templates import Chat
     from trimtab.types import Problem, RewardSpec
 
     commands = Commands()
@@ -248,8 +248,8 @@ def products_alone(model: str, rows: int) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trimtab.models.load import default_device
-    from trimtab.models.matmul import product
+    from trimtab.trainer.models.load import default_device
+    from trimtab.trainer.models.matmul import product
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
     width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
@@ -274,7 +274,7 @@ def has_bfloat16() -> bool:
 
 
 def model_folder() -> str:
-    from trimtab.models import bundled
+    from trimtab.trainer.models import bundled
 
     return str(bundled.folder())
 

@@ -26,15 +26,15 @@ from itertools import chain
 import numpy as np
 import torch
 
-from trimtab import environments, tasks
 from trimtab.diagnosis.tokens import k3
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.environments import EnvironmentSpec
-from trimtab.models.invariant import make_invariant
-from trimtab.models.load import BUNDLED, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.tasks.task import BuiltTask
-from trimtab.tasks.templates import FewShot
+from trimtab.trainer import environments, tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.environments import EnvironmentSpec
+from trimtab.trainer.models.invariant import make_invariant
+from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.tasks.task import BuiltTask
+from trimtab.trainer.tasks.templates import FewShot
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 QUESTION = "A shop has {a} boxes of {b} nails and {c} more. How many nails are there?"

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab import tasks
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
-from trimtab.engines.remote.shared_weights import share
-from trimtab.models.load import LABORATORY, LoadedModel, load
-from trimtab.rollout.prompts import PromptStream
-from trimtab.training.export import save_model_files
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.engines.remote.shared_weights import share
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import LABORATORY, LoadedModel, load
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Completion, Engine, SamplingParams
 
 TARGET = 1.05  # of a batch, where a batch takes longer than a few messages

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 
 from routing import draw
-from trimtab import environments, tasks
-from trimtab.config import load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
-from trimtab.environments import EnvironmentSpec
-from trimtab.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
-from trimtab.models.logprobs import score
-from trimtab.models.lora import named_weights
-from trimtab.training.export import save_model_files
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import environments, tasks
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
+from trimtab.trainer.environments import EnvironmentSpec
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
+from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Problem, Prompt, SamplingParams
 from turns import MAX_TOKENS, SHOWN, nails
 from zoo.measuring import (
@@ -303,7 +303,7 @@ def measure_mixture() -> None:
 
 def measure_vllm() -> None:
     """The same text as `smollm2`, sampled by vLLM in bfloat16."""
-    from trimtab.engines.vllm.vllm_engine import VllmEngine
+    from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 
     loaded, trainer = smollm2(), plain_model(smollm2().model)
     with tempfile.TemporaryDirectory() as folder:

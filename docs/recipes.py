@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from trimtab import rewards, tasks
 from trimtab.cli.recipe_keys import Key, default_text, keys_of, sections
 from trimtab.objectives import keywords_of, objectives
+from trimtab.trainer import rewards, tasks
 
 HEAD = """# Recipes: every key
 

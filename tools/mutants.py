@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = {
     "corrections": (["corrections"], ["tests/unit/corrections", "tests/parity"]),
     "objectives": (["objectives"], ["tests/unit/objectives", "tests/parity"]),
-    "training": (["training", "runs"], ["tests/unit/training", "tests/unit/runs"]),
-    "rollout": (["rollout", "engines"], ["tests/unit/rollout", "tests/unit/engines"]),
+    "training": (["trainer", "runs"], ["tests/unit/trainer", "tests/unit/runs"]),
+    "rollout": (["trainer/rollout", "trainer/engines"], ["tests/unit/trainer/rollout", "tests/unit/trainer/engines"]),
     "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
 }
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {

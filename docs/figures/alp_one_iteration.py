@@ -25,14 +25,14 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from trimtab.config import Config, load_config
 from trimtab.diagnosis.tokens import k3
-from trimtab.models.logprobs import score
 from trimtab.report.token_statistics import envelope
 from trimtab.runs import trajectories
-from trimtab.training.batching import micro_batches, to_tensors
-from trimtab.training.export import restore
-from trimtab.training.run import train
+from trimtab.trainer.batching import micro_batches, to_tensors
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.export import restore
+from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.run import train
 from trimtab.types import Trajectory
 
 Array = NDArray[np.float64]

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab import objectives
     from trimtab.api import train
-    from trimtab.config import Config, load_config
     from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight
     from trimtab.diagnosis.pipeline import diagnose
     from trimtab.errors import TrimtabError, TrimtabWarning
-    from trimtab.evaluation import pass_at_k
     from trimtab.monitor import Monitor
     from trimtab.objectives import Objective, PolicyLogps, advantages, correct, mismatch, objective
+    from trimtab.trainer.config import Config, load_config
+    from trimtab.trainer.evaluation import pass_at_k
 
 _EXPORTS = {
     "trimtab.api": ("train",),
-    "trimtab.config": ("Config", "load_config"),
+    "trimtab.trainer.config": ("Config", "load_config"),
     "trimtab.corrections": ("Band", "Divergence", "OPSM", "Veto", "Weight"),
     "trimtab.diagnosis.pipeline": ("diagnose",),
     "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
-    "trimtab.evaluation": ("pass_at_k",),
+    "trimtab.trainer.evaluation": ("pass_at_k",),
     "trimtab.monitor": ("Monitor",),
     "trimtab.objectives": (
         "Objective",
@@ -44,9 +44,9 @@ _EXPORTS = {
 # What a module needs beyond the core; the other modules work with torch, numpy and jaxtyping alone.
 _EXTRA_OF = {
     "trimtab.api": "train",
-    "trimtab.config": "diagnose",
+    "trimtab.trainer.config": "diagnose",
     "trimtab.diagnosis.pipeline": "diagnose",
-    "trimtab.evaluation": "train",
+    "trimtab.trainer.evaluation": "train",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import Config, load_config
-from trimtab.config.schema import EnvironmentConfig
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.health import health
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import read_run
-from trimtab.training.observer import NullObserver, Observer
-from trimtab.training.ranks import is_follower
-from trimtab.training.run import TrainResult
-from trimtab.training.run import train as run_training
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.config.schema import EnvironmentConfig
+from trimtab.trainer.observer import NullObserver, Observer
+from trimtab.trainer.ranks import is_follower
+from trimtab.trainer.run import TrainResult
+from trimtab.trainer.run import train as run_training
 from trimtab.types import Problem
 
 
@@ -56,7 +56,7 @@ def train(
     run_observer = NullObserver() if is_follower() else observer or (_progress_lines() if progress else NullObserver())
     if resolved.placement == "ray":
         _refuse_code_on_cluster(reward=reward, objective=objective, environment=environment)
-        from trimtab.cluster.driver import train as run_on_cluster
+        from trimtab.trainer.cluster.driver import train as run_on_cluster
 
         result = run_on_cluster(resolved, out=out, resume=resume, observer=run_observer)
     else:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.config import Config, load_config
-from trimtab.models.logprobs import TokenScores
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import checkpoint_folder
-from trimtab.training import run
-from trimtab.training.batching import MicroBatch, MiniBatch
-from trimtab.training.checkpoint import store
-from trimtab.training.features.feature import (
+from trimtab.trainer import run
+from trimtab.trainer.batching import MicroBatch, MiniBatch
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.features.feature import (
     Feature,
     ForwardPass,
     PolicyLearner,
@@ -28,6 +27,7 @@ from trimtab.training.features.feature import (
     StepRecord,
     TrainedModule,
 )
+from trimtab.trainer.models.logprobs import TokenScores
 from trimtab.types import Trajectory
 
 pytestmark = pytest.mark.e2e  # it trains

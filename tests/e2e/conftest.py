@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.models import bundled
+from trimtab.trainer.models import bundled
 
 
 @pytest.fixture(scope="session")

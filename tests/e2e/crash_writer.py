@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trimtab.training.checkpoint import store
+from trimtab.trainer.checkpoint import store
 
 WORDS = 100_000
 

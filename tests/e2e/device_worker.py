@@ -24,13 +24,13 @@ from tests.contract.conftest import NAMES, Batch, Laboratory
 from tests.support.device_events import LOG, Event
 from tests.support.run_results import untimed, weights
 
-from trimtab.config import load_config
-from trimtab.evaluation import suite
-from trimtab.models import laboratory, load
-from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training import run
-from trimtab.training.export import export
+from trimtab.trainer import run
+from trimtab.trainer.config import load_config
+from trimtab.trainer.evaluation import suite
+from trimtab.trainer.export import export
+from trimtab.trainer.models import laboratory, load
+from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 
 if sys.argv[1] == "cuda":
     from tests.support.cuda_device import DEVICE
@@ -38,14 +38,14 @@ else:
     from tests.support.pretended_device import DEVICE
 
 SECTIONS = ("model", "optimizer")
-UPDATE, GUARD = "training/learner.py:_one_update", "training/learner.py:_guarded_step"
+UPDATE, GUARD = "trainer/learner.py:_one_update", "trainer/learner.py:_guarded_step"
 
 
 def phase(event: Event) -> str:
     """The part of a training step that waited for the device."""
     if GUARD in event.functions:
         return "update"
-    if UPDATE in event.functions or "training/learner.py:logp" in event.functions:
+    if UPDATE in event.functions or "trainer/learner.py:logp" in event.functions:
         return "micro-batch"
     if event.functions and event.functions[0].split(":")[1] == "to_lists":
         return "token"

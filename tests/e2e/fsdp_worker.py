@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from trimtab.config import Config, load_config
-from trimtab.engines.factory import build_engines
-from trimtab.models import sharding
-from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
-from trimtab.training import assignment, followers, run
-from trimtab.training.ranks import join
-from trimtab.training.run import Backends
+from trimtab.trainer import assignment, followers, run
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.models import sharding
+from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.ranks import join
+from trimtab.trainer.run import Backends
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 

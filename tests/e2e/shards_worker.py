@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.training.checkpoint import store
-from trimtab.training.ranks import RankGroup, join
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.ranks import RankGroup, join
 
 
 def whole(serial: int) -> dict[str, Tensor]:

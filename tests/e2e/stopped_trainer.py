@@ -24,9 +24,9 @@ import torch
 from tests.e2e.worker_parent import Announced
 from tests.support.engines import prompt
 
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
-from trimtab.models import laboratory
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.models import laboratory
 from trimtab.types import AbortSignal, SamplingParams
 
 ENGINE = {"type": "embedded", "dtype": "float32", "quantization": {}}
@@ -87,9 +87,9 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
-    from trimtab.cluster.placement_group import connect, reserve_slots
-    from trimtab.cluster.ray_transport import build_engines
-    from trimtab.config import load_config
+    from trimtab.trainer.cluster.placement_group import connect, reserve_slots
+    from trimtab.trainer.cluster.ray_transport import build_engines
+    from trimtab.trainer.config import load_config
 
     config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
     with connect(config.ray), reserve_slots(config) as seats:

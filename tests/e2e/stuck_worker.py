@@ -6,9 +6,9 @@ import threading
 import time
 from typing import Any
 
-from trimtab.engines import engine_spec
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.remote import engine_host
+from trimtab.trainer.engines import engine_spec
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.remote import engine_host
 
 STUCK, SLOW = 13, 17
 TIME = 3.0  # seconds that slow work takes

@@ -15,14 +15,14 @@ import psutil
 import pytest
 from tests.support.processes import words
 
-from trimtab.config import Config, load_config
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.metric_catalog import undocumented
-from trimtab.training.checkpoint import store
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 from trimtab.types import EXTERNAL_VERSION
 
 pytestmark = pytest.mark.e2e
@@ -132,14 +132,18 @@ def engines_of(trainer: int) -> list[psutil.Process]:
         children = psutil.Process(trainer).children()
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if any("trimtab.engines.remote.engine_host" in word for word in words(child))]
+    return [
+        child
+        for child in children
+        if any("trimtab.trainer.engines.remote.engine_host" in word for word in words(child))
+    ]
 
 
 @pytest.mark.slow
 def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path: Path) -> None:
     """Engines and trainers die at random moments between checkpoints; every group is in exactly one batch."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trimtab.training.run"])
+    context.set_forkserver_preload(["trimtab.trainer.run"])
     out, chance, killed = tmp_path / "run", random.Random(1), {"engine": 0, "trainer": 0}
     while True:
         child = context.Process(target=train_in_child, args=(str(out), (out / "config.toml").exists()))

@@ -15,17 +15,23 @@ from tests.support.engines import EOS, tiny, tokenizer
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from trimtab.bitwise import engine_and_trainer
-from trimtab.bitwise.difference import Comparison, Difference
-from trimtab.bitwise.engine_and_trainer import HEAD, LENGTHS, SamplerAndTrainer, compare_sampler_and_trainer, make_texts
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models import invariant, matmul, packed_attention
-from trimtab.models.invariant.invariant_layers import InvariantEmbedding
+from trimtab.trainer.bitwise import engine_and_trainer
+from trimtab.trainer.bitwise.difference import Comparison, Difference
+from trimtab.trainer.bitwise.engine_and_trainer import (
+    HEAD,
+    LENGTHS,
+    SamplerAndTrainer,
+    compare_sampler_and_trainer,
+    make_texts,
+)
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import invariant, matmul, packed_attention
+from trimtab.trainer.models.invariant.invariant_layers import InvariantEmbedding
 
 pytestmark = pytest.mark.e2e
 
-OPERATIONS = 3 * 12 + 4  # as in tests/unit/bitwise/test_difference.py, with the head's log-probs for the head
+OPERATIONS = 3 * 12 + 4  # as in tests/unit/trainer/bitwise/test_difference.py, with the head's log-probs for the head
 
 
 def sides(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.support.run_results import Messages, untimed, weights
 
-from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.report.differences import equation_of
 from trimtab.report.run_report import write_report
 from trimtab.runs.trajectories import read as read_trajectories
-from trimtab.training.run import check, train
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.run import check, train
 
 pytestmark = pytest.mark.e2e
 

@@ -13,11 +13,11 @@ from tests.support.vllm_support import update
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trimtab.config import CanaryConfig, load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.models import laboratory
-from trimtab.rollout.canary import MARGIN, MIN_BOUND, Canary
+from trimtab.trainer.config import CanaryConfig, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import laboratory
+from trimtab.trainer.rollout.canary import MARGIN, MIN_BOUND, Canary
 from trimtab.types import Completion, Prompt
 
 pytestmark = pytest.mark.e2e

@@ -10,10 +10,10 @@ import torch
 from tests.support.engines import tokenizer
 from tests.support.vllm_support import needs_vllm, policy, start, update
 
-from trimtab.config import load_config
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.rollout import canary as canaries
-from trimtab.rollout.canary import MARGIN, Canary
+from trimtab.trainer.config import load_config
+from trimtab.trainer.rollout import canary as canaries
+from trimtab.trainer.rollout.canary import MARGIN, Canary
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support import planted_causes as plant
 
-from trimtab.models.load import BUNDLED, load
+from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow

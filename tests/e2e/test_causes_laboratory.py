@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.support import planted_causes as plant
 
-from trimtab.models.load import load
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.models.load import load
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow

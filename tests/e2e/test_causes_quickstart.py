@@ -17,7 +17,7 @@ from tests.support import planted_causes as plant
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.precision import measure_noise
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.models.load import BUNDLED, load
+from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from trimtab.runs import atomic
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.checkpoint import store
+from trimtab.trainer.checkpoint import store
 
 pytestmark = pytest.mark.e2e
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.support.run_results import untimed, weights
 
-from trimtab.config import load_config
 from trimtab.objectives.from_section import from_section
 from trimtab.runs.metric_catalog import undocumented
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

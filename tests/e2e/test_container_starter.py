@@ -15,11 +15,11 @@ import psutil
 import pytest
 from tests.support.processes import gone
 
-from trimtab.sandbox import container_starter
-from trimtab.sandbox.code_result import CodeResult
-from trimtab.sandbox.container import Setup, Started
-from trimtab.sandbox.container_init import HEADER
-from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
+from trimtab.trainer.sandbox import container_starter
+from trimtab.trainer.sandbox.code_result import CodeResult
+from trimtab.trainer.sandbox.container import Setup, Started
+from trimtab.trainer.sandbox.container_init import HEADER
+from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -82,7 +82,7 @@ def test_a_start_that_fails_leaves_no_file_open() -> None:
 
 NO_FILES = """
 import contextlib, os, psutil, resource
-from trimtab.sandbox.python_pool import PythonPool
+from trimtab.trainer.sandbox.python_pool import PythonPool
 
 with PythonPool("bubblewrap", workers=6, timeout=20.0) as pool, pool.session() as session:
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from trimtab.config import load_config
+from trimtab.trainer.config import load_config
 
 pytestmark = pytest.mark.e2e
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.support.run_results import untimed
 
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.training.run import train
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 STUDENT = ("sft.steps=40", "advantage.kind=distillation", "trainer.prompts=8", "optim.warmup=0")

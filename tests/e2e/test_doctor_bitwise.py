@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.cli import main
-from trimtab.training import run
+from trimtab.trainer import run
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ def test_the_bundled_model_is_equal_in_every_operation() -> None:
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
     assert values["sides"]["numerics"] == "invariant"
-    # 30 layers of 12 operations (tests/unit/bitwise/test_difference.py), and four more.
+    # 30 layers of 12 operations (tests/unit/trainer/bitwise/test_difference.py), and four more.
     assert (values["tokens"], values["operations"]) == (271, 30 * 12 + 4)
     assert values["not_compared"] == {"first": [], "second": []}
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab import tasks
 from trimtab.cli.main import app
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.sft import laboratory_folder
 
 ROOT = Path(__file__).parents[2]
 PAGES = "\n".join(

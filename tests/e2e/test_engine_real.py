@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import BUNDLED, load
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.types import Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.layout import best_checkpoint
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 ROWS = [{"question": f"sort {text}", "answer": "".join(sorted(text))} for text in ("31", "20", "54", "76")]
 HELD = [{"question": f"sort {text}", "answer": "".join(sorted(text))} for text in ("97", "83", "61")]

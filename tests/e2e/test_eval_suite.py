@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab import rewards, tasks
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
-from trimtab.evaluation.evaluator import Relay
-from trimtab.models import load as models
 from trimtab.runs.directory import read_metrics
-from trimtab.training.run import train
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
+from trimtab.trainer.evaluation.evaluator import Relay
+from trimtab.trainer.models import load as models
+from trimtab.trainer.run import train
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config() -> Any:
-    from trimtab.config import load_config
+    from trimtab.trainer.config import load_config
 
     return load_config(RECIPE)
 

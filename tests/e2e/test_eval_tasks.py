@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trimtab import evaluation, rewards, tasks
-from trimtab.rewards import Response
+from trimtab.trainer import evaluation, rewards, tasks
+from trimtab.trainer.rewards import Response
 
 pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m-instruct"
@@ -23,7 +23,7 @@ SCHEMAS = {
 def tokenizer():
     import torch
 
-    from trimtab.models import load
+    from trimtab.trainer.models import load
 
     return load.load(MODEL, dtype=torch.bfloat16).tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.e2e.shards_worker import DAMAGES, whole
 
-from trimtab.training.checkpoint import state_tensors, store
+from trimtab.trainer.checkpoint import state_tensors, store
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,11 @@ import torch
 from tests.e2e import fsdp_worker
 from transformers import LlamaForCausalLM
 
-from trimtab.models.load import load
 from trimtab.runs.directory import read_metrics
-from trimtab.training import run
-from trimtab.training.checkpoint import store
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import run
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.models.load import load
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 

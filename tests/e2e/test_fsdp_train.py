@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trimtab.config import load_config
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.checkpoint import store
-from trimtab.training.export import restore
-from trimtab.training.run import train
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import load_config
+from trimtab.trainer.export import restore
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.slow
 

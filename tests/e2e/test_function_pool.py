@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.sandbox import function_pool
-from trimtab.sandbox.function_pool import Call, FunctionPool
-from trimtab.sandbox.function_worker import HEADER, Outcome
+from trimtab.trainer.sandbox import function_pool
+from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
+from trimtab.trainer.sandbox.function_worker import HEADER, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -131,7 +131,7 @@ def test_a_killed_supervisor_loses_one_batch_only():
 def test_children_die_with_a_killed_parent(during_a_call):
     code = """
         import os, sys, time
-        from trimtab.sandbox.function_pool import Call, FunctionPool
+        from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
         def slow():
             print(os.getpid(), os.getppid(), flush=True)
             time.sleep(3600 if sys.argv[1] == "True" else 0)  # far longer than `gone` waits

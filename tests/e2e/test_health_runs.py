@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from trimtab.config import load_config
-from trimtab.lab.regimes import regime
 from trimtab.report.health import health
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import read_run
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 FEW = ("eval.problems=16", "eval.every=0", "log.trajectories_every=0")

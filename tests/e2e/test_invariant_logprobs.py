@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from tests.support.engines import SIZE, After, tiny, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trimtab.engines.embedded import decoder, embedded_engine
-from trimtab.engines.embedded import invariant_decoder as rollout_invariant
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models import invariant, logprobs, packed_attention
-from trimtab.models.invariant import invariant_layers
-from trimtab.models.invariant.invariant_attention import KEY_BLOCK
-from trimtab.models.invariant.invariant_layers import add_exponentials
-from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.trainer.engines.embedded import decoder, embedded_engine
+from trimtab.trainer.engines.embedded import invariant_decoder as rollout_invariant
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models import invariant, logprobs, packed_attention
+from trimtab.trainer.models.invariant import invariant_layers
+from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK
+from trimtab.trainer.models.invariant.invariant_layers import add_exponentials
+from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.e2e

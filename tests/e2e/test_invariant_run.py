@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from trimtab.config import load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.training.run import Backends, train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.run import Backends, train
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from tests.support.run_results import untimed
 
-from trimtab.config import load_config
-from trimtab.environments.formats import Call
-from trimtab.environments.swap_environment import SwapEnvironment
 from trimtab.runs.trajectories import read
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.environments.formats import Call
+from trimtab.trainer.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +97,7 @@ def test_prompts_that_do_not_fit_the_context_cost_their_episodes(tmp_path: Path)
 SCRIPT = """
 import sys
 import trimtab
-from trimtab.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.environments.swap_environment import SwapEnvironment
 
 
 class Half(SwapEnvironment):
@@ -134,7 +134,7 @@ def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(t
 
 DRAWING = """
 import time
-from trimtab.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.environments.swap_environment import SwapEnvironment
 
 
 class Drawing(SwapEnvironment):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tests.support.run_results import untimed, weights
 
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import load
 from trimtab.runs import trajectories
 from trimtab.runs.metric_catalog import undocumented
-from trimtab.training.run import train
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.config import load_config
+from trimtab.trainer.models.load import load
+from trimtab.trainer.run import train
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -165,7 +165,7 @@ def test_soup_records_the_policy_of_every_token(tmp_path: Path) -> None:
 
 def forwards(recipe: str, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Passes of the trained model in a run."""
-    from trimtab.training import learner
+    from trimtab.trainer import learner
 
     count = 0
     real: Callable[..., Any] = learner.score

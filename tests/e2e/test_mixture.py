@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config import load_config
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

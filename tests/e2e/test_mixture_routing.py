@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab import tasks
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
-from trimtab.models.load import LABORATORY, MIXTURE, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
+from trimtab.trainer.models.load import LABORATORY, MIXTURE, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.e2e

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimtab.models import bundled
-from trimtab.models.load import BUNDLED, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.models import bundled
+from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 
 pytestmark = pytest.mark.slow
 
-CONVERT = "from trimtab.models import bundled; print(bundled.folder())"
+CONVERT = "from trimtab.trainer.models import bundled; print(bundled.folder())"
 TEXTS = [
     ("The capital of France is", " Paris, a city on the Seine known for its art and food."),
     ("Question: 17 + 25\nAnswer: 42\n\nQuestion: 31 + 46\nAnswer:", " 77\n"),

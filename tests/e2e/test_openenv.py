@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.config import load_config
-from trimtab.environments import BuiltEnvironment, EnvironmentSpec, build
-from trimtab.environments.background import in_background
 from trimtab.runs.trajectories import read
+from trimtab.trainer.config import load_config
+from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec, build
+from trimtab.trainer.environments.background import in_background
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-openenv" / "bin" / "python"

@@ -15,11 +15,11 @@ from tests.support.run_results import untimed
 
 import trimtab
 from trimtab.cli import main
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Clipped, Objective, Ratio, objective
 from trimtab.runs.directory import read_metrics
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

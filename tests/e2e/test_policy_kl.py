@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.support.run_results import untimed
 
-from trimtab.config import Config, load_config
-from trimtab.models.logprobs import score
 from trimtab.runs.directory import read_metrics
-from trimtab.training import run
-from trimtab.training.batching import MiniBatch
-from trimtab.training.features import build_features
-from trimtab.training.features.feature import Feature, PolicyLearner
+from trimtab.trainer import run
+from trimtab.trainer.batching import MiniBatch
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.features import build_features
+from trimtab.trainer.features.feature import Feature, PolicyLearner
+from trimtab.trainer.models.logprobs import score
 
 pytestmark = pytest.mark.e2e
 

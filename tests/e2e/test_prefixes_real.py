@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import BUNDLED, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow  # the bundled model, half a minute

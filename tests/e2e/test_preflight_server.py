@@ -12,7 +12,7 @@ from tests.support.server_process import ServerProcess, starter
 
 from trimtab.cli import main
 from trimtab.preflight.prefill_check import PARTS
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from tests.support.run_results import untimed, weights
 from torch import nn
 
-from trimtab.config import load_config
 from trimtab.errors import TrimtabWarning
 from trimtab.runs import trajectories
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.features.proximal_policy import Snapshots
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.features.proximal_policy import Snapshots
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trimtab.environments import EnvironmentSpec, build
-from trimtab.environments.formats import ToolError
 from trimtab.errors import TrimtabError
-from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
+from trimtab.trainer.environments import EnvironmentSpec, build
+from trimtab.trainer.environments.formats import ToolError
+from trimtab.trainer.sandbox.python_pool import SandboxName, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 

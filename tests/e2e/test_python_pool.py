@@ -19,8 +19,8 @@ import pytest
 from tests.support.processes import gone
 
 from trimtab.errors import TrimtabError
-from trimtab.sandbox.code_result import CodeResult
-from trimtab.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
+from trimtab.trainer.sandbox.code_result import CodeResult
+from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -259,7 +259,7 @@ def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None, befo
 def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: str, state: str) -> None:
     program = """
         import sys, threading, time
-        from trimtab.sandbox.python_pool import PythonPool
+        from trimtab.trainer.sandbox.python_pool import PythonPool
         pool = PythonPool(sys.argv[1], workers=2, timeout=3600, stateful=sys.argv[3] == "stateful")
         session = pool.session()
         session.run("1")
@@ -337,7 +337,7 @@ def test_a_missing_package_is_named(bubblewrap: None) -> None:  # noqa: ARG001
 
 
 def test_disabled_namespaces_are_found_by_running_it(bubblewrap: None) -> None:  # noqa: ARG001
-    code = "from trimtab.sandbox.python_pool import sandbox_unavailable as f; print(f('bubblewrap'))"
+    code = "from trimtab.trainer.sandbox.python_pool import sandbox_unavailable as f; print(f('bubblewrap'))"
     inside = ["bwrap", "--dev-bind", "/", "/", "--unshare-user", "--disable-userns", sys.executable, "-c", code]
     message = subprocess.run(inside, capture_output=True, text=True, check=True).stdout
     root = os.geteuid() == 0

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from trimtab.processes import WorkerProcess
-from trimtab.sandbox.code_result import CodeResult
-from trimtab.sandbox.container import Container
-from trimtab.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
+from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.sandbox.code_result import CodeResult
+from trimtab.trainer.sandbox.container import Container
+from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -130,7 +130,7 @@ def test_a_session_that_was_given_up_after_its_answer_has_lost_its_variables_too
 ) -> None:
     with PythonPool(sandbox, workers=1, timeout=20.0, stateful=True) as pool, pool.session() as session:
         with monkeypatch.context() as patch:
-            patch.setattr("trimtab.sandbox.python_pool.clean", lambda _: give_up())
+            patch.setattr("trimtab.trainer.sandbox.python_pool.clean", lambda _: give_up())
             with pytest.raises(GaveUp):
                 session.run("x = 3")
         assert session.run("x") == GIVEN_UP

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.unit.environments.test_episodes import answer, append, encode, text_of
+from tests.unit.trainer.environments.test_episodes import answer, append, encode, text_of
 from transformers import AutoTokenizer
 
-from trimtab.environments import BuiltEnvironment, EnvironmentSpec, build
 from trimtab.errors import TrimtabError
-from trimtab.models import bundled
-from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
+from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec, build
+from trimtab.trainer.models import bundled
+from trimtab.trainer.sandbox.python_pool import SandboxName, sandbox_unavailable
 from trimtab.types import EpisodeOutcome, Problem
 
 pytestmark = pytest.mark.e2e

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.support.run_results import untimed, weights
 
-from trimtab.config import load_config
-from trimtab.engines.embedded.weight_quantization import BITS, quantize
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.engines.embedded.weight_quantization import BITS, quantize
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 SMALL = ("trainer.prompts=4", "trainer.samples=4", "trainer.steps=3", "trainer.minibatches=2", "eval.problems=4")

@@ -17,21 +17,21 @@ from tests.support.ray_support import Cluster, local_cluster
 
 pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
-from trimtab import rewards, tasks
-from trimtab.cluster.object_store_weights import WeightPublisher
-from trimtab.cluster.placement_group import ActorSlots, connect, reserve_slots
-from trimtab.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
-from trimtab.cluster.reward_actors import RayScorer
-from trimtab.config import Config, load_config
-from trimtab.config.schema import RewardConfig
-from trimtab.engines.engine_spec import build
-from trimtab.engines.factory import engine_spec
-from trimtab.engines.remote.shared_weights import share
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.models.load import load
-from trimtab.rewards import Response
-from trimtab.rollout.prompts import PromptStream
-from trimtab.training.export import save_model_files
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.cluster.object_store_weights import WeightPublisher
+from trimtab.trainer.cluster.placement_group import ActorSlots, connect, reserve_slots
+from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
+from trimtab.trainer.cluster.reward_actors import RayScorer
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.config.schema import RewardConfig
+from trimtab.trainer.engines.engine_spec import build
+from trimtab.trainer.engines.factory import engine_spec
+from trimtab.trainer.engines.remote.shared_weights import share
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import load
+from trimtab.trainer.rewards import Response
+from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import Problem, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

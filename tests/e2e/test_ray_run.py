@@ -21,14 +21,14 @@ from tests.support.turns import check_episodes
 pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
 from trimtab.api import train
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.export import restore
-from trimtab.training.observer import NullObserver
+from trimtab.trainer.config import load_config
+from trimtab.trainer.export import restore
+from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.observer import NullObserver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -108,7 +108,7 @@ def weights_of(run: Path, version: int) -> torch.nn.Module:
     """One update a step: the checkpoint of step v holds version v. Version 0 is the model before training."""
     if version:
         return restore(run, f"step-{version:06d}")[0]
-    from trimtab.training.run import load_model
+    from trimtab.trainer.run import load_model
 
     loaded: LoadedModel = load_model(load_config(run / "config.toml"))
     return loaded.model.eval()

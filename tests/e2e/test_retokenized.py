@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab import environments, tasks
 from trimtab.cli.main import run as command
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.environments import BuiltEnvironment, EnvironmentSpec
-from trimtab.environments.environment import call_tool
-from trimtab.environments.formats import Tag, ToolError
-from trimtab.models.load import BUNDLED, LoadedModel, load
-from trimtab.models.logprobs import TokenBatch, score
 from trimtab.runs.trajectories import Row, write
-from trimtab.tasks.task import BuiltTask
-from trimtab.tasks.templates import FewShot
+from trimtab.trainer import environments, tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.environments.environment import call_tool
+from trimtab.trainer.environments.formats import Tag, ToolError
+from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.tasks.task import BuiltTask
+from trimtab.trainer.tasks.templates import FewShot
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.slow  # the bundled model, half a minute

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab import evaluation, rewards, tasks
-from trimtab.config import Config, load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import load
-from trimtab.training.checkpoint import store
-from trimtab.training.export import export
-from trimtab.training.run import train
+from trimtab.trainer import evaluation, rewards, tasks
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.export import export
+from trimtab.trainer.models.load import load
+from trimtab.trainer.run import train
 from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.e2e

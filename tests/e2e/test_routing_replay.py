@@ -16,15 +16,15 @@ import torch
 from tests.e2e import fsdp_worker
 from tests.support.run_results import untimed, weights
 
-from trimtab.config import Config, load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models.load import LoadedModel, load
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.training.run import LOCAL_BACKENDS, Backends, train
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.run import LOCAL_BACKENDS, Backends, train
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.models.test_logprobs import batch, build
-from tests.unit.models.test_routing import other
+from tests.unit.trainer.models.test_logprobs import batch, build
+from tests.unit.trainer.models.test_routing import other
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.sharding import apply_fsdp, full_tensor
+from trimtab.trainer.models.logprobs import TokenScores, score
+from trimtab.trainer.models.sharding import apply_fsdp, full_tensor
 
 pytestmark = pytest.mark.slow
 

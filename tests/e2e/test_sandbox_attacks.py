@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from tests.support.sandbox_attacks import ATTACKS, TIME, WRITABLE, Attack
 
-from trimtab.sandbox.code_result import MAX_ERROR, CodeResult
-from trimtab.sandbox.container_command import container_command
-from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
+from trimtab.trainer.sandbox.code_result import MAX_ERROR, CodeResult
+from trimtab.trainer.sandbox.container_command import container_command
+from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -217,7 +217,7 @@ def test_a_file_that_all_containers_share_keeps_its_times_and_does_not_tell_what
         end = words.index("--chdir")
         return [*words[:end], "--dev-bind", str(shared), "/dev/device", *words[end:]]
 
-    monkeypatch.setattr("trimtab.sandbox.bubblewrap.container_command", command)
+    monkeypatch.setattr("trimtab.trainer.sandbox.bubblewrap.container_command", command)
     with PythonPool("bubblewrap", timeout=60.0, workers=1) as pool, pool.session() as session:
         seen = session.run("import os\nos.stat('/dev/device').st_mtime_ns, os.access('/dev/device', os.W_OK)")
         result = session.run(TOUCHES)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.sandbox.python_pool import sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import sandbox_unavailable
 
 USER = 61234  # a user of this machine without an account
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,10 @@ def interpreter(folder: Path) -> str:
     """Returns a Python that the user can start with the packages of this one."""
     for python in (sys.executable, "/usr/bin/python3"):
         try:
-            if run_as_user([python, "-c", "import pytest, trimtab.sandbox.python_pool"], folder).returncode == 0:
+            if (
+                run_as_user([python, "-c", "import pytest, trimtab.trainer.sandbox.python_pool"], folder).returncode
+                == 0
+            ):
                 return python
         except OSError:
             continue
@@ -83,7 +86,7 @@ def test_root_without_a_right_is_refused_in_one_line(capability: str) -> None:
     """As root is in a container of Docker."""
     if missing := sandbox_unavailable("bubblewrap"):
         pytest.skip(missing)
-    code = "from trimtab.sandbox.python_pool import sandbox_unavailable as f; print(f('bubblewrap'))"
+    code = "from trimtab.trainer.sandbox.python_pool import sandbox_unavailable as f; print(f('bubblewrap'))"
     without = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}", sys.executable, "-c", code]
     message = subprocess.run(without, capture_output=True, text=True, check=True).stdout
     assert "this process is root in a container that may not" in message

@@ -16,13 +16,13 @@ import torch
 from tests.support.server_process import ServerProcess, engine_over, starter
 from tests.support.turns import FailingTurns, ScriptedTurns
 
-from trimtab import tasks
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.server import call_responses
-from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.models.load import LoadedModel, load
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.server import call_responses
+from trimtab.trainer.engines.server.server_engine import ServerEngine
+from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import EXTERNAL_VERSION, Completion, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

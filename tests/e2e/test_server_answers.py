@@ -13,11 +13,11 @@ import pytest
 import torch
 from tests.support.server_process import ServerProcess, engine_over, starter
 
-from trimtab import tasks
-from trimtab.engines.server.server_pool import MAX_WRONG_ANSWERS
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.models.load import LoadedModel, load
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer import tasks
+from trimtab.trainer.engines.server.server_pool import MAX_WRONG_ANSWERS
+from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Prompt, SamplingParams
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::trimtab.errors.TrimtabWarning")]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.support.server_process import ServerProcess, starter
 
-from trimtab.config import Config, load_config
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -20,14 +20,14 @@ import torch
 from tests.support.turns import check_episodes
 from torch import nn
 
-from trimtab.config import EngineConfig, load_config
-from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError
-from trimtab.models import bundled
-from trimtab.models.load import LoadedModel, load
 from trimtab.runs.directory import read_metrics
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.config import EngineConfig, load_config
+from trimtab.trainer.engines.server.server_engine import ServerEngine
+from trimtab.trainer.models import bundled
+from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -39,7 +39,7 @@ pytestmark = [
 # The wheel's own `vllm serve` looks for a package of another name; this is the same server.
 SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
 SERVE += ["--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-SERVE += ["--worker-extension-cls", "trimtab.engines.vllm.worker_extension.WeightLoading"]
+SERVE += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

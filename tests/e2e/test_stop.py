@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config import load_config
 from trimtab.errors import Stopped
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
-from trimtab.training.stop import Stop
+from trimtab.trainer.config import load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
+from trimtab.trainer.stop import Stop
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +144,7 @@ def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_
 
 
 # Modules of Trimtab and of others in whose import the signal arrives.
-@pytest.mark.parametrize("module", ["typer", "trimtab.cli.train", "torch", "transformers", "trimtab.training.run"])
+@pytest.mark.parametrize("module", ["typer", "trimtab.cli.train", "torch", "transformers", "trimtab.trainer.run"])
 def test_during_imports_the_process_just_ends(module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.support.run_results import Messages, untimed, weights
 
-from trimtab.config import Config, load_config
-from trimtab.training.run import train
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

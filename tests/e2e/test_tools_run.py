@@ -13,11 +13,11 @@ import pytest
 
 import trimtab
 from trimtab.cli.main import run as command
-from trimtab.config import load_config
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.runs.trajectories import read
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 from trimtab.types import EXTERNAL_VERSION, Trajectory
 
 pytestmark = pytest.mark.slow

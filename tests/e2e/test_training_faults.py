@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 from tests.support.run_results import Messages
-from tests.unit.training.checkpoint.test_store import small_disk
+from tests.unit.trainer.checkpoint.test_store import small_disk
 from torch import Tensor
 
 import trimtab
-from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.models.perturbation import Perturbation
 from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import best_checkpoint, checkpoint_folder, list_checkpoints
 from trimtab.runs.reader import read_run
-from trimtab.training import export
-from trimtab.training.checkpoint import store
-from trimtab.training.run import train
+from trimtab.trainer import export
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.models.perturbation import Perturbation
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

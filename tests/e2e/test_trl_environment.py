@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.models import bundled
+from trimtab.trainer.models import bundled
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-bench" / "bin" / "python"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.support.run_results import untimed
 
-from trimtab.config import load_config
 from trimtab.errors import TrimtabWarning
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

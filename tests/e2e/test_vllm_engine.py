@@ -13,8 +13,8 @@ from tests.support.engines import PIECES, processed, tokens
 from tests.support.turns import ScriptedTurns
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
-from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
+from trimtab.trainer.engines.vllm import setup, stepped_runner
 from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]

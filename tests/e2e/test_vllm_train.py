@@ -17,7 +17,7 @@ from trimtab.cli.doctor import vllm
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.trajectories import read
-from trimtab.sandbox.python_pool import sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import sandbox_unavailable
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 

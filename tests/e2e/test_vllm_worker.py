@@ -19,11 +19,11 @@ from tests.support.engines import After, processed, tokenizer
 from tests.support.processes import gone
 from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
-from trimtab.engines.remote import process_transport
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.errors import EngineDeadError
-from trimtab.training.export import save_model_files
+from trimtab.trainer.engines.remote import process_transport
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.export import save_model_files
 from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -93,8 +93,8 @@ def test_a_killed_process_is_lost_and_comes_back(engine: RemoteEngine, number: s
 ORPHAN = """
 import json, sys
 from tests.support.vllm_support import policy
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 
 if __name__ == "__main__":
     engine = RemoteEngine(ProcessTransport(json.loads(sys.argv[1]), threads=1))

@@ -9,11 +9,11 @@ import pytest
 from tests.support.run_results import Messages
 
 import trimtab
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

@@ -22,16 +22,16 @@ from tests.support.engines import After, prompt, prompts
 from tests.support.processes import gone
 from tests.support.turns import ScriptedTurns
 
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import WeightQuantization
-from trimtab.engines.remote import process_transport, remote_engine
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
-from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
-from trimtab.models import laboratory
-from trimtab.models.load import load
-from trimtab.training.export import save_model_files
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization
+from trimtab.trainer.engines.remote import process_transport, remote_engine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models import laboratory
+from trimtab.trainer.models.load import load
 from trimtab.types import Completion, SamplingParams, TurnResult
 
 pytestmark = pytest.mark.slow

@@ -13,13 +13,13 @@ import torch
 from tests.support.processes import words
 from tests.support.run_results import untimed
 
-from trimtab.config import load_config
-from trimtab.training.observer import NullObserver
-from trimtab.training.run import train
+from trimtab.trainer.config import load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.slow
 
-ENGINE = "trimtab.engines.remote.engine_host"
+ENGINE = "trimtab.trainer.engines.remote.engine_host"
 # What is measured of lanes only.
 APART = ("engine/", "lag/share", "lag/length")
 

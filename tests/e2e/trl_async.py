@@ -35,9 +35,9 @@ from trimtab.adapters.trl import AsyncGRPOTrainer
 from trimtab.adapters.trl_async import _with_versions
 from trimtab.adapters.trl_packed import VERSIONS
 from trimtab.errors import TrimtabError
-from trimtab.models import laboratory
 from trimtab.monitor import Monitor
 from trimtab.objectives import Objective, PolicyLogps, State, objective, objectives
+from trimtab.trainer.models import laboratory
 
 NEWEST = 5
 """Version of the trainer's weights where single losses are compared."""

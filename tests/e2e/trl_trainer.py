@@ -31,9 +31,9 @@ from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.loss_settings import HARMLESS, TRL
 from trimtab.adapters.trl import GRPOTrainer
 from trimtab.errors import TrimtabError
-from trimtab.models import laboratory
 from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps, objective, objectives
+from trimtab.trainer.models import laboratory
 
 PROMPTS = ["3141592653=", "2718281828=", "1414213562=", "1732050807="]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.engines.remote import engine_host
-from trimtab.engines.vllm import setup
+from trimtab.trainer.engines.remote import engine_host
+from trimtab.trainer.engines.vllm import setup
 
 arguments = setup.arguments
 

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.types import SamplingParams
 
 
@@ -44,7 +44,7 @@ def main() -> None:
 def generate(engine: RemoteEngine) -> None:
     from tests.support.engines import prompt
 
-    from trimtab.models import laboratory
+    from trimtab.trainer.models import laboratory
 
     engine.update_weights(laboratory.build(0)[0].named_parameters(), version=1)
     words, long = f"{engine.transport.pid} {os.getpid()}", SamplingParams(max_tokens=40, ignore_stop=True)

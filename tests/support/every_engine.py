@@ -19,14 +19,14 @@ from tests.support.server_process import ServerProcess, starter
 from tests.support.vllm_support import engine_config, needs_vllm, policy
 from torch import nn
 
-from trimtab.config import EngineConfig, load_config
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.remote.process_transport import ProcessTransport
-from trimtab.engines.remote.remote_engine import RemoteEngine
-from trimtab.engines.server.server_engine import ServerEngine
-from trimtab.engines.stopping import StopChecker
-from trimtab.models.invariant import make_invariant
-from trimtab.training.export import save_model_files
+from trimtab.trainer.config import EngineConfig, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+from trimtab.trainer.engines.server.server_engine import ServerEngine
+from trimtab.trainer.engines.stopping import StopChecker
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.invariant import make_invariant
 from trimtab.types import Engine, SamplingParams
 
 STOPS = SamplingParams(max_tokens=40, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
@@ -88,7 +88,7 @@ def own_process_vllm(folder: Path) -> Iterator[Subject]:
 
 @contextmanager
 def vllm(folder: Path) -> Iterator[Subject]:
-    from trimtab.engines.vllm.vllm_engine import VllmEngine
+    from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 
     save_model_files(policy(), tokenizer(), folder / "model")
     engine = VllmEngine(folder / "model", tokenizer(), engine_config("float32"))
@@ -101,8 +101,8 @@ def ray_actor(folder: Path) -> Iterator[Subject]:
     from tests.support.ray_support import local_cluster  # before Ray, which reads its settings when it is imported
 
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
-    from trimtab.cluster.placement_group import connect, reserve_slots
-    from trimtab.cluster.ray_transport import build_engines
+    from trimtab.trainer.cluster.placement_group import connect, reserve_slots
+    from trimtab.trainer.cluster.ray_transport import build_engines
 
     save_model_files(policy(), tokenizer(), folder / "model")
     with local_cluster() as cluster:
@@ -135,7 +135,7 @@ def real_vllm_server(folder: Path) -> Iterator[Subject]:
         port = probe.getsockname()[1]
     options = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
     options += ["--max-model-len", "256", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    options += ["--worker-extension-cls", "trimtab.engines.vllm.worker_extension.WeightLoading"]
+    options += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.config import load_config
 from trimtab.runs import trajectories
+from trimtab.trainer.config import load_config
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)> \u202eabc'

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from trimtab.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
+from trimtab.trainer.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
 from trimtab.types import Completion, Engine, Prompt, SamplingParams, TopTokens
 
 

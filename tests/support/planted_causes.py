@@ -14,9 +14,9 @@ import torch
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import WeightQuantization, matrices
-from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization, matrices
+from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 

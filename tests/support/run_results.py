@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.training.observer import NullObserver
+from trimtab.trainer.observer import NullObserver
 
 TIMED = ("time/", "tokens_per_second/", "memory/")
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab import rewards, tasks
-from trimtab.config import load_config
-from trimtab.models.laboratory import build
-from trimtab.rollout.async_source import AsyncSource
-from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector
-from trimtab.rollout.prompts import PromptStream
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.config import load_config
+from trimtab.trainer.models.laboratory import build
+from trimtab.trainer.rollout.async_source import AsyncSource
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams, TurnHandler
 
 _, TOKENIZER = build(0)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.request import Request, urlopen
 
-from trimtab.config import EngineConfig
-from trimtab.engines.server.server_engine import ServerEngine
-from trimtab.models.load import LoadedModel
-from trimtab.training.sft import laboratory_folder
+from trimtab.trainer.config import EngineConfig
+from trimtab.trainer.engines.server.server_engine import ServerEngine
+from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.sft import laboratory_folder
 
 SCRIPT = str(Path(__file__).with_name("inference_server.py"))
 

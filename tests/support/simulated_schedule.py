@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.planning.estimates import Phases
-from trimtab.rollout.schedule import GroupRange, Schedule
+from trimtab.trainer.planning.estimates import Phases
+from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 
 @dataclass

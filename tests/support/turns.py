@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.environments.formats import Call
 from trimtab.runs.trajectories import read
+from trimtab.trainer.environments.formats import Call
 from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, TurnResult
 
 

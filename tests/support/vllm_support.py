@@ -14,8 +14,8 @@ from tests.support.engines import EOS, SIZE, tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trimtab.config import EngineConfig, load_config
-from trimtab.training.export import save_model_files
+from trimtab.trainer.config import EngineConfig, load_config
+from trimtab.trainer.export import save_model_files
 from trimtab.types import Problem, Prompt
 
 needs_vllm = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def engine_config(dtype: str) -> EngineConfig:
 
 def start(folder: Path, dtype: str) -> Any:
     """An engine over `policy`, without weights."""
-    from trimtab.engines.vllm.vllm_engine import VllmEngine
+    from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 
     files = folder / "model"
     save_model_files(policy(), tokenizer(), files)

@@ -26,11 +26,11 @@ import typer
 import yaml
 from tests.support.peer_modules import NEMO_RL_LOSS
 
-from trimtab import evaluation
 from trimtab.cli.main import app
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
+from trimtab.trainer import evaluation
+from trimtab.trainer.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples" / "README.md"])

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli.describe import FIRST_OBJECTIVES
-from trimtab.config import load_config, recipe_names
 from trimtab.diagnosis.advice.rules import RULES
-from trimtab.models import routing
-from trimtab.models.architecture import KNOWN_ARCHITECTURES
-from trimtab.models.invariant import apply as invariant
 from trimtab.objectives import objective, objectives
 from trimtab.objectives.presets import PRESETS
-from trimtab.training.features.feature import Feature
+from trimtab.trainer.config import load_config, recipe_names
+from trimtab.trainer.features.feature import Feature
+from trimtab.trainer.models import routing
+from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES
+from trimtab.trainer.models.invariant import apply as invariant
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -17,7 +17,7 @@ from trimtab.files import MAX_ROW_VALUES, open_parquet
 from trimtab.runs import trajectories
 from trimtab.runs.reader import read_samples
 from trimtab.runs.summary import read_table
-from trimtab.tasks.data_sets import read_rows
+from trimtab.trainer.tasks.data_sets import read_rows
 
 LONG = MAX_ROW_VALUES + 1
 

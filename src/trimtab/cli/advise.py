@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.lab.match import Candidate, Kind, MismatchLevel, MismatchMatch
+    from trimtab.trainer.lab.match import Candidate, Kind, MismatchLevel, MismatchMatch
 
 LABORATORY_LENGTH = 11
 MIN_CONFIDENCE = 0.5
@@ -42,7 +42,7 @@ class Measure:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The mechanisms by which to reproduce the mismatch: those of the causes, or all if there is no cause."""
-        from trimtab.lab.match import KINDS
+        from trimtab.trainer.lab.match import KINDS
 
         named = [kind for cause in self.causes for kind in MECHANISMS.get(cause, ())]
         return tuple(
@@ -82,7 +82,7 @@ def measure(path: Path, columns: Mapping[str, str] | None = None) -> Measure:
 
 
 def _level(path: Path, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> MismatchLevel:
-    from trimtab.lab.match import MismatchLevel
+    from trimtab.trainer.lab.match import MismatchLevel
 
     try:
         return MismatchLevel.of(rows, prefix)

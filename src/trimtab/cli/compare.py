@@ -17,11 +17,11 @@ from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.lab.experiment import ExperimentPlan
-    from trimtab.lab.regimes import Regime
-    from trimtab.lab.tuning import Choice
     from trimtab.report.comparison_table import ComparisonTable
     from trimtab.runs.summary import RunSummary
+    from trimtab.trainer.lab.experiment import ExperimentPlan
+    from trimtab.trainer.lab.regimes import Regime
+    from trimtab.trainer.lab.tuning import Choice
 
 EXIT_RUNS_FAILED = 1
 ADVICE_SEEDS = 3
@@ -116,8 +116,8 @@ def compare(
     The same command goes on where a stopped one ended.
     """
     require_extra("train", "trimtab compare")
-    from trimtab.lab import experiment as lab
-    from trimtab.lab.regimes import regime
+    from trimtab.trainer.lab import experiment as lab
+    from trimtab.trainer.lab.regimes import regime
 
     if page is not None and not page.absolute().parent.is_dir():
         raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
@@ -163,7 +163,7 @@ def _tune(
     sets: Sequence[str],
 ) -> tuple[ExperimentPlan, Tuned]:
     """Tunes the methods of a plan; returns it with the chosen settings as further rows."""
-    from trimtab.lab import tuning
+    from trimtab.trainer.lab import tuning
 
     candidates = tuning.plan_tuning(plan, seeds, out, model=model, sets=sets)
     choices = tuning.choose(candidates, train(candidates.plan, out / tuning.FOLDER))
@@ -183,7 +183,7 @@ class Advice:
 
 def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
     from trimtab.cli import advise
-    from trimtab.lab.match import match_mismatch
+    from trimtab.trainer.lab.match import match_mismatch
 
     measured = advise.measure(run, columns)
     run_lines = advise.describe_run(run, measured)
@@ -205,7 +205,7 @@ def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
 
 def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
     from trimtab.cli.display import show_runs
-    from trimtab.lab.runner import run_experiment
+    from trimtab.trainer.lab.runner import run_experiment
 
     try:
         with show_runs(to_stderr=as_json) as observer:

@@ -44,7 +44,7 @@ def recipes(
 ) -> None:
     """List the recipes of this installation, one line each."""
     from trimtab.cli import recipe_keys
-    from trimtab.config import Config, load_config, recipe_names
+    from trimtab.trainer.config import Config, load_config, recipe_names
 
     if keys and as_json:
         print_json(Config.model_json_schema())
@@ -68,7 +68,7 @@ def show(
 
     Absent keys that have no default are left out; `trimtab recipes --keys` lists all.
     """
-    from trimtab.config import load_config
+    from trimtab.trainer.config import load_config
 
     config = load_config(recipe, sets or ())
     if as_json:
@@ -101,11 +101,11 @@ def explain(
     """
     if trusted:
         allow_code()
-    from trimtab.config import is_recipe, recipe_names, split_overrides
     from trimtab.objectives import objectives
     from trimtab.objectives.from_section import from_section
     from trimtab.objectives.lookup import is_custom, split_name
     from trimtab.objectives.presets import COMPOSED
+    from trimtab.trainer.config import is_recipe, recipe_names, split_overrides
 
     if name is None:
         _list_objectives(sets, trainer, as_json)
@@ -169,9 +169,9 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, as_json: bool)
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
-    from trimtab.config import REQUIRED_SECTIONS, load_config
     from trimtab.objectives.from_section import from_section
-    from trimtab.training.requirements import check_recipe
+    from trimtab.trainer.config import REQUIRED_SECTIONS, load_config
+    from trimtab.trainer.requirements import check_recipe
 
     config = load_config(name, sets)
     objective = from_section(config.objective.model_dump())
@@ -188,15 +188,15 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
 
 
 def _is_keyword(name: str, item: str) -> bool:
-    from trimtab.config import parse_override
     from trimtab.objectives import keywords_of
     from trimtab.objectives.composition import PART_KEYS
+    from trimtab.trainer.config import parse_override
 
     return parse_override(item)[0] in {"calibrate", *keywords_of(name), *PART_KEYS}
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:
-    from trimtab.config import parse_override
+    from trimtab.trainer.config import parse_override
 
     parsed = dict(parse_override(item) for item in sets)
     for key in parsed:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from rich.progress import Progress
 
 from trimtab.cli.console import PlainTextConsole, progress_bar
-from trimtab.config import Config
 from trimtab.intervals import wilson
 from trimtab.runs.provenance import duration
-from trimtab.training.observer import Moment, Observer
+from trimtab.trainer.config import Config
+from trimtab.trainer.observer import Moment, Observer
 
 if TYPE_CHECKING:
     from trimtab.runs.summary import RunSummary
@@ -89,7 +89,7 @@ class RunsDisplay:
         self._share: dict[str, float] = {}  # of each run that is not finished
 
     def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
-        from trimtab.lab.runner import cost
+        from trimtab.trainer.lab.runner import cost
 
         self._steps = {name: config.trainer.steps for name, config in cells.items()}
         self._cost = {name: cost(config) for name, config in cells.items()}
@@ -101,7 +101,7 @@ class RunsDisplay:
         self._advance(name, step / self._steps[name])
 
     def finished(self, name: str, result: RunSummary) -> None:
-        from trimtab.lab.recipe_comparison import summary_line
+        from trimtab.trainer.lab.recipe_comparison import summary_line
 
         self._advance(name, 1.0)
         del self._share[name]

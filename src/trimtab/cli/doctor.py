@@ -20,7 +20,7 @@ from trimtab.cli import doctor_bitwise
 from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, install_hint
 from trimtab.findings import Finding, Status
-from trimtab.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
 # Distribution -> the extra that brings it.
 LIBRARIES = {

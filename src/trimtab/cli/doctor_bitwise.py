@@ -12,8 +12,8 @@ from trimtab.cli.output import print_json, print_pairs
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.bitwise.difference import Comparison, Difference
-    from trimtab.config import Config
+    from trimtab.trainer.bitwise.difference import Comparison, Difference
+    from trimtab.trainer.config import Config
 
 DEFAULT = "true-on-policy"
 MAX_NAMES = 6  # names in a line
@@ -44,11 +44,11 @@ def run(what: str | None, pair: str | None, sets: Sequence[str], as_json: bool) 
 def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, str]]:
     import torch
 
-    from trimtab.bitwise.engine_and_trainer import BATCHES, SamplerAndTrainer, compare_sampler_and_trainer
-    from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-    from trimtab.engines.factory import weight_quantization
-    from trimtab.models.load import default_device
-    from trimtab.training.run import load_model, prepare_model
+    from trimtab.trainer.bitwise.engine_and_trainer import BATCHES, SamplerAndTrainer, compare_sampler_and_trainer
+    from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+    from trimtab.trainer.engines.factory import weight_quantization
+    from trimtab.trainer.models.load import default_device
+    from trimtab.trainer.run import load_model, prepare_model
 
     config = _config(what, sets)
     loaded, device = load_model(config), default_device()
@@ -79,7 +79,7 @@ def _config(what: str, sets: Sequence[str]) -> Config:
 
     Raises `TrimtabError` for an engine that is not embedded, or a LoRA adapter.
     """
-    from trimtab.config import is_recipe, load_config
+    from trimtab.trainer.config import is_recipe, load_config
 
     config = load_config(what, sets) if is_recipe(what) else load_config(DEFAULT, [f"model.path={what}", *sets])
     if config.engine.type != "embedded":
@@ -93,8 +93,8 @@ def _config(what: str, sets: Sequence[str]) -> Config:
 
 
 def _compare_pair(path: str) -> tuple[Comparison, dict[str, str]]:
-    from trimtab.bitwise.difference import compare_pair
     from trimtab.plugins import check_arguments, load_function
+    from trimtab.trainer.bitwise.difference import compare_pair
 
     function: Callable[..., Any] = load_function(path, "pair")
     check_arguments(function, f"pair {path!r}", {})

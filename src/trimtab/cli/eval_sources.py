@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.config.paths import LABORATORY_MODELS
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.trainer.config.paths import LABORATORY_MODELS
 
 if TYPE_CHECKING:
-    from trimtab.evaluation import ModelSpec, TaskSpec
+    from trimtab.trainer.evaluation import ModelSpec, TaskSpec
 
 CHECKPOINT = re.compile(r"step-\d{6,}")
 
@@ -33,7 +33,7 @@ class ModelChoice:
         return f"{self.name} ({self.which})" if self.run is not None and self.which == "best" else self.name
 
     def spec(self) -> ModelSpec:
-        from trimtab.evaluation import ModelSpec
+        from trimtab.trainer.evaluation import ModelSpec
 
         return ModelSpec(self.label, self._folder)
 
@@ -41,13 +41,13 @@ class ModelChoice:
     def _folder(self) -> Iterator[str]:
         """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
         if self.run is not None:
-            from trimtab.training.export import export
+            from trimtab.trainer.export import export
 
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
         elif self.name in LABORATORY_MODELS:
             # Training uses this name for the warm-started model, the model loader for the untrained one.
-            from trimtab.training.sft import laboratory_folder
+            from trimtab.trainer.sft import laboratory_folder
 
             yield str(laboratory_folder(self.name))
         else:
@@ -78,7 +78,7 @@ def recipe_of(run: Path) -> str:
 
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
     """Returns the tasks of `--task`, or by default the task that all runs were trained on."""
-    from trimtab import tasks
+    from trimtab.trainer import tasks
 
     if named:
         if sets and len(named) > 1:
@@ -98,7 +98,7 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
 
 def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> list[str]:
     """Returns a line for each run that was trained with tools and is measured without them."""
-    from trimtab.config import load_config
+    from trimtab.trainer.config import load_config
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
     notes = []
@@ -122,7 +122,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
     """
     if requested is not None:
         return requested
-    from trimtab.config import load_config
+    from trimtab.trainer.config import load_config
 
     runs = [load_config(recipe_of(item.run)).engine.dtype for item in sources if item.run is not None]
     known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
@@ -133,9 +133,9 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
 
 def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     """Parses `NAME` or `NAME:KEY=VALUE,...`, where the name is that of a task or a recipe."""
-    from trimtab import tasks
-    from trimtab.config import is_recipe, parse_override, recipe_names, split_overrides
-    from trimtab.evaluation import TaskSpec
+    from trimtab.trainer import tasks
+    from trimtab.trainer.config import is_recipe, parse_override, recipe_names, split_overrides
+    from trimtab.trainer.evaluation import TaskSpec
 
     name, _, rest = text.partition(":")
     changes = [*split_overrides(rest, f"--task {text!r}"), *sets]
@@ -149,9 +149,9 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
 
 
 def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
-    from trimtab.config import load_config
-    from trimtab.evaluation import TaskSpec
-    from trimtab.rollout.environment_section import environment_spec
+    from trimtab.trainer.config import load_config
+    from trimtab.trainer.evaluation import TaskSpec
+    from trimtab.trainer.rollout.environment_section import environment_spec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)

@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError, require_extra
 from trimtab.plugins import allow_code
 
 if TYPE_CHECKING:
-    from trimtab.evaluation import Results
+    from trimtab.trainer.evaluation import Results
 
 STANDARD_OUTPUT = "-"
 
@@ -107,7 +107,7 @@ def evaluate(
     if trusted:
         allow_code()
     from trimtab.cli import eval_sources
-    from trimtab.evaluation import Settings, compare
+    from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(models, task or [], markdown, scores, as_json)
     if relay is None and relay_ratio is not None:

@@ -85,7 +85,7 @@ def _root(
         context.with_resource(only_named(named_functions(context.obj)))
     # The variable is looked at first, to avoid importing torch.
     if context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ:
-        from trimtab.training.ranks import launched_by_torchrun
+        from trimtab.trainer.ranks import launched_by_torchrun
 
         if launched_by_torchrun():
             raise TrimtabError(

@@ -18,7 +18,7 @@ from trimtab.safe_text import UNPRINTABLE, clean
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of shipped recipes for the shell's completion; where none fits, shells complete files."""
-    from trimtab.config import recipe_names
+    from trimtab.trainer.config import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 

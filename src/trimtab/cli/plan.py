@@ -78,16 +78,16 @@ def plan(
     if run is not None:
         if model or gpus or assume:
             raise TrimtabError("--run predicts from measured times: leave --model, --gpus and --assume out")
-        from trimtab.planning.measured import predict_from_run
+        from trimtab.trainer.planning.measured import predict_from_run
 
         data = predict_from_run(run, max_lag)
         _show(data, as_json, note="provided that engines and trainer keep their speed, which needs separate processors")
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
-    from trimtab.planning.estimates import Workload
-    from trimtab.planning.inputs import Assumptions, find_device, find_shape, parse_assumptions
-    from trimtab.planning.planner import PlanRequest, best_plan
+    from trimtab.trainer.planning.estimates import Workload
+    from trimtab.trainer.planning.inputs import Assumptions, find_device, find_shape, parse_assumptions
+    from trimtab.trainer.planning.planner import PlanRequest, best_plan
 
     average = (response + 1) // 2 if mean is None else mean
     if average > response:

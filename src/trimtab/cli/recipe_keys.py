@@ -39,8 +39,8 @@ class Keys(NamedTuple):
 
 def text() -> str:
     """Returns all keys, a line each, and the keywords of tasks, rewards and objectives."""
-    from trimtab import rewards, tasks
     from trimtab.objectives import keywords_of, objectives
+    from trimtab.trainer import rewards, tasks
 
     blocks = [_block(section.title, section.keys) for section in sections()]
     for title, part in (("[task]", tasks), ("[[reward]]", rewards)):
@@ -55,7 +55,7 @@ def text() -> str:
 
 def sections() -> Iterator[Keys]:
     """Yields the sections that have keys, in the order of the schema."""
-    from trimtab.config import REQUIRED_SECTIONS, Config
+    from trimtab.trainer.config import REQUIRED_SECTIONS, Config
 
     for name, model in _models(Config):
         about = " ".join(inspect.cleandoc(model.__doc__ or "").split())

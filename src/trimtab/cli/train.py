@@ -15,7 +15,7 @@ from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, 
 from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
-    from trimtab.config import Config
+    from trimtab.trainer.config import Config
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
@@ -45,7 +45,7 @@ def train(
         from trimtab.cli.display import observe
         from trimtab.report.health import as_data, health
         from trimtab.runs.reader import read_run
-        from trimtab.training.ranks import is_follower
+        from trimtab.trainer.ranks import is_follower
 
     run = run_directory(recipe, out, config.out)
     try:
@@ -66,7 +66,7 @@ def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
     """Reads the recipe before torch is imported, so that a mistake in it is answered immediately."""
     with starting.guarded():
         require_extra("train", command)
-        from trimtab.config import load_config
+        from trimtab.trainer.config import load_config
 
     return load_config(recipe, sets or ())
 
@@ -74,9 +74,9 @@ def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
 def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
     from trimtab.cli.display import closing_lines, show_runs
     from trimtab.errors import TrimtabError
-    from trimtab.lab.recipe_comparison import run_recipe_comparison
     from trimtab.report.comparison import held_out, write_comparison
-    from trimtab.training.ranks import launched_by_torchrun
+    from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
+    from trimtab.trainer.ranks import launched_by_torchrun
 
     if launched_by_torchrun():
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
@@ -94,7 +94,7 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
     run = run_directory(recipe, out, config.out)
     with only_json(as_json), observe(to_stderr=as_json) as observer:
-        from trimtab.training.sft import supervised_warm_start
+        from trimtab.trainer.sft import supervised_warm_start
 
         result = supervised_warm_start(config, out=run, observer=observer)
     if as_json:
@@ -130,8 +130,8 @@ def export(
 ) -> None:
     """Write the trained model as a folder that transformers loads (config, tokenizer, safetensors)."""
     require_extra("train", "trimtab export")
-    from trimtab.training.export import export as write
-    from trimtab.training.export import export_adapter
+    from trimtab.trainer.export import export as write
+    from trimtab.trainer.export import export_adapter
 
     (export_adapter if adapter else write)(run, folder, which)
     what = "adapter" if adapter else "model"

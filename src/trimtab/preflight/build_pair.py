@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab import tasks
-from trimtab.config import Config, is_recipe, load_config
-from trimtab.engines.factory import build_engines
-from trimtab.engines.stopping import eos_ids
 from trimtab.errors import TrimtabError
-from trimtab.models.load import default_device
 from trimtab.preflight.engine_pair import EnginePair
 from trimtab.preflight.trainer import ATTENTION, FORWARDS, Trainer
-from trimtab.rollout.prompts import PromptStream
-from trimtab.training.export import save_model_files
-from trimtab.training.run import load_model, prepare_model
+from trimtab.trainer import tasks
+from trimtab.trainer.config import Config, is_recipe, load_config
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.engines.stopping import eos_ids
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.models.load import default_device
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.run import load_model, prepare_model
 from trimtab.types import Problem, Prompt, SamplingParams
 
 PROMPTS = 64

@@ -11,8 +11,8 @@ import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.findings import Finding
-from trimtab.models.lora import named_weights
 from trimtab.preflight.trainer import Trainer
+from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 SEED = 0

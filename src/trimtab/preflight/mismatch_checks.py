@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trimtab.chat_template import render
 from trimtab.diagnosis.causes import NOISES, find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
@@ -14,6 +13,7 @@ from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import TrimtabError
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses, common_log_ratio
+from trimtab.trainer.chat_template import render
 
 BATCHES = (8, 64)
 PROBES, PROBE_TOKENS = 8, 16

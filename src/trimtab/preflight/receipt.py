@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from trimtab.config import Config
-from trimtab.engines.weight_manifest import tensor_bytes
-from trimtab.models.lora import named_weights
 from trimtab.preflight.engine_pair import SEED, EnginePair
 from trimtab.runs.provenance import hardware, versions
+from trimtab.trainer.config import Config
+from trimtab.trainer.engines.weight_manifest import tensor_bytes
+from trimtab.trainer.models.lora import named_weights
 
 ENVIRONMENT = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, IntArray, Prompt
 
 MAX_LOGITS = 1 << 27

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.records import CAUSES
-from trimtab.models.lora import named_weights
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
+from trimtab.trainer.models.lora import named_weights
 
 NOISE = 0.1
 """Standard deviation of the noise, relative to the root mean square of a tensor."""

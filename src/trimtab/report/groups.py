@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import parse_config
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
+from trimtab.trainer.config import parse_config
 
 # Keys that may differ within a group.
 IGNORED_KEYS = ("seed", "out")

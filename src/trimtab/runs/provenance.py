@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import PROVENANCE
+from trimtab.trainer.config import Config
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.reader import Accuracy, Run, open_table
+from trimtab.trainer.config import Config
 
 Status = Literal["done", "diverged", "failed"]
 

@@ -17,12 +17,12 @@ from trimtab.cli.compare import MultiValueCommand, register
 from trimtab.cli.console import PACE_SECONDS, PlainTextConsole
 from trimtab.cli.display import RunsDisplay
 from trimtab.cli.main import run
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab import runner
-from trimtab.lab.match import Candidate, MismatchLevel, MismatchMatch
-from trimtab.lab.regimes import regime
 from trimtab.runs.summary import RunSummary
+from trimtab.trainer.config import load_config
+from trimtab.trainer.lab import runner
+from trimtab.trainer.lab.match import Candidate, MismatchLevel, MismatchMatch
+from trimtab.trainer.lab.regimes import regime
 
 
 def parsed(*words: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from trimtab.cli.console import PlainTextConsole, progress_bar
 from trimtab.cli.display import RunDisplay, closing_lines, figures
-from trimtab.config import load_config
+from trimtab.trainer.config import load_config
 
 STEP: dict[str, float | str] = {
     "step": 3,

@@ -11,7 +11,7 @@ import pytest
 
 from trimtab.cli import eval_sources, main
 from trimtab.errors import TrimtabError
-from trimtab.evaluation import TaskSpec
+from trimtab.trainer.evaluation import TaskSpec
 from trimtab.types import RewardSpec
 
 

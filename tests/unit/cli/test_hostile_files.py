@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli import main
-from trimtab.config import load_config
 from trimtab.errors import TrimtabError
+from trimtab.trainer.config import load_config
 
 DEEP = "[" * 100_000 + "]" * 100_000
 STEP = '{"step": 1}\n'

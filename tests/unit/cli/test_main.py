@@ -11,9 +11,9 @@ import pytest
 
 from trimtab.cli import doctor, main
 from trimtab.cli.output import run_directory
-from trimtab.config import load_config, recipe_names
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
+from trimtab.trainer.config import load_config, recipe_names
 
 COMMANDS = (
     "train",
@@ -217,7 +217,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     def fail() -> list[str]:
         raise TrimtabError("first\n  second")
 
-    monkeypatch.setattr("trimtab.config.recipe_names", fail)
+    monkeypatch.setattr("trimtab.trainer.config.recipe_names", fail)
     assert main.run(["recipes"]) == 2
     assert capsys.readouterr().err == "trimtab: first second\n"
 
@@ -226,7 +226,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[str]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("trimtab.config.recipe_names", fail)
+    monkeypatch.setattr("trimtab.trainer.config.recipe_names", fail)
     with pytest.raises(ZeroDivisionError):
         main.run(["recipes"])
 
@@ -235,7 +235,7 @@ def test_control_c_gives_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: 
     def stop() -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trimtab.config.recipe_names", stop)
+    monkeypatch.setattr("trimtab.trainer.config.recipe_names", stop)
     assert main.run(["recipes"]) == 130
     assert capsys.readouterr().err == "\ntrimtab: interrupted\n"
 

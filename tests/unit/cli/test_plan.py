@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.unit.planning.test_measured import STEP, run
+from tests.unit.trainer.planning.test_measured import STEP, run
 
 from trimtab.cli import main
 

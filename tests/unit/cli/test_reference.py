@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from trimtab import rewards, tasks
 from trimtab.cli import main, recipe_keys
-from trimtab.config import Config, load_config
 from trimtab.objectives import keywords_of, objectives
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.config import Config, load_config
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE: str = runpy.run_path(str(DOCS / "recipes.py"))["markdown"]()

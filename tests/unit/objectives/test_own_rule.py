@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from trimtab.adapters.config_lines import lines
-from trimtab.config import load_config
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
@@ -20,6 +19,7 @@ from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.from_section import from_section
 from trimtab.report.clipping import clipping
 from trimtab.report.differences import equation_of
+from trimtab.trainer.config import load_config
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")

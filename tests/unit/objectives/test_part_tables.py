@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from trimtab import corrections, objectives
-from trimtab.config import load_config, recipe_names
-from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     OPSM,
@@ -33,6 +31,8 @@ from trimtab.objectives import (
     presets,
 )
 from trimtab.objectives.from_section import from_section
+from trimtab.trainer.config import load_config, recipe_names
+from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
 BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}

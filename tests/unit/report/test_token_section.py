@@ -15,12 +15,12 @@ from markupsafe import escape
 
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.errors import TrimtabError
-from trimtab.models import laboratory
 from trimtab.pages.page import Card, Charts, Note, Part, Table
 from trimtab.report import token_section as token_section_module
 from trimtab.report.run_report import write_report
 from trimtab.report.token_section import token_section
 from trimtab.runs.reader import read_run
+from trimtab.trainer.models import laboratory
 
 pytestmark = pytest.mark.e2e
 

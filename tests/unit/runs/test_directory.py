@@ -14,7 +14,7 @@ import torch
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory, read_metrics
-from trimtab.training.checkpoint import store
+from trimtab.trainer.checkpoint import store
 
 CONFIG = 'description = "größer"\n'
 

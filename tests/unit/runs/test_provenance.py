@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.config import load_config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.provenance import read_origins
+from trimtab.trainer.config import load_config
 
 CONFIG = load_config("laboratory")
 

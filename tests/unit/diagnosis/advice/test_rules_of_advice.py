@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import trimtab
-from trimtab.config import load_config
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.advice.fair_map import MapRegime, MethodResult, load_map
 from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
@@ -19,6 +18,7 @@ from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Me
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
 from trimtab.objectives.from_section import from_section
+from trimtab.trainer.config import load_config
 
 
 def case(

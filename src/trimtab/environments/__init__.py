@@ -1,5 +1,0 @@
-"""Environments of multi-turn episodes: tools, the text format of calls and results, the episodes of a request."""
-
-from trimtab.environments.built import NAMES, BuiltEnvironment, EnvironmentSpec, build
-
-__all__ = ["NAMES", "BuiltEnvironment", "EnvironmentSpec", "build"]

@@ -1,0 +1,180 @@
+"""Turns the groups of a step into a batch: packed, scored by the policies that its updates keep fixed, with advantages.
+
+groups -> rows -> mini-batches of micro-batches -> log-probs of the proximal and the reference policy
+       -> rows with proximal log-probs that are not finite are dropped -> advantages over whole groups
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from trimtab.objectives import advantages
+from trimtab.objectives.advantages import distillation_advantages, optimal_token_advantages
+from trimtab.runs.trajectories import Row
+from trimtab.trainer.batching import (
+    MicroBatch,
+    MiniBatch,
+    micro_batches,
+    rows_with_non_finite_proximal,
+    split_minibatches,
+    to_tensors,
+)
+from trimtab.trainer.config import TOKEN_BASELINE
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.rollout.collector import Group
+from trimtab.trainer.step_statistics import StepStatistics
+from trimtab.types import FloatArray, Trajectory
+
+
+@dataclass
+class Batch:
+    """The data of one step.
+
+    Attributes:
+        advantages: (rows, 1).
+        dropped: number of trajectories that were left out for proximal log-probs that are not finite.
+        seconds: duration of packing and scoring.
+    """
+
+    trajectories: list[Trajectory]
+    minibatches: list[MiniBatch]
+    advantages: torch.Tensor
+    dropped: int
+    seconds: float
+
+    def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
+        """Returns rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
+
+        They are NaN at observations, as the sampler's.
+        """
+
+        def at_sampled(logps: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
+            return {
+                row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
+                for row, values in logps.items()
+            }
+
+        proximal = policy == "proximal"
+        logps, perturbed = at_sampled(stats.mismatch_logps), at_sampled(stats.perturbed)
+        return [
+            Row(
+                trajectory,
+                logp_proximal=logps.get(index) if proximal else None,
+                logp_current=None if proximal else logps.get(index),
+                logp_perturbed=perturbed.get(index),
+                advantage=float(self.advantages[index]),
+                proximal_version=stats.versions.get(index),
+                drift=stats.drifts.get(index),
+            )
+            for index, trajectory in enumerate(self.trajectories)
+        ]
+
+
+def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
+    """Packs the groups, scores the fixed policies, drops bad rows and computes advantages over what is left."""
+    rows = [trajectory for group in groups for trajectory in group]
+    dropped = 0
+    while True:  # dropping a row changes the packing: the others are packed and scored again
+        start = time.perf_counter()
+        minibatches = learner.score_fixed_policies(_pack(rows, learner, pad_id))
+        seconds = time.perf_counter() - start
+        bad = rows_with_non_finite_proximal(minibatches)
+        if not bad:
+            break
+        dropped += len(bad)
+        rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
+    if learner.token_baseline:
+        values = _set_token_advantages(minibatches, rows)
+    elif learner.distills:
+        values = _set_distillation_advantages(minibatches, len(rows))
+    else:
+        values = _advantages(rows, learner)
+        for minibatch in minibatches:
+            for index, micro in enumerate(minibatch):
+                minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
+    return Batch(rows, minibatches, values, dropped, seconds)
+
+
+def _set_token_advantages(minibatches: Sequence[MiniBatch], rows: Sequence[Trajectory]) -> torch.Tensor:
+    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1).
+
+    A group lies in one mini-batch, and may lie in several micro-batches of it.
+    """
+    means = torch.zeros(len(rows), 1)
+    for minibatch in minibatches:
+        time = max(micro.mask.shape[1] for micro in minibatch)
+        logp, squares, mask = (
+            torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
+            for name in ("proximal", "squares", "mask")
+        )
+        numbers = [row for micro in minibatch for row in micro.rows]
+        rewards = torch.tensor([rows[row].reward for row in numbers], device=mask.device)
+        groups = torch.tensor([rows[row].group for row in numbers], device=mask.device)
+        values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
+        means[numbers] = (values.sum(1) / mask.sum(1).clamp(min=1))[:, None].cpu()
+        parts = values.split([len(micro.rows) for micro in minibatch])
+        for index, (micro, part) in enumerate(zip(list(minibatch), parts, strict=True)):
+            minibatch[index] = micro.with_scores(advantage=part[:, : micro.mask.shape[1]])
+    return means
+
+
+def _set_distillation_advantages(minibatches: Sequence[MiniBatch], rows: int) -> torch.Tensor:
+    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1)."""
+    means = torch.zeros(rows, 1)
+    for minibatch in minibatches:
+        for index, micro in enumerate(list(minibatch)):
+            assert micro.reference is not None
+            assert micro.proximal is not None
+            values = distillation_advantages(micro.reference, micro.proximal, micro.mask)
+            means[list(micro.rows)] = (values.sum(1) / micro.mask.sum(1).clamp(min=1))[:, None].cpu()
+            minibatch[index] = micro.with_scores(advantage=values)
+    return means
+
+
+def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:
+    groups: dict[int, list[int]] = {}
+    for index, trajectory in enumerate(rows):
+        groups.setdefault(trajectory.group, []).append(index)
+    trainer, perturbation = learner.config.trainer, learner.config.perturbation
+    share_prompts = perturbation is None or not perturbation.per_response
+
+    def pack(chosen: Sequence[int]) -> MicroBatch:
+        micro = to_tensors(
+            rows,
+            chosen,
+            pad_id,
+            learner.device,
+            version=learner.updates,
+            updates_per_step=trainer.updates_per_step,
+            share_prompts=share_prompts,
+        )
+        for feature in learner.features:
+            micro = feature.pack(micro, [rows[row] for row in chosen])
+        return micro
+
+    def units(part: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """What has a separate prompt: the groups, or the single rows."""
+        return part if share_prompts else [[row] for group in part for row in group]
+
+    return [
+        [pack(chosen) for chosen in micro_batches(rows, units(part), trainer.micro_batch_tokens)]
+        for part in split_minibatches(list(groups.values()), trainer.minibatches)
+    ]
+
+
+def _advantages(rows: Sequence[Trajectory], learner: Learner) -> torch.Tensor:
+    """Returns advantages (rows, 1) in float32, from the rewards of each group."""
+    config = learner.config.advantage
+    kind = learner.objective.advantage if config.kind in (None, TOKEN_BASELINE) else config.kind
+    rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)
+    if not rows:
+        return rewards.view(0, 1).float()
+    groups = torch.tensor([trajectory.group for trajectory in rows], dtype=torch.long)
+    beta = {"value_beta": config.value_beta} if kind == "optimal" else {}
+    return advantages(kind, rewards, groups, **beta).float()

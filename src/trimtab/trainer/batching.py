@@ -1,0 +1,191 @@
+"""Packs trajectories into tensors: mini-batches (one optimizer update) of micro-batches (one forward and backward).
+
+Groups stay together, so that a prompt is computed once for all its samples. A batch is packed once; the proximal pass
+and every epoch use the same packing, so that the ratio of the first update is exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trimtab.corrections import finite_rows
+from trimtab.trainer.models.logprobs import TokenBatch
+from trimtab.types import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Some rows of a batch as tensors.
+
+    Attributes:
+        rows: positions in the batch's list of trajectories.
+        tokens: prompts and responses, padded.
+        mask: (rows, time) bool, True at trained tokens.
+        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
+        turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
+        off_policy: (rows, time) bool, True at tokens of external traces.
+        age: (rows, time) int64, training steps since a step began with the policy that sampled the token, from 1.
+        advantage: (rows, 1) or (rows, time); NaN until it is known, so that a loss that reads it too early is NaN.
+        proximal, reference: (rows, time) float32 log-probs; None until scored.
+        squares: (rows, time) sum of p^2 over the vocabulary, where the advantages read it.
+        extras: what features have attached, by name (`training/features/`).
+    """
+
+    rows: tuple[int, ...]
+    tokens: TokenBatch
+    mask: torch.Tensor
+    behavior: torch.Tensor
+    turn: torch.Tensor
+    off_policy: torch.Tensor
+    age: torch.Tensor
+    advantage: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_policy(self) -> torch.Tensor:
+        """(rows, time) bool, True at trained tokens that a policy of the run sampled."""
+        return self.mask & ~self.off_policy
+
+    def with_scores(self, **scores: Any) -> MicroBatch:
+        return replace(self, **scores)
+
+    def with_extras(self, **extras: Any) -> MicroBatch:
+        return replace(self, extras={**self.extras, **extras})
+
+
+MiniBatch = list[MicroBatch]
+
+
+def split_minibatches(groups: Sequence[Sequence[int]], minibatches: int) -> list[list[Sequence[int]]]:
+    """Splits groups in order into `minibatches` nearly equal parts; empty parts are left out."""
+    bounds = np.linspace(0, len(groups), minibatches + 1).round().astype(int)
+    return [list(groups[low:high]) for low, high in pairwise(bounds) if high > low]
+
+
+class _Size(NamedTuple):
+    """Padded extent of some rows: `prompts` x `prompt` prompt tokens and `rows` x `response` response tokens."""
+
+    prompts: int = 0
+    prompt: int = 0
+    rows: int = 0
+    response: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + self.rows * self.response
+
+    def with_row(self, row: Trajectory) -> _Size:
+        return self._replace(rows=self.rows + 1, response=max(self.response, len(row)))
+
+    def merge(self, other: _Size) -> _Size:
+        return _Size(
+            self.prompts + other.prompts,
+            max(self.prompt, other.prompt),
+            self.rows + other.rows,
+            max(self.response, other.response),
+        )
+
+
+def micro_batches(
+    trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
+) -> Iterator[tuple[int, ...]]:
+    """Yields the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
+
+    A group that is larger than the budget is split.
+    """
+    rows: list[int] = []
+    size = _Size()
+    for group in groups:
+        for piece, extent in _pieces(trajectories, group, token_budget):
+            if rows and size.merge(extent).tokens > token_budget:
+                yield tuple(rows)
+                rows, size = [], _Size()
+            rows.extend(piece)
+            size = size.merge(extent)
+    if rows:
+        yield tuple(rows)
+
+
+def to_tensors(
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[int],
+    pad_id: int,
+    device: torch.device,
+    *,
+    version: int = 0,
+    updates_per_step: int = 1,
+    share_prompts: bool = True,
+) -> MicroBatch:
+    """Returns the chosen trajectories as padded tensors on `device`.
+
+    Args:
+        version: completed updates at the begin of the step; with `updates_per_step` it gives the ages.
+        share_prompts: each group's prompt appears, and is computed, once.
+    """
+    chosen = [trajectories[row] for row in rows]
+    keys = [t.group if share_prompts else row for t, row in zip(chosen, rows, strict=True)]
+    first = dict(zip(reversed(keys), reversed(chosen), strict=True))
+    prompt_index = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    tokens = TokenBatch.pack(
+        [first[key].prompt.ids for key in prompt_index],
+        [t.completion.response_ids for t in chosen],
+        [prompt_index[key] for key in keys],
+        pad_id=pad_id,
+    )
+    time = tokens.response_ids.shape[1]
+    completions = [t.completion for t in chosen]
+    behavior = [np.where(c.sampled, c.logp_behavior, np.float32(0)) for c in completions]
+    # Rounded up: a policy from the middle of a step is as old as the one that the step began with.
+    ages = [1 + np.maximum(0, -((c.policy_version - version) // updates_per_step)) for c in completions]
+    return MicroBatch(
+        rows=tuple(rows),
+        tokens=tokens.to(device),
+        mask=pad([t.loss_mask for t in chosen], time, False).to(device),
+        behavior=pad(behavior, time, 0.0).to(device),
+        turn=pad([c.turn for c in completions], time, -1).to(device),
+        off_policy=pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
+        age=pad(ages, time, 1).to(device),
+        advantage=torch.full((len(chosen), 1), float("nan"), device=device),
+    )
+
+
+def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -> set[int]:
+    """Returns rows with a proximal log-prob that is not finite at a trained token."""
+    bad: set[int] = set()
+    for micro in (micro for minibatch in minibatches for micro in minibatch):
+        if micro.proximal is not None:
+            finite = finite_rows(micro.mask, micro.proximal)
+            bad |= {row for row, good in zip(micro.rows, finite[:, 0].tolist(), strict=True) if not good}
+    return bad
+
+
+def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: int) -> Iterator[tuple[list[int], _Size]]:
+    """Splits one group into parts that fit the budget; a sample that does not fit alone is one part."""
+    empty = _Size(prompts=1, prompt=len(trajectories[group[0]].prompt.ids))
+    piece: list[int] = []
+    size = empty
+    for row in group:
+        grown = size.with_row(trajectories[row])
+        if piece and grown.tokens > budget:
+            yield piece, size
+            piece, grown = [], empty.with_row(trajectories[row])
+        piece.append(row)
+        size = grown
+    yield piece, size
+
+
+def pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:
+    """Returns rows of values as one tensor (rows, time), padded on the right."""
+    padded = np.full((len(rows), time), value, dtype=rows[0].dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)

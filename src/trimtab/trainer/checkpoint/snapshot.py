@@ -1,0 +1,190 @@
+"""Saves the state of a run as a checkpoint, and restores it bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from trimtab.errors import TrimtabError
+from trimtab.files import parse_toml
+from trimtab.runs import atomic
+from trimtab.runs.directory import RunDirectory
+from trimtab.runs.dotted_keys import flatten
+from trimtab.runs.layout import CONFIG, checkpoint_folder
+from trimtab.trainer.checkpoint import state_tensors, store
+from trimtab.trainer.config import Config, parse_config
+from trimtab.trainer.custom_objective import refuse_other
+from trimtab.trainer.idle import IdleSteps
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.observer import Observer
+from trimtab.trainer.ranks import current_ranks
+from trimtab.trainer.rollout.source import RolloutSource
+
+KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
+KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
+
+
+class Resumable(Protocol):
+    """The state of a trainer that a checkpoint holds, and the methods that resuming calls."""
+
+    config: Config
+    source: RolloutSource
+    learner: Learner
+    run: RunDirectory
+    observer: Observer
+    idle: IdleSteps
+    step: int
+
+    def publish_now(self) -> None: ...
+
+
+def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+    """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
+
+    `evaluated`: the evaluation of this step.
+    """
+    store.save(trainer.run.checkpoint_root, trainer.step, *capture(trainer, evaluated))
+    _mark_best(trainer, evaluated)
+    store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep)
+
+
+def save_if_unsaved(trainer: Resumable) -> None:
+    """Saves the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
+    exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
+    if not current_ranks().broadcast_bool(exists):
+        save(trainer, {})
+
+
+def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
+    """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
+    value = _value_of_best(trainer, evaluated)
+    if value is None:
+        return False
+    improved = store.is_best(trainer.run.checkpoint_root, trainer.config.eval.best_label, value)
+    # The leader decides: on a shared file system other ranks may still read the previous best.json.
+    return current_ranks().broadcast_bool(improved)
+
+
+def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+    """Marks this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
+    value = _value_of_best(trainer, evaluated)
+    if value is not None:
+        store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
+
+
+def _value_of_best(trainer: Resumable, evaluated: Mapping[str, float]) -> float | None:
+    """Returns the mean of the metrics in `eval.best`.
+
+    None without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
+    """
+    names = trainer.config.eval.best_metrics
+    if not names or not evaluated.keys() >= set(names):
+        return None
+    return sum(evaluated[name] for name in names) / len(names)
+
+
+def capture(
+    trainer: Resumable, evaluated: Mapping[str, float]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+    """Returns the state of a run: tensors by section, JSON, and files. `evaluated`: this step's evaluation."""
+    learner = trainer.learner
+    optimizer, groups = state_tensors.optimizer_state(learner.optimizer, learner.trained)
+    generators, generator_data = state_tensors.flatten_state(state_tensors.rng_state())
+    source_tensors, source_data, files = trainer.source.state(learner.updates)
+    tensors = {
+        **{name: state_tensors.model_state(module) for name, module in learner.modules.items()},
+        "optimizer": optimizer,
+        "random": generators,
+        **source_tensors,
+        **{section: named for feature in learner.features for section, named in feature.tensors().items()},
+    }
+    meta = {
+        "step": trainer.step,
+        "measured": dict(evaluated),
+        "updates": learner.updates,
+        "bad_in_a_row": learner.bad_in_a_row,
+        "idle": trainer.idle.steps,
+        "feed": source_data,
+        "prompts": trainer.source.collector.stream.state(),
+        "optimizer": groups,
+        "random": generator_data,
+    }
+    for feature in learner.features:
+        meta |= feature.state()
+    return tensors, meta, files
+
+
+def resume(trainer: Resumable) -> None:
+    """Continues from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
+    run = trainer.run
+    _check_same_recipe(run, trainer.config)
+    checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
+    if checkpoint is None:
+        run.truncate_after(-1)
+        trainer.observer.message(f"no checkpoint in {run.path} yet: starting from the beginning")
+        return
+    if faults := run.truncate_after(checkpoint.step):
+        trainer.observer.message(faults)
+    _restore(trainer, checkpoint)
+    _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
+    trainer.observer.message(f"resumed from {checkpoint.folder}")
+
+
+def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
+    learner, meta = trainer.learner, checkpoint.meta
+    for name, module in learner.modules.items():
+        state_tensors.load_model_state(module, checkpoint.tensors[name])
+    state_tensors.load_optimizer_state(
+        learner.optimizer, learner.trained, checkpoint.tensors["optimizer"], meta["optimizer"]
+    )
+    state_tensors.set_rng_state(state_tensors.unflatten_state(checkpoint.tensors["random"], meta["random"]))
+    trainer.step = meta["step"]
+    learner.updates = meta["updates"]
+    learner.bad_in_a_row = meta["bad_in_a_row"]
+    trainer.idle.steps = meta.get("idle", 0)  # absent in checkpoints of older versions
+    for feature in learner.features:
+        feature.load_tensors(checkpoint.tensors)
+        feature.load_state(learner, meta)
+    trainer.source.collector.stream.restore(meta["prompts"])
+    if "engine" not in checkpoint.tensors:
+        trainer.publish_now()
+    trainer.source.restore(checkpoint.tensors, meta["feed"], checkpoint.files)
+
+
+def _check_same_recipe(run: RunDirectory, config: Config) -> None:
+    """Raises `TrimtabError` if keys that affect results have changed; records the new values of the others."""
+    saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
+    if saved.placement != config.placement and not _can_change_placement(saved, config):
+        raise TrimtabError(
+            f"{run.path} cannot go on elsewhere (docs/scale.md says which runs can): resume it with placement = "
+            f"{saved.placement!r}"
+        )
+    refuse_other(saved, config, run.path)
+    old, new = _result_affecting_keys(saved), _result_affecting_keys(config)
+    changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if changed:
+        raise TrimtabError(
+            f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
+            "overrides of its config.toml, or choose another --out"
+        )
+    if run.writes:
+        atomic.write_text(run.path / CONFIG, config.dump())
+
+
+def _can_change_placement(saved: Config, config: Config) -> bool:
+    """Whether checkpoints of one placement can be resumed with the other."""
+    if saved.is_async == config.is_async:
+        return True
+    # A synchronous source saves the engine's weights, already quantized; an asynchronous one would quantize them again.
+    return config.is_async and not config.engine.changes_weights
+
+
+def _result_affecting_keys(config: Config) -> dict[str, Any]:
+    """Dotted keys and values that affect results; `trainer.steps` is one of them only for the cosine schedule."""
+    free: dict[str, Any] = dict.fromkeys(KEYS_FREE_TO_CHANGE, True)
+    free["engine"] = {"hang_timeout": True, "server": {"urls", "timeout", "reconnect_timeout", "concurrency", "folder"}}
+    data = config.model_dump(mode="json", exclude=free)
+    del data["trainer"]["max_idle_steps"]
+    if config.optim.schedule != "cosine":
+        del data["trainer"]["steps"]
+    return flatten(data)

@@ -1,0 +1,192 @@
+"""Modules, optimizers and random generators as named tensors plus JSON, restored bit for bit.
+
+Checkpoints contain no pickles, which could run code on loading, so all state is converted here.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.trainer.checkpoint.sharded_sections import copy_into, shape_and_dtype
+from trimtab.trainer.models.sharding import is_sharded
+from trimtab.trainer.ranks import current_ranks
+
+_TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
+
+
+def flatten_state(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Splits nested dicts, lists, tuples, numbers, strings, tensors and numpy arrays into named tensors and JSON.
+
+    Keeps what JSON alone loses: tuples, integer keys, dtypes. Raises `TypeError` with the path of any other value.
+    """
+    tensors: dict[str, Tensor] = {}
+    return tensors, _flatten(tree, "", tensors)
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
+    """Inverse of `flatten_state`. Tensors are not copied."""
+    if isinstance(data, list):
+        return [unflatten_state(tensors, item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if _TENSOR in data:
+        return tensors[data[_TENSOR]]
+    if _ARRAY in data:
+        return tensors[data[_ARRAY]].numpy()
+    if _TUPLE in data:
+        return tuple(unflatten_state(tensors, item) for item in data[_TUPLE])
+    if _DICT in data:
+        return {key: unflatten_state(tensors, value) for key, value in data[_DICT]}
+    return {key: unflatten_state(tensors, value) for key, value in data.items()}
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; tied ones once, under their first name, as in Hugging Face files."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # the objects themselves, so that tied ones are one
+        first.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(first.values())
+
+
+@torch.no_grad()
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies `tensors` into `model` in place, keeping ties.
+
+    Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
+    """
+    state = model_state(model)
+    _check_names(set(state), set(tensors), "weights")
+    for name, target in state.items():
+        shape, dtype = shape_and_dtype(tensors, name)
+        if shape != target.shape or dtype != target.dtype:
+            raise TrimtabError(
+                f"weight {name!r} is {dtype} {tuple(shape)} in the checkpoint and {target.dtype} "
+                f"{tuple(target.shape)} in the model: use the recipe the run was started with"
+            )
+    copy_into(state, tensors)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions.
+
+    torch's `get_optimizer_state_dict` is not a substitute: it steps an optimizer that has no state yet, which changes
+    all later updates.
+    """
+    grouped = _names_by_group(optimizer, model)
+    names, plain = list(chain.from_iterable(grouped)), optimizer.state_dict()
+    groups = [{**group, "params": params} for group, params in zip(plain["param_groups"], grouped, strict=True)]
+    return flatten_state({"state": {names[i]: value for i, value in plain["state"].items()}, "param_groups": groups})
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], data: Any
+) -> None:
+    """Inverse of `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
+    current, stored = _names_by_group(optimizer, model), [group["params"] for group in data["param_groups"]]
+    _check_names(set(chain.from_iterable(current)), set(chain.from_iterable(stored)), "optimizer state")
+    if current != stored:
+        raise TrimtabError("the checkpoint's optimizer groups its parameters differently: use the recipe of the run")
+    # The optimizer matches saved parameters to its own by their order in the groups, whether they are numbers or names.
+    optimizer.load_state_dict(unflatten_state(_sharded_like_parameters(tensors, model), data))
+
+
+def rng_state() -> dict[str, Any]:
+    """The global random generators (python, numpy, torch, every CUDA device of this process) for `flatten_state`."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - a user's reward may draw from the global generator
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices()],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restores the global random generators. Warns if the number of CUDA devices differs: their draws change."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    devices = _cuda_devices()
+    if len(state["cuda"]) == len(devices):
+        for device, generator in zip(devices, state["cuda"], strict=True):
+            torch.cuda.set_rng_state(generator, device)
+    else:
+        warnings.warn(
+            f"the checkpoint has the random state of {len(state['cuda'])} CUDA devices, here are {len(devices)}: "
+            "the run continues, but not with the same random numbers",
+            TrimtabWarning,
+            stacklevel=2,
+        )
+
+
+def _cuda_devices() -> list[int]:
+    """All devices of a single process; with several ranks only this one's, as using a device allocates memory on it."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.current_device()] if current_ranks().size > 1 else list(range(torch.cuda.device_count()))
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor | np.ndarray):
+        while path in tensors:  # two values may have one path: {"a/b": x, "a": {"b": y}} or {1: x, "1": y}
+            path += "'"
+        tensors[path] = value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
+        return {_TENSOR if isinstance(value, Tensor) else _ARRAY: path}
+    if isinstance(value, list | tuple):
+        items = [_flatten(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        items = {key: _flatten(item, f"{path}/{key}".lstrip("/"), tensors) for key, item in value.items()}
+        if all(isinstance(key, str) and not key.startswith("$") for key in items):
+            return items
+        return {_DICT: [[key, item] for key, item in items.items()]}
+    raise TypeError(f"cannot store {path or 'the value'}: {type(value).__name__} is neither data nor a tensor")
+
+
+def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of saved optimizer state, each sharded like the parameter it belongs to.
+
+    Copies, because loaded tensors are memory-mapped from files that `store.delete_old` may delete later in the run.
+    """
+    parameters, targets = dict(model.named_parameters()), dict[str, Tensor]()
+    for name in tensors:
+        shape, dtype = shape_and_dtype(tensors, name)
+        owner = parameters.get(name.removeprefix("state/").rpartition("/")[0])
+        if owner is not None and is_sharded(owner) and owner.shape == shape:
+            targets[name] = torch.empty_like(owner, dtype=dtype).detach()
+        else:
+            targets[name] = torch.empty(shape, dtype=dtype)
+    copy_into(targets, tensors)
+    return targets
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names in `model` of the parameters in each group; `optimizer.state_dict()` numbers them in this order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    unknown = list(chain.from_iterable(groups)).count("")
+    if unknown:
+        raise ValueError(f"{unknown} parameters of the optimizer do not belong to the model")
+    return groups
+
+
+def _check_names(expected: set[str], stored: set[str], what: str) -> None:
+    """Raises `TrimtabError` that counts the names on one side only, unless there are none."""
+    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
+    problems = [
+        f"{len(names)} {word} (e.g. {names[0]!r})"
+        for names, word in ((missing, "missing"), (unexpected, "unexpected"))
+        if names
+    ]
+    if problems:
+        raise TrimtabError(f"the checkpoint's {what} do not fit the model: {', '.join(problems)}; use the run's recipe")

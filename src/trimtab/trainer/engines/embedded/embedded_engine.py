@@ -1,0 +1,253 @@
+"""The embedded engine: batched sampling in this process with PyTorch and transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.trainer.engines.decoding_rows import (
+    DecodingRow,
+    Prefixes,
+    build_rows,
+    mark_aborted,
+    plan_prefill,
+    validate_prefixes,
+    validate_routes,
+    validate_tokens,
+)
+from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder
+from trimtab.trainer.engines.embedded.decoding_loop import DecodingLoop
+from trimtab.trainer.engines.embedded.expert_recorder import ExpertRecorder
+from trimtab.trainer.engines.embedded.fused_llama import FusedLlama, supports
+from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
+from trimtab.trainer.engines.embedded.sampling import uniform_draws
+from trimtab.trainer.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
+from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
+from trimtab.trainer.engines.request import validate_request
+from trimtab.trainer.engines.stopping import StopChecker, eos_ids
+from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
+from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.models.invariant import is_invariant
+from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, round_up
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.routing import record_routing, router_info
+from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
+CACHE_BYTES = 2 << 30
+
+
+class EmbeddedEngine:
+    """Samples from its own copy of a transformers causal model (`types.Engine`).
+
+    The copy shares no storage with the original model. `policy_version` starts at 0.
+
+    Args:
+        dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
+        quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
+        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
+        gates: with `routes`, what the experts are weighed with, too.
+
+    Raises:
+        TrimtabError: an unknown dtype; `routes` for a model without known routers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        dtype: str | torch.dtype = torch.bfloat16,
+        *,
+        quantization: WeightQuantization = NO_QUANTIZATION,
+        routes: bool = False,
+        gates: bool = False,
+    ) -> None:
+        if isinstance(dtype, str):
+            if dtype not in DTYPES:
+                raise TrimtabError(f"unknown engine dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
+            dtype = DTYPES[dtype]
+        self.policy_version = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
+        self._tokenizer = tokenizer
+        self._eos = eos_ids(tokenizer, model.config, getattr(model, "generation_config", None))
+        self._model = _copy_model(model, dtype)
+        self._invariant = is_invariant(self._model)
+        self._fused = FusedLlama(self._model) if supports(self._model) else None
+        self._manifest = WeightManifest.of(self._model)
+        self._quantization = quantization
+        self._quantized_names = matrices(self._model) if quantization.active else ()
+        self._routes, self._gates = routes, gates
+        if routes and router_info(self._model).layers == 0:
+            raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
+        self._quantize()
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
+        abort: AbortSignal | None = None,
+    ) -> list[list[Completion]]:
+        """See `types.Engine`. Every draw depends on (seed, index of the prompt, sample, position of the token) alone.
+
+        Equal prefixes of one prompt are run through the model once. `abort` is checked before every token. The
+        completions of an aborted call, given as `prefixes` of a call with the same seed and weights, are continued with
+        the tokens of the call without abort. This holds in float32 and with invariant numerics; otherwise the keys and
+        values of a prefix are rounded slightly differently in bfloat16.
+
+        Raises:
+            TrimtabError: the arguments do not fit the model or each other; the model's logits are not finite.
+        """
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        context = getattr(self._model.config, "max_position_embeddings", None)
+        validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
+        validate_prefixes(prefixes, prompts, samples, sampling)
+        stop = StopChecker(self._tokenizer, self._eos, sampling)
+        multi_turn = turns is not None
+        validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
+        if self._routes:
+            validate_routes(prefixes, prompts, router_info(self._model)._replace(gates=self._gates))
+        rows = build_rows(len(prompts), samples, sampling, prefixes, multi_turn=multi_turn)
+        for row in rows:
+            row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
+        exchange = None if turns is None else TurnExchange(turns, abort)
+        if exchange is not None:
+            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
+        record = record_routing(self._model, gates=self._gates) if self._routes else contextlib.nullcontext()
+        with record as tape:
+            for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
+                if abort is not None and abort.is_set():
+                    mark_aborted(batch)
+                else:
+                    recorder = None if tape is None else ExpertRecorder(tape)
+                    decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
+                    loop = DecodingLoop(
+                        decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
+                    )
+                    loop.run()
+                    self.prefilled_tokens += decoder.prefilled
+                    self.decoded_tokens += loop.decoded
+        done = [row.completion(self.policy_version, stop) for row in rows]
+        return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    @torch.inference_mode()
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """Returns the log-probs (tokens,) of each response at temperature 1, from one forward over prompt and response.
+
+        Weights and numerics are those of `generate`; neither its cache nor its decoding is used.
+        """
+        rows = []
+        for prompt, one in zip(prompts, completions, strict=True):
+            if self._invariant:  # these models run packed rows only
+                batch = TokenBatch.pack([prompt.ids], [one.response_ids], [0], pad_id=0)
+                logp = score(self._model, batch.to(self._model.device)).logp[0]
+            else:
+                ids = torch.from_numpy(np.concatenate([prompt.ids, one.response_ids])).to(self._model.device)
+                kept = len(one.response_ids) + 1
+                logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits[0, :-1]
+                logp = logits.float().log_softmax(-1).gather(-1, ids[1 - kept :, None])[:, 0]
+            rows.append(logp.cpu().numpy())
+        return rows
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        """Copies named weights into the model, and quantizes them unless `as_is`; see `types.Engine`.
+
+        Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
+
+        Raises:
+            TrimtabError: the weights are not those of the model (`WeightManifest.check`); then none is copied.
+        """
+        given = self._manifest.check(weights)
+        state = self._model.state_dict(keep_vars=True)
+        for name, tensor in given.items():
+            state[name].data.copy_(tensor)
+        self.policy_version = version
+        if not as_is:
+            self._quantize()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns the weights in use, not copies."""
+        return self._model.named_parameters()
+
+    @property
+    def attention(self) -> str:
+        """The implementation of attention in the forward of the model, as in a `transformers` config."""
+        return self._model.config._attn_implementation
+
+    def restart(self) -> None:
+        """Does nothing: the engine runs in this process."""
+
+    def close(self) -> None:
+        """Does nothing: the engine runs in this process."""
+
+    @torch.no_grad()
+    def _quantize(self) -> None:
+        """Quantizes the weights after they were cast to the engine's dtype."""
+        for name in self._quantized_names:
+            weight = self._model.get_parameter(name)
+            weight.copy_(self._quantization.apply(name, weight, self.policy_version))
+
+    def _batches(self, rows: list[DecodingRow], prompts: Sequence[Prompt], max_tokens: int) -> list[list[DecodingRow]]:
+        """Splits rows into batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
+        if not rows:
+            return []
+        rows = sorted(rows, key=lambda row: (len(prompts[row.prompt].ids), row.prompt))
+        config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = self._fused.cache_dtype if self._fused else self._model.dtype
+        positions, itemsize = longest + max_tokens, dtype.itemsize
+        if self._invariant:
+            positions, itemsize = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK), 4
+        width = 2 * config.num_hidden_layers * heads * size * itemsize
+        max_rows = max(1, CACHE_BYTES // (width * positions))
+        count = -(-len(rows) // max_rows)
+        edges = [len(rows) * i // count for i in range(count + 1)]
+        return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
+
+    def _decoder(
+        self,
+        rows: list[DecodingRow],
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        recorder: ExpertRecorder | None = None,
+    ) -> Decoder:
+        starts = plan_prefill(rows, prompts, self._model.device)
+        if self._invariant:
+            return InvariantDecoder(self._model, starts)
+        steps = max_tokens - min(row.prefix_length for row in rows)
+        window = self._fused.window if self._fused else None
+        if self._fused and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
+            decoder = SharedPromptDecoder(self._fused.packed(len(rows)), starts, steps, recorder)
+        else:
+            decoder = CachedDecoder(self._model, starts, steps, recorder)
+        if recorder is not None:
+            recorder.begin(rows, starts.prompt.tolist(), starts.row.tolist())
+        return decoder
+
+
+def _copy_model(model: Any, dtype: torch.dtype) -> Any:
+    """Returns a copy in `dtype` without shared storage. Buffers keep their dtype: rotary frequencies stay float32."""
+    cast = {id(p): torch.nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False) for p in model.parameters()}
+    result = copy.deepcopy(model, memo=dict(cast)).eval()
+    if is_invariant(model):
+        return result
+    # SDPA has no soft cap on attention scores (Gemma 2) and would silently omit it.
+    result.set_attn_implementation("eager" if getattr(result.config, "attn_logit_softcapping", None) else "sdpa")
+    return result

@@ -1,0 +1,211 @@
+"""The other side of a `RemoteEngine`: hosts one engine and answers calls.
+
+`python -m trimtab.trainer.engines.remote.engine_host` is the process of a `ProcessTransport`: the main thread answers, a second
+thread reads the connection and sends heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab.errors import TrimtabError
+
+# Nothing that imports torch, which takes seconds without a heartbeat.
+from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
+from trimtab.trainer.processes import Message, Parent
+from trimtab.types import Completion, Engine
+
+SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
+
+# The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
+# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
+CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
+
+
+class EngineHost:
+    """Answers one call at a time; `abort`, `handled` and `progress` may be called beside it, from other threads.
+
+    Subclasses define `update_weights`, `named_weights` and `send_turn`, which depend on the transport.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._error: Exception | str | None = None
+        self.steps = 0  # checks of the abort signal
+        self.aborted = 0  # number of the last call that was
+        self._generating = False
+        self._call = 0
+        self._turns: HostedTurns | None = None
+
+    def start(self, spec: Mapping[str, Any]) -> None:
+        """Builds the engine; an error is the answer to every call."""
+        try:
+            self.build(spec)
+        except Exception as error:
+            self._error = _to_send(error)
+
+    def build(self, spec: Mapping[str, Any]) -> None:
+        import torch
+
+        from trimtab.trainer.engines.engine_spec import build
+
+        torch.set_num_threads(spec["threads"])
+        self.engine = build(spec)
+
+    def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> CallResult:
+        """Performs call number `call`."""
+        value, error = None, self._error
+        if self.engine is None:
+            return value, error, (0, 0, 0)
+        self._call = call
+        try:
+            value = getattr(self, method)(self.engine, *arguments)
+        except Exception as raised:
+            error = _to_send(raised)
+        return value, error, (self.engine.policy_version, self.engine.decoded_tokens, self.engine.prefilled_tokens)
+
+    def generate(
+        self,
+        engine: Engine,
+        prompts: Any,
+        samples: int,
+        sampling: Any,
+        seed: int,
+        prefixes: Any,
+        max_turn_tokens: int | None,
+    ) -> list[list[Completion]]:
+        """`max_turn_tokens`: that of the caller's `TurnHandler`; None without one."""
+        signal = _AbortSignal(self, self._call)
+        turns = None if max_turn_tokens is None else HostedTurns(self._call, max_turn_tokens, self.send_turn)
+        self._generating, self._turns = True, turns
+        try:
+            return engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes, turns=turns, abort=signal)
+        finally:
+            self._generating, self._turns = False, None
+
+    def prefill_logps(self, engine: Any, prompts: Any, completions: Any) -> Any:
+        return engine.prefill_logps(prompts, completions)
+
+    def send_turn(self, turn: EndedTurn) -> None:
+        """Sends a turn to the caller."""
+        raise NotImplementedError
+
+    def handled(self, turn: HandledTurn) -> None:
+        """Takes what follows a turn that was sent."""
+        turns = self._turns
+        if turns is not None:
+            turns.handled(turn)
+
+    def abort(self, call: int) -> None:
+        """Ends call number `call` soon, even if it has not begun."""
+        self.aborted = max(self.aborted, call)
+
+    def progress(self) -> int:
+        """Returns another number than the last time, unless the engine generates without checking its abort signal.
+
+        Engines check it before every token and while they wait for results of turns; one that no longer does hangs,
+        although its process is alive.
+        """
+        self.steps += not self._generating
+        return self.steps
+
+
+class _AbortSignal:
+    """Whether one call of a host was aborted (`types.AbortSignal`)."""
+
+    def __init__(self, host: EngineHost, call: int) -> None:
+        self._host, self._call = host, call
+
+    def is_set(self) -> bool:
+        self._host.steps += 1
+        return self._host.aborted >= self._call
+
+
+def _to_send(error: Exception) -> Exception | str:
+    return error if isinstance(error, TrimtabError) else traceback.format_exc().rstrip()
+
+
+class ProcessHost(EngineHost):
+    """Hosts an engine for the parent of this process; weights come and go as files (`shared_weights.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._busy = False
+        self._closed = threading.Event()
+        self._parent = Parent(
+            self._receive, progress=lambda: self.progress() if self._busy else None, close=self._wait_for_close
+        )
+
+    def serve(self) -> None:
+        """Answers calls until the parent is gone; the first message is the specification of the engine."""
+        message = self._messages.get()
+        if message is not None:
+            self.start(message.content)
+        while (message := self._messages.get()) is not None:
+            call, method, arguments = message.content
+            files = () if message.descriptor is None else (message.descriptor,)
+            value, error, state = self.answer(call, method, (*files, *arguments))
+            self._busy = False
+            with contextlib.ExitStack() as cleanup:
+                descriptor = None
+                if method == "named_weights" and error is None:
+                    shared = cleanup.enter_context(contextlib.closing(value))
+                    descriptor, value = shared.descriptor, shared.entries
+                self._parent.send((value, error, state), descriptor)
+        if self.engine is not None:
+            self.engine.close()
+        self._closed.set()
+        threading.Event().wait()  # `Parent` ends the process
+
+    def update_weights(
+        self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, as_is: bool
+    ) -> None:
+        from trimtab.trainer.engines.remote.shared_weights import SharedWeights
+
+        with contextlib.closing(SharedWeights(descriptor, entries)) as shared:
+            engine.update_weights(shared, version, as_is=as_is)
+
+    def named_weights(self, engine: Engine) -> Any:
+        from trimtab.trainer.engines.remote.shared_weights import share
+
+        return share(engine.named_weights())
+
+    def send_turn(self, turn: EndedTurn) -> None:
+        self._parent.send(turn)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message.content, HandledTurn):
+            self.handled(message.content)
+            return
+        if isinstance(message.content, int):
+            self.abort(message.content)
+            return
+        self._busy = isinstance(message.content, tuple)  # the specification gets no answer
+        self._messages.put(message)
+
+    def _wait_for_close(self) -> None:
+        self._messages.put(None)
+        self.abort(sys.maxsize)
+        if self.engine is not None:
+            self._closed.wait(SHUTDOWN_TIMEOUT)
+
+
+def main() -> None:
+    try:
+        ProcessHost().serve()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # immediately: threads of the engine could delay a normal exit, for which the parent waits
+
+
+if __name__ == "__main__":
+    main()

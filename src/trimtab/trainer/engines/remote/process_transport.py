@@ -1,0 +1,104 @@
+"""An `EngineHost` in a child process of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from trimtab.trainer.engines.remote.engine_host import CallResult
+from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.remote.remote_engine import TransportLost
+from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
+from trimtab.trainer.processes import TRANSFER_TIMEOUT, WorkerProcess
+
+WORKER = "trimtab.trainer.engines.remote.engine_host"
+SHUTDOWN_TIMEOUT = 10.0  # seconds for the process to exit
+
+
+class ProcessTransport:
+    """Starts the process at once; it loads while the caller continues (`remote_engine.Transport`).
+
+    Its output is not shown on the terminal; the last line is quoted when the process dies.
+
+    Args:
+        spec: the engine; see `engine_spec.py`.
+        threads: processor threads the engine may use.
+        devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], *, threads: int, devices: str | None = None) -> None:
+        self._spec = {**spec, "threads": threads}
+        self._environment = {"OMP_NUM_THREADS": str(threads)}
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = devices
+        self.restart()
+
+    def restart(self) -> None:
+        self.turns: list[EndedTurn] = []
+        self._process = WorkerProcess(WORKER, environment=self._environment)
+        with contextlib.suppress(OSError):  # it has died already: the first call reports that
+            self._process.send(self._spec)
+
+    @property
+    def pid(self) -> int:
+        return self._process.process.pid
+
+    @property
+    def progress(self) -> int:
+        return self._process.progress
+
+    def submit(self, call: int, method: str, *arguments: Any) -> None:
+        """`SharedWeights` are passed on directly; other weights are copied to a shared file first."""
+        descriptor = None
+        with contextlib.ExitStack() as cleanup:  # a caught error must not keep a copy of the model open
+            if method == "update_weights":
+                weights, *rest = arguments
+                if not isinstance(weights, SharedWeights):
+                    weights = cleanup.enter_context(contextlib.closing(share(weights)))
+                descriptor, arguments = weights.descriptor, (weights.entries, *rest)
+            try:
+                self._process.send((call, method, arguments), descriptor)
+            except OSError as error:
+                self._lose(error)
+
+    def wait(self, seconds: float) -> CallResult | None:
+        try:
+            message = self._process.receive(seconds)
+        except (EOFError, OSError) as error:
+            self._lose(error)
+        if message is None:
+            return None
+        if isinstance(message.content, EndedTurn):
+            self.turns.append(message.content)
+            return None
+        value, error, state = message.content
+        if message.descriptor is not None:
+            with contextlib.closing(SharedWeights(message.descriptor, value)) as shared:
+                value = list(shared)
+        return value, error, state
+
+    def send_result(self, turn: HandledTurn) -> None:
+        self._tell(turn)
+
+    def abort(self, call: int) -> None:
+        self._tell(call)
+
+    def _tell(self, content: HandledTurn | int) -> None:
+        with contextlib.suppress(OSError):  # it has died: `wait` reports that
+            self._process.send(content)
+
+    def describe(self, what: str) -> str:
+        return f"the engine's process {what}{self._process.last_output()}"
+
+    def _lose(self, error: Exception) -> NoReturn:
+        self._process.kill()
+        stuck = isinstance(error, BlockingIOError)
+        what = f"moved no byte for {TRANSFER_TIMEOUT} s" if stuck else self._process.exit_reason()
+        raise TransportLost(self.describe(what)) from None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.close(SHUTDOWN_TIMEOUT)

@@ -1,0 +1,269 @@
+"""An engine that lives elsewhere: forwards calls, detects hangs, restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.trainer.engines.decoding_rows import Prefixes, validate_prefixes
+from trimtab.trainer.engines.remote.engine_host import CallResult
+from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.types import (
+    AbortSignal,
+    Completion,
+    FloatArray,
+    Problem,
+    Prompt,
+    SamplingParams,
+    TurnHandler,
+    TurnResult,
+)
+
+POLL_INTERVAL = 0.01  # seconds between checks of the abort signal and of the results of turns
+STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
+HANG_TIMEOUT = 300.0  # seconds
+
+
+class TransportLost(Exception):
+    """The other side died or cannot be reached; the message is a clause that says which, and how."""
+
+
+class Transport(Protocol):
+    """A connection to an `EngineHost` in another process. One call at a time is in progress.
+
+    Attributes:
+        turns: those that `wait` received and nobody has taken.
+    """
+
+    turns: list[EndedTurn]
+
+    @property
+    def pid(self) -> int:
+        """The other side's process, on its machine."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while the other side makes progress."""
+        ...
+
+    def submit(self, call: int, method: str, *arguments: Any) -> None:
+        """Begins a call of the hosted engine. Raises `TransportLost`, or `TrimtabError` if nothing was sent."""
+        ...
+
+    def wait(self, seconds: float) -> CallResult | None:
+        """Returns the answer to the call if it ends within `seconds`, and otherwise None. Raises `TransportLost`."""
+        ...
+
+    def send_result(self, turn: HandledTurn) -> None:
+        """Sends what follows a turn."""
+        ...
+
+    def abort(self, call: int) -> None:
+        """Sets the abort signal of a call."""
+        ...
+
+    def describe(self, what: str) -> str:
+        """Returns the clause that the other side did `what`."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the other side at once. Idempotent."""
+        ...
+
+    def restart(self) -> None:
+        """Replaces the other side, which was killed. Raises `EngineDeadError` or `TrimtabError`."""
+        ...
+
+    def close(self) -> None:
+        """Lets the engine shut down, then ends the other side. Idempotent."""
+        ...
+
+
+class _CallTurns:
+    """The turns of one call: they come from the other side, and what follows each goes back there."""
+
+    def __init__(self, handler: TurnHandler, transport: Transport) -> None:
+        self._handler, self._transport = handler, transport
+        self._waiting: list[tuple[int, int]] = []
+
+    def forward(self, current: int) -> None:
+        """Submits the turns of call number `current` that ended, and sends the results that are known now."""
+        ended, self._transport.turns = self._transport.turns, []
+        results: list[tuple[tuple[int, int], TurnResult | None]] = []
+        for call, prompt, sample, completion in ended:
+            if call == current:  # not of an earlier one, which was aborted
+                finish = self._handler.submit(prompt, sample, completion)
+                if finish is None:
+                    self._waiting.append((prompt, sample))
+                else:
+                    results.append(((prompt, sample), TurnResult.end(finish)))
+        results += [(turn, self._handler.result(*turn, 0.0)) for turn in self._waiting]
+        self._waiting = [turn for turn, result in results if result is None]
+        for turn, result in results:
+            if result is not None:
+                self._transport.send_result(HandledTurn(current, *turn, result))
+
+
+class RemoteEngine:
+    """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
+
+    With the same number of threads, tokens and log-probs equal those of the same engine in this process, bit for bit.
+    Errors in the engine's specification are raised by the first call at the latest.
+
+    Args:
+        hang_timeout: seconds without a heartbeat after which a call raises `EngineDeadError`. While the engine
+            generates, heartbeats need new tokens; otherwise they need a running process.
+    """
+
+    def __init__(self, transport: Transport, *, hang_timeout: float = HANG_TIMEOUT) -> None:
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
+        self.transport, self.hang_timeout = transport, hang_timeout
+        self._closed = False
+        self._calls = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.policy_version = 0
+        self._alive, self._has_weights = True, False
+        self._before = (self.decoded_tokens, self.prefilled_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
+        abort: AbortSignal | None = None,
+    ) -> list[list[Completion]]:
+        """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
+
+        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on.
+
+        Raises:
+            EngineDeadError: the other side died or sends no heartbeat.
+            TrimtabError: what the hosted engine refuses; no weights were published yet.
+        """
+        validate_prefixes(prefixes, prompts, samples, sampling)
+        if not self._has_weights:
+            raise TrimtabError("the engine has no weights yet: publish before generating")
+        max_turn_tokens = None if turns is None else turns.max_turn_tokens
+        arguments = (_asked(prompts), samples, sampling, seed, prefixes, max_turn_tokens)
+        return self._call("generate", *arguments, turns=turns, abort=abort)
+
+    def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
+        """See `EmbeddedEngine.prefill_logps`."""
+        return self._call("prefill_logps", _asked(prompts), completions)
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        """See `types.Engine`.
+
+        Raises:
+            EngineDeadError: the other side died or sends no heartbeat; a new one has no weights.
+            TrimtabError: what the hosted engine refuses; there is not enough memory for a copy.
+        """
+        self._call("update_weights", weights, version, as_is)
+        self._has_weights = True
+
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """Returns copies of the weights in use."""
+        return self._call("named_weights")
+
+    def restart(self) -> None:
+        """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
+
+        Raises:
+            EngineDeadError: the new one was lost too.
+            TrimtabError: the engine was closed.
+        """
+        if self._closed:
+            raise TrimtabError("the engine was closed: build another one")
+        if not self._alive:
+            self.transport.restart()
+            self._begin()
+
+    def close(self) -> None:
+        """Ends the process and everything it started. A call in progress in another thread raises `EngineDeadError`."""
+        if not self._closed:
+            self._closed = True
+            self.transport.close()
+
+    def _call(
+        self, method: str, *arguments: Any, turns: TurnHandler | None = None, abort: AbortSignal | None = None
+    ) -> Any:
+        if self._closed or not self._alive:
+            raise EngineDeadError("the engine's process is gone: restart the engine, then publish weights")
+        try:
+            self._calls += 1
+            self.transport.submit(self._calls, method, *arguments)
+            try:
+                (value, error, state), failure = self._wait(turns, abort)
+            except BaseException:
+                self._discard()  # its answer must not be taken for that of the next call
+                raise
+        except TransportLost as lost:
+            self._discard()
+            raise EngineDeadError(f"{lost} during {method}") from None
+        if self._closed:
+            raise EngineDeadError(f"the engine was closed during {method}")
+        self.policy_version, decoded, prefilled = state
+        self.decoded_tokens, self.prefilled_tokens = self._before[0] + decoded, self._before[1] + prefilled
+        if isinstance(error, EngineDeadError):
+            self._discard()  # the hosted engine is dead; it is restarted in a new process
+        if failure is not None:
+            raise failure
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"the engine's process failed:\n{error}")
+        return value
+
+    def _wait(self, turns: TurnHandler | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
+        """Waits for the end of the call; forwards turns, their results and the abort signal.
+
+        Returns its answer, and what the handler of the turns raised, after which the call was aborted.
+
+        Raises:
+            TransportLost: the other side died or hangs.
+        """
+        exchange = None if turns is None else _CallTurns(turns, self.transport)
+        seen = self.transport.progress
+        alive = before = time.monotonic()
+        failure: Exception | None = None
+        while True:
+            if abort is not None and abort.is_set():
+                self.transport.abort(self._calls)
+                abort = exchange = None
+            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and exchange is None else POLL_INTERVAL)
+            if answer is not None:
+                return answer, failure
+            try:
+                if exchange is not None:
+                    exchange.forward(self._calls)
+            except Exception as raised:
+                self.transport.abort(self._calls)
+                failure, abort, exchange = raised, None, None
+            now = time.monotonic()
+            # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.
+            alive += now - before if now - before > STALL_THRESHOLD else 0
+            before = now
+            if (progress := self.transport.progress) != seen:
+                seen, alive = progress, now
+            elif now - alive > self.hang_timeout:
+                what = f"gave no sign of life for {self.hang_timeout:g} s (engine.hang_timeout)"
+                raise TransportLost(self.transport.describe(what))
+
+    def _discard(self) -> None:
+        self._alive = False
+        self.transport.kill()
+
+
+def _asked(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns prompts without their answers, which stay here; what else a problem holds may not be picklable."""
+    return [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]

@@ -1,0 +1,160 @@
+"""The interface of a server protocol: requests and results that every inference server supports."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from trimtab.trainer.engines.server.http_client import MAX_ANSWER_BYTES, Connection, WrongAnswer
+from trimtab.types import FinishReason, SamplingParams
+
+# vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
+PLACEHOLDER = -9999.0
+# A log-prob computed as a logit minus the log of the summed exponentials is above 0 by the rounding of float32:
+# 5e-4 for logits up to 8192.
+MAX_LOGP = 1e-3
+# A log-prob is exactly 0 in float32 where a logit is 17 nats above all others together. This does not happen at each of
+# so many tokens of a response. At a lower temperature more are needed: 17 nats are fewer of the model's own logits.
+# Nor are the log-probs of so many tokens the same, to less than float32 can tell from 0, unless all ids are as probable
+# (then they lie this close to -log(vocabulary), in nats).
+MIN_CERTAIN_TOKENS = 8
+RESOLUTION, UNIFORM = 2.0**-25, 0.1
+# A token this many nats below the uniform distribution is sampled once in 10^21 tokens.
+IMPROBABLE = 50.0
+# JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
+RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
+
+# Messages quote it: without control characters and line separators.
+Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+TokenId = Annotated[int, Field(ge=0)]
+LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A request for one response or turn. `ids` are the tokens of the prompt and of the response so far.
+
+    With `scored`, nothing is sampled: the result is the last `scored` of `ids` (that many are `max_tokens`) with their
+    log-probs at temperature 1, as the server computes them for a prompt.
+    """
+
+    name: str = field(compare=False)  # unique among all requests of all trainers
+    ids: tuple[int, ...]
+    max_tokens: int  # beyond `ids`
+    seed: int  # 63 bits
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    scored: int = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest answer that is read."""
+        tokens = len(self.ids) if self.scored else self.max_tokens
+        return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * tokens + PROMPT_TOKEN_BYTES * len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionResult:
+    """New tokens with one log-prob (nats) each; `finish` is "abort" if the server was told to abort."""
+
+    ids: list[int]
+    logp: list[float]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model a server reports; equal for two servers of one model. `context` in tokens, None if not reported."""
+
+    name: str
+    context: int | None
+
+
+class ServerProtocol(Protocol):
+    """The HTTP routes of one kind of server.
+
+    A label names weights: each update sets one, and a restarted server reports a different one. A request with the
+    sampling `probe` shows whether log-probs are those of the sampled distribution.
+    """
+
+    probe: SamplingParams
+
+    async def model(self, connection: Connection) -> Model: ...
+
+    async def label(self, connection: Connection) -> str:
+        """Returns the label of the weights in use."""
+        ...
+
+    async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+        """Returns one sampled response, or the scores of a given one."""
+        ...
+
+    def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
+        """Returns whether log-probs of a `probe` are those of the sampled distribution."""
+        ...
+
+    async def abort(self, connection: Connection) -> None:
+        """Aborts all requests of the server; each returns the tokens sampled so far."""
+        ...
+
+    async def load(self, connection: Connection, folder: Path, label: str) -> None:
+        """Loads the weights in `folder`, resets the prefix cache and sets `label`."""
+        ...
+
+
+def scored_result(
+    connection: Connection, request: CompletionRequest, prompt: Sequence[Mapping[int, float]]
+) -> CompletionResult:
+    """Returns the scores of the last tokens of a request. prompt: log-probs by id at the last tokens of its `ids`.
+
+    Raises:
+        WrongAnswer: one is missing.
+    """
+    ids, entries = request.ids[-request.scored :], prompt[-request.scored :]
+    if len(entries) < len(ids) or any(id_ not in entry for id_, entry in zip(ids, entries, strict=True)):
+        raise WrongAnswer(f"{connection.url} returned no log-prob for a token of the prompt, which was asked for")
+    return CompletionResult(list(ids), [entry[id_] for id_, entry in zip(ids, entries, strict=True)], "length")
+
+
+def check_result(where: str, result: CompletionResult, request: CompletionRequest, vocabulary: int) -> None:
+    """Checks that a server can have sampled a result.
+
+    Raises:
+        WrongAnswer: it cannot.
+    """
+    tokens = len(result.ids)
+    if tokens != len(result.logp):
+        wrong = f"{tokens} tokens with {len(result.logp)} log-probs; it must return one for each"
+    elif tokens > request.max_tokens:
+        wrong = f"{tokens} tokens, asked for {request.max_tokens}"
+    elif not tokens and result.finish != "abort":
+        wrong = "a response without tokens"
+    elif max(result.ids, default=0) >= vocabulary:
+        wrong = f"token {reprlib.repr(max(result.ids))}, beyond the vocabulary of {vocabulary}"
+    elif tokens and (impossible := _impossible(result.logp, request, math.log(vocabulary))):
+        wrong = impossible
+    else:
+        return
+    raise WrongAnswer(f"{where} returned {wrong}")
+
+
+def _impossible(logp: Sequence[float], request: CompletionRequest, uniform: float) -> str | None:
+    """Returns what no sampled tokens have, None if they may have these log-probs. uniform: log(vocabulary).
+
+    Above temperature 1 only zeros are looked for: log-probs from before the temperature are found by the probe.
+    """
+    sampling, first, lowest = request.sampling, logp[0], min(logp)
+    hot = sampling.temperature > 1.0
+    if lowest < -IMPROBABLE - uniform and not request.scored and not hot:
+        return f"log-prob {lowest:g} for a token that it sampled, which no such token has"
+    same = max(logp) - lowest < RESOLUTION and (not hot or abs(first) < RESOLUTION) and abs(first + uniform) > UNIFORM
+    many = len(logp) * min(sampling.temperature, 1.0) >= MIN_CERTAIN_TOKENS
+    if same and many and not sampling.truncated:  # truncation may have left one token to sample
+        return f"log-prob {first:g} for all {len(logp)} tokens, sampled at temperature {sampling.temperature:g}"
+    return None

@@ -1,0 +1,168 @@
+"""vLLM's protocol: `/v1/completions` with token ids, weights through a worker extension.
+
+Sources, of vllm 0.32.0: entrypoints/openai/completion/{protocol,serving}.py, entrypoints/rl/online/api_router.py,
+entrypoints/serve/dev/{rpc,cache}/api_router.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import FailFast, PositiveInt
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.engines.server.http_client import Answer, Connection, RequestRejected, excerpt
+from trimtab.trainer.engines.server.server_protocol import (
+    CompletionRequest,
+    CompletionResult,
+    LogProb,
+    Model,
+    Name,
+    TokenId,
+    scored_result,
+)
+from trimtab.trainer.engines.server.weight_folder import entries
+from trimtab.types import SamplingParams
+
+EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"
+START = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+_COMMON = {
+    # Set explicitly, because the server would otherwise take them from the model's generation config.
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "add_special_tokens": False,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
+class _ModelCard(Answer):
+    id: Name
+    max_model_len: PositiveInt | None = None
+
+
+class _Models(Answer):
+    data: Annotated[list[_ModelCard], FailFast()]
+
+
+class _WeightInfo(Answer):
+    weight_version: Name | None
+
+
+class _Outcome(Answer):
+    success: bool
+
+
+class _LogProbs(Answer):
+    token_logprobs: Annotated[list[LogProb], FailFast()]
+
+
+class _Choice(Answer):
+    token_ids: Annotated[list[TokenId], FailFast()]
+    logprobs: _LogProbs
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class _Completion(Answer):
+    choices: tuple[_Choice]
+
+
+class _PromptToken(Answer):
+    logprob: LogProb
+
+
+class _Scored(Answer):
+    prompt_logprobs: Annotated[list[dict[str, _PromptToken] | None], FailFast()]
+
+
+class _Scores(Answer):
+    choices: tuple[_Scored]
+
+
+class VllmProtocol:
+    """The protocol of `vllm serve`. `name`: the served model name; None: the first one the server lists."""
+
+    # With top_k = 1 the processed log-prob is 0. Temperatures above 2, another test, are refused by vLLM.
+    probe = SamplingParams(top_k=1, ignore_stop=True)
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    async def model(self, connection: Connection) -> Model:
+        served = {card.id: card for card in (await connection.ask(_Models, "/v1/models")).data}
+        name = self._name or next(iter(served), None)
+        if name is None or name not in served:
+            known = excerpt(", ".join(served)) or "no model"
+            raise TrimtabError(f"{connection.url} serves {known}, not {name!r}: set engine.server.model")
+        return Model(name, served[name].max_model_len)
+
+    async def label(self, connection: Connection) -> str:
+        with _add_advice():
+            return str((await connection.ask(_WeightInfo, "/weight_info")).weight_version)
+
+    async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+        sampling = request.sampling
+        body = {
+            **_COMMON,
+            "model": model.name,
+            "prompt": request.ids,
+            "request_id": request.name,
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "seed": request.seed,
+            "stop": [] if sampling.ignore_stop else list(sampling.stop),
+            "stop_token_ids": list(request.stop_ids),
+            "ignore_eos": sampling.ignore_stop,
+        }
+        if request.scored:
+            body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # one ends vLLM on a CPU at long prompts
+            [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
+            return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
+        [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
+        return CompletionResult(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
+
+    def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:  # noqa: ARG002
+        return not any(logp)
+
+    async def abort(self, connection: Connection) -> None:
+        with _add_advice():
+            await connection.call("/abort_requests", {})
+
+    async def load(self, connection: Connection, folder: Path, label: str) -> None:
+        with _add_advice():
+            # No request may run while weights change, and no call waits for a request that still runs at an update.
+            await connection.call("/pause?mode=abort", {})
+            try:
+                path, table = entries(folder)
+                with _add_advice(f"{folder} must be seen by the server (engine.server.folder); {START}"):
+                    body = {"method": "load_published", "args": [str(path), table]}
+                    await connection.call("/collective_rpc", body)
+                if not (await connection.ask(_Outcome, "/reset_prefix_cache", {})).success:
+                    raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
+                await connection.call("/update_weight_version", {"new_version": label})
+            finally:
+                await connection.call("/resume", {})
+
+
+def _by_id(entry: dict[str, _PromptToken] | None) -> dict[int, float]:
+    """Returns the log-probs at a token of the prompt by id; the first token has none."""
+    return {int(name): token.logprob for name, token in (entry or {}).items() if name.isdecimal()}
+
+
+@contextmanager
+def _add_advice(advice: str = START) -> Iterator[None]:
+    """Adds advice to an error of a route that vLLM has in development mode only."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise TrimtabError(f"{error}; {advice}") from error

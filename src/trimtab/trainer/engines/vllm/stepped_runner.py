@@ -1,0 +1,149 @@
+"""Steps vLLM's engine by hand: requests in, new tokens out.
+
+New tokens arrive as `TokenDelta`, so that an aborted call keeps the tokens sampled so far and a stop string ends its
+response at the token that completes it. The caller's `OnTokens` decides whether a response is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.trainer.engines.remote.shared_weights import SharedWeights
+from trimtab.types import AbortSignal
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    index: int  # of its response; successive turns of one response are successive requests
+    ids: list[int]
+    params: Any  # vllm.SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any.
+
+    top: for each token, log-probs of the most probable ids by id, the sampled one among them; empty without any.
+    prompt: log-probs of all prompt tokens but the first, where they were asked for.
+    """
+
+    ids: Sequence[int]
+    logp: Sequence[float | None]
+    kept: Sequence[Sequence[int]] | None
+    top: Sequence[Mapping[int, float]]
+    cached: int  # prompt tokens that came from the prefix cache
+    prompt: Sequence[float]
+    reason: str | None
+
+
+OnTokens = Callable[[int, TokenDelta], bool]  # (index of the response, its new tokens) -> is the request complete?
+Joining = Callable[[bool], Sequence[Request]]  # (nothing is running) -> requests that join now
+
+
+class VllmRunner:
+    """Steps vLLM's engine in this process: repeatable, and can be aborted between any two tokens."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        # Read by vLLM when the engine is built; the default is a child process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._count = 0
+
+    @property
+    def dead(self) -> bool:
+        """Whether one of vLLM's own processes (tensor parallelism) has died: the engine cannot go on without it."""
+        return getattr(self._engine.model_executor, "is_failed", False)
+
+    def run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
+        """Runs until every request is complete or `abort` is set; then no request is running any more.
+
+        `joining` is called before each step, and returns no request while nothing is running only at the end.
+
+        Raises:
+            EngineDeadError: one of vLLM's own processes died.
+        """
+        with self._known_death():
+            self._run(on_tokens, joining, abort)
+
+    def _run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
+        running: dict[str, int] = {}
+        try:
+            while not (abort is not None and abort.is_set()):
+                for request in joining(not running):
+                    self._count += 1
+                    running[str(self._count)] = request.index
+                    self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
+                if not running:
+                    return
+                complete = []
+                for output in self._engine.step():
+                    index = running.get(output.request_id)
+                    if index is None:
+                        continue
+                    done = on_tokens(index, to_delta(output))
+                    if done and not output.finished:
+                        complete.append(output.request_id)
+                    if done or output.finished:
+                        del running[output.request_id]
+                if complete:
+                    self._engine.abort_request(complete)
+        finally:
+            if running:
+                self._engine.abort_request(list(running))
+
+    def load(self, weights: SharedWeights) -> list[str]:
+        """Loads weights and resets the prefix cache; returns the names of vLLM's parameters that were not loaded.
+
+        Raises:
+            EngineDeadError: one of vLLM's own processes died.
+        """
+        # A path under which other processes of this machine can open the unnamed file.
+        path = f"/proc/{os.getpid()}/fd/{weights.descriptor}"
+        with self._known_death():
+            missing = self._engine.collective_rpc("load_published", args=(path, weights.entries))
+            if not self._engine.reset_prefix_cache():
+                raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
+        return [name for names in missing for name in names]
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    @contextlib.contextmanager
+    def _known_death(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.dead:
+                raise EngineDeadError(f"one of vLLM's processes died ({error}); its own output says why") from error
+            raise
+
+
+def to_delta(output: Any) -> TokenDelta:
+    """Converts a vLLM `RequestOutput` of one sample with `RequestOutputKind.DELTA`."""
+    [new] = output.outputs
+    logp: list[float | None] = [None] * len(new.token_ids)
+    top = [{id_: value.logprob for id_, value in entry.items()} for entry in new.logprobs or ()]
+    for i, entry in enumerate(new.logprobs or ()):
+        value = entry.get(new.token_ids[i])
+        logp[i] = None if value is None else value.logprob
+    mask = getattr(new, "sampling_mask", None)
+    return TokenDelta(
+        ids=new.token_ids,
+        logp=logp,
+        kept=None if mask is None else mask.token_ids,
+        top=top,
+        cached=output.num_cached_tokens or 0,
+        prompt=[
+            entry[id_].logprob
+            for id_, entry in zip(output.prompt_token_ids[1:], (output.prompt_logprobs or ())[1:], strict=False)
+        ],
+        reason=new.finish_reason,
+    )

@@ -1,0 +1,156 @@
+"""One episode: its state, and its environment, whose methods run in the background and are bounded in time."""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabWarning
+from trimtab.trainer.environments.background import (
+    BackgroundCall,
+    EnvironmentFailed,
+    EnvironmentThread,
+    describe,
+)
+from trimtab.trainer.environments.environment import call_tool, row_for, text_of
+from trimtab.trainer.environments.formats import Call
+from trimtab.types import MAX_REWARD, IntArray, Prompt, TurnResult
+
+
+@dataclass(slots=True)
+class Episode:
+    """The state of one response and its environment.
+
+    Attributes:
+        seed: what `reset` gets.
+        timeout: seconds of one call.
+        environment: None until it is made.
+        tool_error: the first error of a call that raised or could not be made.
+        failure: why the episode is dropped.
+        ids: those of the response when its last turn was submitted, and of the result that followed.
+        length: tokens of the response when its last turn was submitted.
+        call, result: the call of a tool at the end of that turn, and what follows it once it is known.
+    """
+
+    prompt: Prompt
+    seed: int
+    timeout: float
+    environment: Any = None
+    calls: int = 0
+    tool_errors: int = 0
+    failure: str | None = None
+    reward: float | None = None
+    ids: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    length: int = 0
+    call: BackgroundCall | None = None
+    result: TurnResult | None = None
+    tool_error: str | None = None
+    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+
+    def start_constructor(self, factory: Callable[[], Any]) -> BackgroundCall:
+        """Begins to make the environment."""
+
+        def make() -> None:
+            self.environment = factory()
+
+        return self._start(make)
+
+    def start_reset(self) -> BackgroundCall:
+        """Begins `reset`, whose value is a text."""
+        return self._start(self._reset, text_of)
+
+    def _reset(self) -> Any:
+        """Returns what `reset` returns, or an awaitable."""
+        problem, reset = self.prompt.problem, self.environment.reset
+        # A copy: what an environment changes in its row must not be in the next episode's.
+        extra = copy.deepcopy(dict(problem.extra))
+        columns = {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
+        return reset(**row_for(reset, columns, self.seed))
+
+    def start_tool(self, call: Call, slots: threading.Semaphore | None) -> BackgroundCall:
+        """Begins a call of a tool, whose value is a text; `slots` are those of `BackgroundCall`."""
+        return self._start(partial(call_tool, self.environment, call), text_of, slots)
+
+    def start_reward(self) -> BackgroundCall | None:
+        """Begins `get_reward`, whose value is a usable reward; None without it, and for an episode that failed."""
+        if self.failure is not None or not _has(self.environment, "get_reward"):
+            return None
+        return self._start(partial(_call, self.environment, "get_reward"), _finite)
+
+    def start_close(self) -> BackgroundCall | None:
+        """Begins `close`; None for a class without it.
+
+        Also None where another method than a tool was given up, such as a constructor or `reset`, and may still open
+        what is to be closed: `close` then runs behind it, in the same thread.
+        """
+        tool_hangs = self.call is not None and not self.call.done
+        if self.thread.is_busy and not tool_hangs:
+            self.thread.start_behind(BackgroundCall(self._close_late, float("inf")))
+            return None
+        if not _has(self.environment, "close"):
+            return None
+        return self._start(partial(_call, self.environment, "close"))
+
+    def _close_late(self) -> None:
+        if _has(self.environment, "close"):
+            call = BackgroundCall(partial(_call, self.environment, "close"), self.timeout)
+            call.run()
+            warn_of_failed_close(call)
+
+    def value(self, call: BackgroundCall, method: str) -> Any:
+        """Returns the value of a call that must not fail, once it has ended; None where it fails, the `failure`."""
+        call.wait(float("inf"))
+        try:
+            return call.value()
+        except EnvironmentFailed as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"raised {describe(error)}"
+        self.failure = f"{method} {failure}"
+        return None
+
+    def _start(
+        self,
+        function: Callable[[], Any],
+        convert: Callable[[Any], Any] | None = None,
+        slots: threading.Semaphore | None = None,
+    ) -> BackgroundCall:
+        return self.thread.start(BackgroundCall(function, self.timeout, convert, slots))
+
+
+def warn_of_failed_close(call: BackgroundCall) -> None:
+    """Warns where a call of `close` failed: the responses are complete, only what the environment held may be left."""
+    try:
+        call.value()
+    except Exception as error:
+        reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
+        warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
+
+
+def _has(environment: Any, method: str) -> bool:
+    return hasattr(type(environment), method)
+
+
+def _call(environment: Any, method: str) -> Any:
+    """Returns what a method returns, or an awaitable. Whatever the access to it raises, it raises in the background."""
+    return getattr(environment, method)()
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:
+        number = float("nan")
+    if not np.isfinite(number):
+        raise EnvironmentFailed(f"returned {reprlib.repr(value)}, not a finite number")
+    if abs(number) > MAX_REWARD:
+        raise EnvironmentFailed(f"returned {number}, above {MAX_REWARD:g}")
+    return number

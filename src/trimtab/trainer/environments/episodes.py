@@ -1,0 +1,324 @@
+"""The episodes of one request: an environment for each response, run between the turns of an engine's call."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import reprlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, describe
+from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
+from trimtab.trainer.environments.formats import Call, Format, ToolError
+from trimtab.trainer.environments.result_encoder import ResultEncoder, escape_surrogates
+from trimtab.trainer.seeds import derive
+from trimtab.types import (
+    Completion,
+    Engine,
+    EpisodeOutcome,
+    FinishReason,
+    Problem,
+    Prompt,
+    SamplingParams,
+    TurnResult,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Bounds of an episode.
+
+    Attributes:
+        turns: turns of the model. A call in the last one is not made.
+        turn_tokens, observation_tokens: tokens of one turn and of one result; a longer result is cut in the middle.
+        timeout: seconds of one call of a method, also of the constructor, `reset`, `get_reward` and `close`.
+        answer: a regular expression that a last turn without a call must contain; None: any text but a blank one.
+    """
+
+    turns: int
+    turn_tokens: int
+    observation_tokens: int
+    timeout: float
+    answer: str | None = None
+
+
+class EpisodeRunner:
+    """Starts the episodes of requests.
+
+    Args:
+        factory: makes an environment.
+        form: how calls and results are written.
+        tokenizer: encodes results.
+        max_tokens: of a response, results included.
+        encode_prompt: returns the prompt of a problem for a tokenizer.
+        max_prompt: tokens of a prompt that the context holds besides a response; None: not known.
+        concurrent_calls: how many calls may run at a time; a call that waits for its turn uses up no time. None: all.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        form: Format,
+        limits: EpisodeLimits,
+        tokenizer: Any,
+        max_tokens: int,
+        encode_prompt: Callable[[Problem, Any], Prompt],
+        max_prompt: int | None = None,
+        concurrent_calls: int | None = None,
+    ) -> None:
+        self.factory, self.form, self.limits = factory, form, limits
+        self.encoder = ResultEncoder(tokenizer, form, limits.observation_tokens)
+        self.max_tokens, self.max_prompt = max_tokens, max_prompt
+        self.encode_prompt = encode_prompt
+        self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
+
+    def start(self, prompts: Sequence[Prompt], samples: int, *, reset_seeds: Sequence[int]) -> Episodes:
+        """Resets an environment for each of `samples` responses to each prompt.
+
+        `reset_seeds` has a seed for each prompt (see `reset_seed`), which all responses to it share.
+        """
+        return Episodes(self, prompts, samples, reset_seeds)
+
+    def generate(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        reset_seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """Returns the responses of one `generate` call, whose seed is `seed`, with their outcomes."""
+        with contextlib.closing(self.start(prompts, samples, reset_seeds=reset_seeds)) as episodes:
+            completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
+            return episodes.finish(completions)
+
+
+class Episodes:
+    """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
+
+    Pass `prompts` and `samples` to the engine. If `reset` returned one text for each problem, the responses to it
+    share a prompt; otherwise each response of the request has a separate one.
+    """
+
+    def __init__(
+        self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, reset_seeds: Sequence[int]
+    ) -> None:
+        self.max_turn_tokens = runner.limits.turn_tokens
+        self._runner = runner
+        self._group_size = samples
+        self._episodes = [
+            Episode(prompt, seed, runner.limits.timeout)
+            for prompt, seed in zip(prompts, reset_seeds, strict=True)
+            for _ in range(samples)
+        ]
+        try:
+            self._construct()
+            self._reset()
+        except BaseException:
+            self.close()
+            raise
+        groups = _split_batches(self._episodes, samples)
+        shared = all(episode.prompt.text == group[0].prompt.text for group in groups for episode in group)
+        self.samples = samples if shared else 1
+        self.prompts = [episode.prompt for episode in self._episodes[:: self.samples]]
+
+    def _construct(self) -> None:
+        """Makes all environments, one after another: a class may count its objects."""
+        calls: list[BackgroundCall] = []
+        in_turn = True
+        for episode in self._episodes:
+            calls.append(episode.start_constructor(self._runner.factory))
+            if in_turn:  # after one that hangs, the others are waited for together
+                calls[-1].wait(float("inf"))
+                in_turn = calls[-1].done
+        for episode, call in zip(self._episodes, calls, strict=True):
+            episode.value(call, "the constructor")
+
+    def _reset(self) -> None:
+        """Resets all environments at the same time, and adds what they return to the questions."""
+        begun = [episode for episode in self._episodes if episode.failure is None]
+        calls = [episode.start_reset() for episode in begun]
+        encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
+        for episode, call in zip(begun, calls, strict=True):
+            text = escape_surrogates(episode.value(call, "reset") or "")
+            if text:
+                key = episode.prompt.problem.id, text
+                encoded[key] = prompt = encoded.get(key) or self._with_text(episode.prompt.problem, text)
+                room, n = self._runner.max_prompt, len(prompt.ids)
+                if room is None or n <= room:
+                    episode.prompt = prompt
+                else:
+                    episode.failure = (
+                        f"what reset returned makes a prompt of {n} tokens, and the context holds {room} besides "
+                        f"max_tokens = {self._runner.max_tokens}"
+                    )
+
+    def _with_text(self, problem: Problem, text: str) -> Prompt:
+        """Returns the prompt of a problem whose question is followed by `text`."""
+        tokenizer = self._runner.encoder.tokenizer
+        prompt = self._runner.encode_prompt(replace(problem, question=problem.question + text), tokenizer)
+        if text.strip() not in prompt.text:  # some chat templates remove blanks around a message
+            raise TrimtabError(
+                f"problem {problem.id!r}: what reset() returned is not in the prompt, because the prompts of this task "
+                "do not contain the question; let reset() return None"
+            )
+        return replace(prompt, problem=problem)
+
+    def _episode(self, prompt: int, sample: int) -> Episode:
+        return self._episodes[prompt * self.samples + sample]
+
+    def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
+        episode = self._episode(prompt, sample)
+        n = len(completion.response_ids)
+        if n == episode.length:
+            return None  # this turn was submitted before, by a call that was aborted
+        if not np.array_equal(completion.response_ids[: len(episode.ids)], episode.ids):
+            raise TrimtabError(
+                f"problem {episode.prompt.problem.id!r}: the engine returned a turn whose response does not begin with "
+                "the tokens of the turns and results before it: it must append to them, and never encode a text again"
+            )
+        episode.ids = completion.response_ids
+        episode.length, episode.result, episode.call = n, None, None
+        turn = int(completion.turn[-1])
+        call = self._call(episode, completion)
+        if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
+            episode.result = TurnResult.end("stop" if call is None else "length")
+            return episode.result.finish_reason
+        episode.calls += 1
+        if isinstance(call, ToolError):
+            episode.result = self._error(episode, call)
+            return None
+        episode.call = episode.start_tool(call, self._runner.slots)
+        return None
+
+    def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
+        episode = self._episode(prompt, sample)
+        if episode.result is None:
+            assert episode.call is not None
+            if not episode.call.wait(timeout):
+                return None
+            episode.result = self._observe(episode, episode.call)
+        episode.ids = np.concatenate([episode.ids[: episode.length], episode.result.ids])
+        return episode.result
+
+    def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+        """Returns the completed responses of each problem with their outcomes; asks the environments for rewards."""
+        pending = [(episode, episode.start_reward()) for episode in self._episodes]
+        for episode, call in pending:
+            if call is not None:
+                episode.reward = episode.value(call, "get_reward")
+        responses = []
+        for episode, completion in zip(self._episodes, chain.from_iterable(completions), strict=True):
+            outcome = EpisodeOutcome(
+                prompt=episode.prompt,
+                calls=episode.calls,
+                tool_errors=episode.tool_errors,
+                void=self._is_void(episode, completion),
+                failure=episode.failure,
+                reward=episode.reward if episode.failure is None else None,
+                tool_error=episode.tool_error,
+            )
+            responses.append(replace(completion, outcome=outcome))
+        return _split_batches(responses, self._group_size)
+
+    def close(self) -> None:
+        """Closes the environments that have a method `close`; the next request may need what they hold.
+
+        A call that has not begun never runs, and one in progress is waited for.
+        """
+        running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
+        for thread in running:  # all calls are canceled before the first is waited for
+            thread.wait()
+        closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
+        for call in closing:
+            call.wait(float("inf"))
+            warn_of_failed_close(call)
+        for episode in self._episodes:
+            episode.thread.end()
+
+    def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
+        """Returns the call at the end of the last turn, or why it cannot be understood."""
+        try:
+            call = self._runner.form.parse(self._last_turn(completion))
+        except ToolError as error:
+            return error
+        except (Exception, SystemExit) as error:
+            episode.failure = f"parse() of the format raised {describe(error)}"
+            return None
+        if call is None or (isinstance(call, Call) and isinstance(call.arguments, str | Mapping)):
+            return call
+        episode.failure = (
+            f"parse() of the format returned {reprlib.repr(call)}, neither None nor a Call whose arguments are a text "
+            "or a mapping"
+        )
+        return None
+
+    def _last_turn(self, completion: Completion) -> str:
+        """Returns the text of the last turn, with its special tokens."""
+        last = (completion.turn == completion.turn[-1]) & completion.sampled
+        return self._runner.encoder.decode(completion.response_ids[last].tolist())
+
+    def _is_void(self, episode: Episode, completion: Completion) -> bool:
+        if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
+            return False
+        text, turn = completion.text, self._last_turn(completion)
+        begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
+        if begins:
+            text = turn[: min(begins)]  # a call without its end is not an answer
+        answer = self._runner.limits.answer
+        if answer is None:
+            return not text.strip()
+        return re.search(answer, text) is None
+
+    def _observe(self, episode: Episode, call: BackgroundCall) -> TurnResult:
+        """Returns what follows a call that has ended, or was given up."""
+        try:
+            text = call.value()
+        except EnvironmentFailed as error:
+            episode.failure = f"a tool {error}"
+            return TurnResult.end("stop")
+        except Exception as error:
+            return self._error(episode, error)
+        return self._observation(episode, text)
+
+    def _error(self, episode: Episode, error: Exception) -> TurnResult:
+        episode.tool_errors += 1
+        text = f"{error if isinstance(error, ToolError) else describe(error)}"
+        episode.tool_error = episode.tool_error or text
+        return self._observation(episode, f"Error: {text}")
+
+    def _observation(self, episode: Episode, text: str) -> TurnResult:
+        """Returns a result as an observation, or the end of the response where it does not fit."""
+        text = self._runner.encoder.shortened(escape_surrogates(text))
+        try:
+            ids = self._runner.encoder.observation(text)
+        except TrimtabError:
+            raise
+        except (Exception, SystemExit) as error:
+            episode.failure = f"render() of the format raised {describe(error)}"
+            return TurnResult.end("stop")
+        if len(ids) == 0:
+            raise TrimtabError("the format renders a result as no token: let render() add something to an empty result")
+        if episode.length + len(ids) >= self._runner.max_tokens:
+            return TurnResult.end("length")
+        return TurnResult(ids, None)
+
+
+def reset_seed(seed: int, number: int) -> int:
+    """Returns the seed of `reset` for the responses to one prompt, from the seed and the prompt's number in the run."""
+    return derive(seed, "environment", number) % 2**31
+
+
+def _split_batches(items: Sequence[T], size: int) -> list[list[T]]:
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]

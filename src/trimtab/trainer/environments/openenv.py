@@ -1,0 +1,260 @@
+"""The environment "openenv": an OpenEnv server, whose actions are the tools.
+
+Speaks the JSON messages of OpenEnv's WebSocket (`/ws`), checked against openenv 0.10. The client of the openenv package
+is not used: it brings a hundred packages, and pins some of them to versions below those of Trimtab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trimtab.errors import TrimtabError, require_extra
+from trimtab.trainer.environments.background import in_background
+from trimtab.trainer.environments.environment import NOT_TOOLS
+
+CONNECT_SECONDS = 10.0
+MAX_MESSAGE = 64 * 2**20  # bytes
+_TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": None,
+}  # fmt: skip
+
+
+class Options(BaseModel):
+    """Keywords of the environment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(description="address of the server, http://HOST:PORT")
+    tool: str = Field(
+        "step", pattern=r"^[a-zA-Z]\w*$", description="name of the only tool, unless the server has tools"
+    )
+    observation: str | None = Field(
+        None, description="field of an observation that is its text; default: its only field, else all as JSON"
+    )
+    reward: bool = Field(True, description="the reward is the sum over the steps; false: the recipe's rewards")
+
+
+class ServerError(Exception):
+    """The server refused a message, or the connection was lost."""
+
+
+class Connection:
+    """A session of an OpenEnv server, which is one environment until it is closed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.replace("http", "ws", 1).rstrip("/") + "/ws"
+        self._socket: Any = None
+
+    async def send(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the data of the answer to a message; opens the connection before the first one.
+
+        Raises:
+            ServerError: the server answers with an error.
+            OSError: it cannot be reached.
+        """
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import ConnectionClosed
+
+        if self._socket is None:
+            self._socket = await connect(self._url, open_timeout=CONNECT_SECONDS, max_size=MAX_MESSAGE, proxy=None)
+        with contextlib.suppress(ConnectionClosed):  # why it was closed is in the message that came before
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
+            answer = json.loads(await self._socket.recv())
+        except ConnectionClosed as error:
+            raise ServerError(f"the server closed the connection ({error})") from None
+        if answer.get("type") == "error":
+            data = answer.get("data", {})
+            text = f"{data.get('message', 'unknown error')} ({data.get('code', 'no code')})"
+            if data.get("code") == "CAPACITY_REACHED":
+                text += ": raise max_concurrent_envs of the server (docs/environments.md, OpenEnv)"
+            raise ServerError(text)
+        return answer["data"]
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+            self._socket = None
+
+
+class OpenEnv:
+    """An episode on an OpenEnv server; `openenv_class` adds the tools."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._connection = Connection(options.url)
+        self._rewards: list[float | None] = []
+        self._done = False
+
+    async def reset(self, **row: Any) -> str:
+        """Begins an episode. The server gets the row, with a seed that is the same for all responses to it."""
+        self._rewards, self._done = [], False
+        answer = await self._connection.send("reset", row)
+        self._done = bool(answer.get("done"))
+        text = observation_text(answer.get("observation", {}), self._options.observation)
+        return text and "\n" + text
+
+    async def close(self) -> None:
+        """Ends the session of the server."""
+        await self._connection.close()
+
+    async def _step(self, action: Mapping[str, Any]) -> str:
+        if self._done:
+            raise ValueError("the episode is over")
+        answer = await self._connection.send("step", action)
+        self._done = bool(answer.get("done"))
+        self._rewards.append(answer.get("reward"))
+        return observation_text(answer.get("observation", {}), self._options.observation)
+
+
+def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
+    """Returns what the model reads of an observation; `field` as `Options.observation`.
+
+    Raises:
+        ServerError: the observation lacks the field.
+        ValueError: a tool of the server failed.
+    """
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    if "tool_name" in fields:
+        return _result_of_tool(fields)
+    if field is not None:
+        if field not in fields:
+            raise ServerError(f"an observation has no field {field!r}, only {', '.join(fields)}")
+        fields = {field: fields[field]}
+    if not fields:
+        return ""
+    value = next(iter(fields.values())) if len(fields) == 1 else fields
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _get_reward(self: OpenEnv) -> float:
+    """Returns the sum of the rewards of the steps: 0 without a step."""
+    rewards = self._rewards  # pyright: ignore[reportPrivateUsage]
+    known = [reward for reward in rewards if reward is not None]
+    if rewards and not known:
+        raise ServerError("no step had a reward: set environment.reward = false, and the rewards of the recipe count")
+    return float(sum(known))
+
+
+def _result_of_tool(observation: Mapping[str, Any]) -> str:
+    """Returns the text of a result of an MCP tool. Raises `ValueError` if the call failed."""
+    if observation.get("error"):
+        error = observation["error"]
+        raise ValueError(error.get("message", error) if isinstance(error, dict) else error)
+    result = observation.get("result")
+    if isinstance(result, Mapping):
+        parts = [part["text"] for part in result.get("content", ()) if isinstance(part, Mapping) and "text" in part]
+        if parts:
+            return "\n".join(parts)
+        result = result.get("data", result)
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def openenv_class(options: Options) -> type:
+    """Returns the class of the environments of a server, with a method for each of its tools.
+
+    A server with MCP tools has these; another one has one tool, whose parameters are the fields of its action.
+
+    Raises:
+        TrimtabError: the server cannot be reached or has no action, or a package is not installed.
+    """
+    require_extra("openenv", "environment 'openenv'")
+    call = in_background(lambda: _tools(options), CONNECT_SECONDS)
+    call.wait(CONNECT_SECONDS)
+    try:
+        tools = call.value()
+    except Exception as error:
+        raise TrimtabError(
+            f"environment.url = {options.url!r} is not an OpenEnv server ({type(error).__name__}: {error}): "
+            "start it, or correct the address"
+        ) from None
+    methods = {"get_reward": _get_reward} if options.reward else {}
+    return type("OpenEnvServer", (OpenEnv,), methods | {tool.__name__: tool for tool in tools})
+
+
+async def _tools(options: Options) -> list[Callable[..., Any]]:
+    import httpx2
+
+    async with httpx2.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as client:
+        answer = await client.get(options.url.rstrip("/") + "/schema")
+    answer.raise_for_status()
+    action = answer.json()["action"]
+    if "tool_name" not in action.get("properties", {}):
+        return [method_of(options.tool, "Makes a step in the environment.", action, lambda arguments: arguments)]
+    connection = Connection(options.url)
+    try:
+        request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
+        tools = (await connection.send("mcp", request))["result"]["tools"]
+    finally:
+        await connection.close()
+    for name in (tool["name"] for tool in tools):
+        if not name.isidentifier() or name.startswith("_") or name in NOT_TOOLS:
+            raise ValueError(f"the tool {name!r} has no usable name")
+    return [
+        method_of(
+            tool["name"],
+            tool.get("description") or tool["name"],
+            tool.get("inputSchema") or tool.get("input_schema") or {},
+            lambda arguments, name=tool["name"]: {"type": "call_tool", "tool_name": name, "arguments": arguments},
+        )
+        for tool in tools
+    ]
+
+
+def method_of(
+    name: str, description: str, schema: Mapping[str, Any], action: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Callable[..., Any]:
+    """Returns a tool with the signature and docstring of a JSON schema."""
+    properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+    required = set(schema.get("required", ()))
+    kinds = {key: _type_of(value) for key, value in properties.items()}
+    names = sorted(properties, key=lambda key: key not in required)  # parameters with a default come last
+    parameters = [
+        inspect.Parameter(
+            key,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=inspect.Parameter.empty if key in required else properties[key].get("default"),
+            annotation=kinds[key],
+        )
+        for key in names
+    ]
+
+    async def tool(self: OpenEnv, *values: Any, **named: Any) -> str:
+        return await self._step(action(dict(zip(names, values, strict=False)) | named))  # pyright: ignore[reportPrivateUsage]
+
+    lines = [f"    {key}: {_one_line(properties[key].get('description') or key)}" for key in properties]
+    tool.__name__ = tool.__qualname__ = name
+    tool.__doc__ = "\n".join([_one_line(description), "", *(["Args:", *lines] if lines else [])])
+    tool.__annotations__ = {**kinds, "return": str}
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    tool.__signature__ = inspect.Signature([owner, *parameters], return_annotation=str)  # pyright: ignore[reportFunctionMemberAccess]
+    return tool
+
+
+def _type_of(schema: Mapping[str, Any]) -> Any:
+    """Returns the type hint of a parameter. The server checks what it does not say."""
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return _any_of([_type_of(choice) for choice in choices])
+    values = schema.get("enum")
+    if values:
+        simple = all(value is None or isinstance(value, str | int | float) for value in values)
+        return Literal[tuple(values)] if simple else Any
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return _any_of([_type_of({**schema, "type": option}) for option in kind])
+    return _TYPES.get(str(kind), Any)
+
+
+def _any_of(kinds: Sequence[Any]) -> Any:
+    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # of a number of types known only here
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

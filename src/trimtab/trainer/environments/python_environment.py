@@ -1,0 +1,88 @@
+"""The environment "python": a sandboxed interpreter as the only tool."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.environments.formats import ToolError
+from trimtab.trainer.sandbox.code_result import GRACE
+from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, sandbox_unavailable
+
+
+class Options(BaseModel):
+    """Keywords of the environment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sandbox: Literal["monty", "bubblewrap"] = Field(
+        "monty", description="`monty`: an interpreter without privileges; `bubblewrap`: CPython with `packages`"
+    )
+    packages: tuple[str, ...] = Field((), description="packages that the code may import (`bubblewrap`)")
+    stateful: bool = Field(False, description="variables live on between the calls of an episode")
+    seconds: float = Field(2.0, gt=0, le=3600, description="of one call")
+    memory_mb: int = Field(256, ge=16, le=65536, description="of one call")
+    max_output: int = Field(4096, ge=1, description="characters of output of one call")
+    workers: int = Field(2, ge=1, le=256, description="calls that run at a time")
+
+
+def build_pool(options: Options, timeout: float) -> PythonPool:
+    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up.
+
+    Raises:
+        TrimtabError: the sandbox cannot run here; the line says what installs it. The sandbox has no time to end a call
+            by itself before it is given up.
+    """
+    lowest = options.seconds + GRACE
+    if timeout < lowest:
+        raise TrimtabError(
+            f"environment.timeout = {timeout:g} s is below {lowest:g} s, which are `seconds` and the {GRACE:g} s that "
+            "the sandbox may need to end a call: raise timeout, or lower seconds"
+        )
+    reason = sandbox_unavailable(options.sandbox)
+    if reason is not None:
+        raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {reason}")
+    return PythonPool(
+        options.sandbox,
+        workers=options.workers,
+        packages=options.packages,
+        timeout=options.seconds,
+        memory_mb=options.memory_mb,
+        max_output=options.max_output,
+        stateful=options.stateful,
+    )
+
+
+class PythonEnvironment:
+    """A Python interpreter as a tool. Its state between calls, if any, is that of one episode."""
+
+    def __init__(self, pool: PythonPool) -> None:
+        self._pool = pool
+        self._session: PythonSession | None = None
+
+    def reset(self, **row: Any) -> None:
+        del row
+        self.close()
+        self._session = self._pool.session()
+
+    def python(self, code: str) -> str:
+        """Runs Python code. Returns what it prints, and the value of its last line.
+
+        Args:
+            code: the code.
+        """
+        assert self._session is not None
+        # Blanks around the code in a tag are not indentation.
+        result = self._session.run(textwrap.dedent(code).strip())
+        text = result.output.rstrip("\n")
+        if result.error is not None:
+            raise ToolError(f"{text}\n{result.error}" if text else result.error)
+        return text
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None

@@ -1,0 +1,191 @@
+"""Evaluates one model on one task: samples responses, scores them and counts correct ones."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer import tasks
+from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
+from trimtab.trainer.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
+from trimtab.trainer.evaluation.result_store import PartFile
+from trimtab.trainer.rewards import Scorer
+from trimtab.trainer.rollout.prefixes import prefix_tokens
+from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
+
+# Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.
+PROMPTS_PER_CALL = 64
+RESPONSES_PER_CALL = 1024
+
+
+@dataclass(frozen=True)
+class Relay:
+    """The model that begins responses: its whole response is truncated after `ratio` of its tokens.
+
+    The paper says "the first half" without a symbol: half of the relay model's response, so ratio .5. The model must
+    share the vocabulary of the one that completes.
+
+    A model that relays itself samples as it does alone only if all responses are equally long, because the position of
+    the cut depends on the length of the relay's response.
+    """
+
+    engine: Engine
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise TrimtabError(
+                f"relay ratio {self.ratio} is not in [0, 1): it is the share that the relay model writes"
+            )
+
+
+def evaluate(
+    engine: Engine,
+    tokenizer: Any,
+    task: Task,
+    scorer: Scorer,
+    *,
+    problems: Sequence[Problem],
+    samples: int = 1,
+    sampling: SamplingParams,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+    relay: Relay | None = None,
+    store: PartFile | None = None,
+    context: int | None = None,
+    episodes: EpisodeRunner | None = None,
+) -> EvalResult:
+    """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
+
+    A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
+    `progress(done, all)` is called after each batch of problems. With `relay` another model begins every
+    response. `store` keeps the counts of finished batches and returns those it has. `episodes` runs multi-turn
+    responses; it cannot be combined with `relay`.
+
+    `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
+    `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
+
+    Raises `TrimtabError` if there are no problems, if no prompt fits, or if no sample could be scored.
+    """
+    require_problems(task, problems)
+    prompts = [tasks.encode(task, problem, tokenizer) for problem in problems]
+    max_prompt = sys.maxsize if context is None else context - sampling.max_tokens
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    if shortest > max_prompt:
+        raise TrimtabError(
+            f"task {task.name!r}: no prompt fits, the shortest of {len(prompts)} has {shortest} tokens, max_tokens is "
+            f"{sampling.max_tokens} and the model's context holds {context}; lower max_tokens or examples, or take "
+            "another model"
+        )
+    size = max(1, min(PROMPTS_PER_CALL, RESPONSES_PER_CALL // samples))
+    parts: list[BatchCounts] = []
+    for number, first in enumerate(range(0, len(problems), size)):
+        batch = prompts[first : first + size]
+        part = store.get(number) if store is not None else None
+        if part is None:
+            start = time.perf_counter()
+            fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
+            sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
+            answers = dict(zip(fitting, sampled, strict=True))
+            groups = [answers.get(i) for i in range(first, first + len(batch))]
+            part = _count(batch, groups, samples, prefix, scorer, start)
+            if store is not None:
+                store.append(number, part)
+        parts.append(part)
+        if progress is not None:
+            progress(first + len(batch), len(problems))
+    return EvalResult.of(
+        parts,
+        task=task.name,
+        samples=samples,
+        temperature=sampling.temperature,
+        seed=seed,
+        prompt=task.prompt_style,
+    )
+
+
+def require_problems(task: Task, problems: Sequence[Problem]) -> None:
+    if not problems:
+        raise TrimtabError(
+            f"task {task.name!r} has no problems to evaluate on; give it a test split (holdout, test_path)"
+        )
+
+
+def _sample(
+    engine: Engine,
+    numbered: Mapping[int, Prompt],
+    samples: int,
+    sampling: SamplingParams,
+    seeds: tuple[int, int],
+    relay: Relay | None,
+    episodes: EpisodeRunner | None,
+) -> tuple[list[list[Completion]], int]:
+    """Returns the responses to prompts, and the number of their tokens that the relay model sampled.
+
+    `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
+
+    The engine's random draws depend on a prompt's index in the call, so each call needs its own seed. The two models of
+    a relay need different seeds, or a model that relays itself would repeat its own draws.
+    """
+    prompts = list(numbered.values())
+    if not prompts:
+        return [], 0
+    if episodes is not None:
+        # Not the run's own seed: training and evaluation must not play the same random environments.
+        base = _seed(seeds[0])
+        reset_seeds = [reset_seed(base, position) for position in numbered]
+        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds), 0
+    if relay is None:
+        return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
+    begun = relay.engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 1))
+    prefixes = [[one.truncated(prefix_tokens(relay.ratio, len(one.response_ids))) for one in group] for group in begun]
+    answers = engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 2), prefixes=prefixes)
+    return answers, sum(len(prefix.response_ids) for group in prefixes for prefix in group)
+
+
+def _seed(*words: int) -> int:
+    return int(np.random.SeedSequence(words).generate_state(1)[0])
+
+
+def _count(
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion] | None],
+    samples: int,
+    prefix: int,
+    scorer: Scorer,
+    start: float,
+) -> BatchCounts:
+    """Scores a batch and returns its counts; an entry of `groups` is None for a prompt that does not fit."""
+    pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, groups, strict=True) for answer in group or ()]
+    scores = scorer.score(pairs)
+    rest = iter(scores)
+    results = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        if group is None:
+            results.append(ProblemResult(prompt.problem.id, samples, 0, 0.0))
+        elif scored := [score for score in itertools.islice(rest, samples) if score.total is not None]:
+            correct = sum(next(iter(score.parts.values())) >= 1.0 for score in scored)
+            reward = sum(score.total or 0.0 for score in scored) / len(scored)
+            results.append(ProblemResult(prompt.problem.id, len(scored), correct, reward))
+    outcomes = [answer.outcome for _, answer in pairs if answer.outcome is not None]
+    errors = [score.error or "reward failed" for score in scores if score.total is None]
+    return BatchCounts(
+        problems=tuple(results),
+        answers=len(pairs),
+        cut=sum(answer.finish_reason == "length" for _, answer in pairs),
+        tokens=sum(answer.sampled_tokens for _, answer in pairs),
+        prefix=prefix,
+        failures=len(errors),
+        errors=tuple(errors[:ERRORS_KEPT]),
+        seconds=time.perf_counter() - start,
+        too_long=sum(group is None for group in groups),
+        episodes=EpisodeCounts.of(outcomes) if outcomes else None,
+    )

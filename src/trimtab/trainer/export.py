@@ -1,0 +1,164 @@
+"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft, with a model card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
+from trimtab.objectives.from_section import from_section
+from trimtab.runs import atomic
+from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
+from trimtab.runs.reader import read_run
+from trimtab.safe_text import code_span, markdown_text
+from trimtab.trainer.checkpoint import state_tensors, store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.models.lora import add_lora, named_weights, save_adapter
+from trimtab.trainer.models.quiet import silence_transformers
+
+GENERATION = "generation_config.json"
+CARD = "README.md"  # the name that model hubs show
+
+
+def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the files that `restore` and `export` need besides weights: config, generation config, tokenizer."""
+    with atomic.new_folder(folder, replace=True) as temporary:
+        model.config.save_pretrained(temporary)
+        if model.generation_config is not None:
+            # Not save_pretrained, which refuses generation settings that some published models have.
+            model.generation_config.to_json_file(temporary / GENERATION)
+        tokenizer.save_pretrained(temporary)
+
+
+def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
+    """Returns model (master dtype, adapters merged, evaluation mode), tokenizer and step of a checkpoint.
+
+    `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
+    `TrimtabError` if the run, the checkpoint or a part of it is missing.
+    """
+    config, checkpoint = _load_run(run, which)
+    files, weights = run / MODEL, checkpoint.tensors["model"]
+    model = _empty_model(files, config)
+    if config.model.lora.rank:
+        untied = state_tensors.model_state(model)  # tied weights once
+        adapted = _with_adapters(files, config, weights)
+        weights = {name: weight for name, weight in named_weights(adapted) if name in untied}
+    state_tensors.load_model_state(model, weights)
+    return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), checkpoint.step
+
+
+def _load_run(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
+    files = run / MODEL
+    if not (run / CONFIG).is_file():
+        raise TrimtabError(f"{run} holds no run ({CONFIG} is missing): check the path{neighbors(run)}")
+    if not (files / "config.json").is_file():
+        raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
+    return load_config(run / CONFIG), _checkpoint(run, which)
+
+
+def _with_adapters(files: Path, config: Config, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    adapted = add_lora(_empty_model(files, config), **config.model.lora.model_dump())
+    state_tensors.load_model_state(adapted, weights)
+    return adapted
+
+
+def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
+    """Writes the LoRA adapter of a checkpoint to the new folder `dest`, as peft loads it, and returns it.
+
+    Raises `TrimtabError` if the run trained every weight.
+    """
+    if dest.exists():
+        raise TrimtabError(f"{dest} already exists: choose another folder")
+    config, checkpoint = _load_run(run, which)
+    if not config.model.lora.rank:
+        raise TrimtabError(f"{run} trained every weight (model.lora.rank = 0): export it without --adapter")
+    adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
+    with atomic.new_folder(dest) as temporary:
+        save_adapter(adapted, temporary, config.model.path)
+        (temporary / CARD).write_text(_model_card(run, config, checkpoint.step, adapter=True))
+    return dest
+
+
+def export(run: Path, dest: Path, which: str = "last") -> Path:
+    """Writes `restore(run, which)` to the new folder `dest` and returns it; no partial folder is left on failure."""
+    if dest.exists():
+        raise TrimtabError(f"{dest} already exists: choose another folder")
+    model, _, step = restore(run, which)
+    with atomic.new_folder(dest) as temporary, silence_transformers():
+        model.save_pretrained(temporary)
+        # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
+        shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
+        (temporary / CARD).write_text(_model_card(run, load_config(run / CONFIG), step, adapter=False))
+    return dest
+
+
+def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
+    root = run / "checkpoints"
+    if which == "last":
+        checkpoint = store.latest(root, ["model"])
+        if checkpoint is None:
+            raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
+        return checkpoint
+    if which.startswith("step-"):
+        return store.load(root / which, ["model"])
+    if which != "best":
+        raise TrimtabError(f"unknown checkpoint {which!r}{did_you_mean(which, ['best', 'last', 'step-000010'])}")
+    marked = best_checkpoint(root)
+    if marked is None:
+        raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")
+    return store.load(checkpoint_folder(root, marked.step), ["model"])
+
+
+def _empty_model(files: Path, config: Config) -> PreTrainedModel:
+    """Returns a model with the right modules and buffers; every weight is replaced afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(files, trust_remote_code=False),
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=False,
+        )
+
+
+def _model_card(run: Path, config: Config, step: int, *, adapter: bool) -> str:
+    """Returns base model, method with its equation, task and held-out accuracy, in the form of the Hugging Face Hub.
+
+    Paths of this machine are left out.
+    """
+    base = None if Path(config.model.path).exists() else config.model.path
+    # Functions of a user are not imported here: a run records their equation.
+    equation = config.objective.equation or from_section(config.objective.model_dump()).equation()
+    return "\n".join(
+        [
+            "---",
+            *([f"base_model: {base}"] if base and "/" in base else []),  # as the hub names it
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "tags: [reinforcement-learning, trimtab]",
+            "---",
+            "",
+            f"# {markdown_text(base or 'A model')}, trained on {markdown_text(config.task.name)}",
+            "",
+            f"{'LoRA adapter' if adapter else 'Model'} after {step} of {config.trainer.steps} steps of reinforcement "
+            f"learning with Trimtab, objective {code_span(config.objective.name)}:",
+            "",
+            *(f"    {line}" for line in equation.splitlines()),
+            "",
+            *_accuracies(run),
+        ]
+    )
+
+
+def _accuracies(run: Path) -> list[str]:
+    metrics = run / METRICS
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return ["It was not evaluated during training.", ""]
+    rows = [
+        f"| {markdown_text(task)} | {accuracy.before:.3f} | {accuracy.after:.3f} |"
+        for task, accuracy in read_run(run).accuracy().items()
+        if accuracy.before is not None and accuracy.after is not None
+    ]
+    return ["| held-out greedy accuracy | before | at the end |", "|---|---|---|", *rows, ""]

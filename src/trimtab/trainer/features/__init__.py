@@ -1,0 +1,80 @@
+"""Optional parts of training, a file each; `build_features` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from trimtab.objectives import Objective
+from trimtab.trainer.config import DISTILLATION, Config
+from trimtab.trainer.features.bitwise_check import BitwiseCheck
+from trimtab.trainer.features.calibration import Calibration
+from trimtab.trainer.features.data_features import (
+    CanaryFeature,
+    DemonstrationMetrics,
+    DistillationMetrics,
+    LagMetrics,
+    MixtureMetrics,
+    PrefixMetrics,
+)
+from trimtab.trainer.features.feature import Feature
+from trimtab.trainer.features.length_surge import LengthSurge
+from trimtab.trainer.features.perturbation_feature import PerturbationFeature
+from trimtab.trainer.features.policy_kl import PolicyKL
+from trimtab.trainer.features.proximal_policy import MovingAverage, Snapshots
+from trimtab.trainer.features.quantized_forward import QuantizedForward
+from trimtab.trainer.features.routing_replay import RoutingReplay
+from trimtab.trainer.features.sample_size_rate import SampleSizeRate
+from trimtab.trainer.features.sampling_mask import SamplingMask
+from trimtab.trainer.features.top_logprobs import TopLogprobs
+from trimtab.trainer.ranks import RankGroup
+from trimtab.trainer.rollout.canary import Canary
+
+
+def build_features(
+    config: Config,
+    model: nn.Module,
+    objective: Objective,
+    canary: Canary | None,
+    ranks: RankGroup,
+    notify: Callable[[str], None],
+) -> Iterator[Feature]:
+    """Yields the features of a recipe. Hooks are called in this order.
+
+    Args:
+        model: the trained model, sharded and with its adapters.
+        notify: receives messages for the user.
+    """
+    yield SamplingMask()
+    if objective.centering:
+        yield TopLogprobs()
+    if config.prefix is not None:
+        yield PrefixMetrics()
+    if config.task.name == "mixture":
+        yield MixtureMetrics()
+    if config.demonstrations is not None:
+        yield DemonstrationMetrics()
+    if config.advantage.kind == DISTILLATION:
+        yield DistillationMetrics()
+    if config.model.quantized_forward and config.engine.quantize != "none":
+        yield QuantizedForward(config, model, ranks)
+    if config.perturbation is not None:
+        yield PerturbationFeature(config, model)
+    if config.trainer.proximal != "current" and "proximal" in objective.needs:
+        yield (Snapshots if config.trainer.proximal == "snapshot" else MovingAverage)(config, model)
+    yield PolicyKL(config, ranks)
+    if config.routing.replay != "none":
+        yield RoutingReplay.build(config, model)
+    if config.is_async:
+        yield LagMetrics()
+    if canary is not None:
+        yield CanaryFeature(canary)
+    if config.objective.calibrate:
+        yield Calibration(config, notify)
+    if config.optim.schedule == "surge":
+        yield LengthSurge(config.optim.surge, notify)
+    if config.optim.ess is not None:
+        yield SampleSizeRate(config.optim.ess, ranks)
+    if config.numerics == "invariant":
+        yield BitwiseCheck(notify)

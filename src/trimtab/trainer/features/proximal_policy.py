@@ -1,0 +1,147 @@
+"""Proximal policies with other weights than those that a step begins with (`trainer.proximal`).
+
+- `Snapshots`: the weights that sampled a token. Then proximal/behavior is the numerical difference between sampler and
+  trainer alone, and current/proximal the staleness alone ("old logits", arXiv 2605.12070).
+- `MovingAverage`: the trust region is around an average of past weights (PPO-EWMA, arXiv 2110.00641).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.batching import MicroBatch, MiniBatch, pad
+from trimtab.trainer.checkpoint.sharded_sections import copy_into
+from trimtab.trainer.config import Config
+from trimtab.trainer.features.feature import Feature, PolicyLearner, ProximalPass
+from trimtab.trainer.models.sharding import local_shard
+from trimtab.types import EXTERNAL_VERSION, Trajectory
+
+Weights = dict[str, Tensor]
+SECTION, SNAPSHOT = "proximal", "proximal-"
+"""Checkpoint sections of the average, and of a snapshot before its version."""
+
+
+class Snapshots(Feature):
+    """Scores every token with the weights that sampled it: of each publication that tokens may still come from, a copy
+    of the trained parameters in CPU memory.
+
+    A micro-batch has in its extras `version` (rows, time): the version whose weights score a token. Padding,
+    observations and external traces, whose log-probs nothing reads, have the newest one of the others.
+    """
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        self._weights, self._max_age = _trained(model), config.trainer.max_age
+        self._snapshots: dict[int, Weights] = {}
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        version = pad([t.completion.policy_version for t in trajectories], micro.mask.shape[1], EXTERNAL_VERSION)
+        version = torch.where(version == EXTERNAL_VERSION, version.max(), version)
+        # A response of several policies has one version in the trajectory file: the newest.
+        newest = tuple(int(np.max(t.completion.policy_version, initial=EXTERNAL_VERSION)) for t in trajectories)
+        return micro.with_extras(version=version, proximal_versions=newest)
+
+    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
+        """Yields a pass for each version in the batch. Raises `TrimtabError` if there is no snapshot of one."""
+        for version in sorted({int(found) for micro in batch for found in micro.extras["version"].unique()}):
+            yield ProximalPass(self._weights_of(version, updates), partial(_tokens_of, version))
+
+    def _weights_of(self, version: int, updates: int) -> AbstractContextManager[None]:
+        if version in (updates, EXTERNAL_VERSION):  # the model has these weights
+            return nullcontext()
+        if version not in self._snapshots:
+            raise TrimtabError(
+                f"a token was sampled by the weights of update {version}, and trainer.proximal has snapshots of "
+                f'{sorted(self._snapshots)} only: set trainer.proximal = "current"'
+            )
+        return _exchanged(self._weights, self._snapshots[version])
+
+    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
+        """Takes a snapshot, and drops those that no token can come from anymore."""
+        oldest = version - self._max_age
+        self._snapshots = {number: weights for number, weights in self._snapshots.items() if number >= oldest}
+        self._snapshots[version] = self._copy()
+        return {}
+
+    def _copy(self) -> Weights:
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self._weights.items()}
+
+    def tensors(self) -> Mapping[str, Weights]:
+        return {f"{SNAPSHOT}{version}": weights for version, weights in self._snapshots.items()}
+
+    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        saved = [name for name in sections if name.startswith(SNAPSHOT)]
+        self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in saved}
+        for name, weights in self.tensors().items():
+            copy_into(weights, sections[name])
+
+
+class MovingAverage(Feature):
+    """Scores every token with the exponential moving average of the trained parameters, a copy on their device.
+
+    After n updates it is sum_i decay^(n-i) weights_i / sum_i decay^(n-i), i from 0 to n. All updates of a step have the
+    average that the step began with.
+    """
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        self._weights, self._decay = _trained(model), config.trainer.decay
+        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._total = 1.0
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        return micro.with_extras(proximal_versions=(None,) * len(micro.rows))
+
+    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
+        yield ProximalPass(_exchanged(self._weights, self._average))
+
+    def end_update(self) -> None:
+        self._total = self._decay * self._total + 1
+        for name, weight in self._weights.items():
+            local_shard(self._average[name]).lerp_(local_shard(weight.detach()), 1 / self._total)
+
+    def tensors(self) -> Mapping[str, Weights]:
+        return {SECTION: self._average}
+
+    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        copy_into(self._average, sections[SECTION])
+
+    def state(self) -> Mapping[str, Any]:
+        return {"proximal_total": self._total}
+
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
+        self._total = saved["proximal_total"]
+
+
+def _trained(model: nn.Module) -> Weights:
+    """The trained parameters themselves: with LoRA the adapters."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@contextmanager
+def _exchanged(weights: Weights, others: Weights) -> Iterator[None]:
+    """Exchanges the values of two sets of tensors bit for bit, so that no second copy of the model is needed."""
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for name, weight in weights.items():
+            own, other = local_shard(weight), local_shard(others[name])
+            kept = own.to(other.device, copy=True)
+            own.copy_(other)
+            other.copy_(kept)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def _tokens_of(version: int, micro: MicroBatch) -> Tensor:
+    return micro.extras["version"] == version

@@ -1,0 +1,151 @@
+"""Routing replay (docs/routing.md): the trained policy uses the experts of the engine, or of its proximal pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.errors import TrimtabError
+from trimtab.runs.binary_columns import stored_bytes
+from trimtab.trainer.batching import MicroBatch, MiniBatch
+from trimtab.trainer.config import Config
+from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
+from trimtab.trainer.models.logprobs import TokenScores
+from trimtab.trainer.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement, split_record
+from trimtab.types import ExpertArray, Trajectory
+
+
+class RoutingReplay(Feature):
+    """Replays routed experts in every pass of the trained policy, and measures how often its routers agree with them.
+
+    A micro-batch has in its extras
+        routes: the replayed experts, in CPU memory. For a large model they are its largest tensors, and are on the
+            device only during the forward.
+        agreed: where the engine's experts are replayed in a proximal pass, the number of (token, layer) pairs there
+            whose routers would have chosen them too, and the number of all pairs, (2,).
+    """
+
+    def __init__(self, replay: str, experts: RouterInfo) -> None:
+        self.replay, self.experts = replay, experts
+        self._counts: list[torch.Tensor] = []  # of the micro-batches, on their device: nothing waits for it
+
+    @classmethod
+    def build(cls, config: Config, model: Any) -> RoutingReplay:
+        """Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture."""
+        info = router_info(model)
+        if info.layers == 0:
+            raise TrimtabError(
+                f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
+                "a dense model: leave [routing] out"
+            )
+        return cls(config.routing.replay, info._replace(gates=config.routing.gates))
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        if self.replay == "proximal":
+            return micro
+        prompt_of, time = micro.tokens.prompt_index.tolist(), micro.mask.shape[1]
+        return micro.with_extras(routes=pack(trajectories, prompt_of, time, self.experts))
+
+    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
+        if call.purpose == "reference" or not call.micro.rows:
+            return nullcontext({})
+        routes = call.micro.extras.get("routes")
+        if call.purpose in ("prepare", "train") and routes is None:
+            raise ValueError(f"no experts to replay for the micro-batch of rows {call.micro.rows}")
+        to_measure = "agreed" not in call.micro.extras and (call.measured or self.replay == "proximal")
+        record = call.purpose == "proximal" or (call.purpose == "train" and to_measure)
+        return nullcontext({"routes": routes, "record": record})
+
+    def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
+        """Attaches the experts of the proximal pass, or their agreement with the engine's; counts agreement in updates.
+
+        The engine's experts are compared once, in the proximal pass or in the first update; those of the proximal pass
+        in every epoch.
+        """
+        micro = call.micro
+        chosen, replayed = scores.routes, micro.extras.get("routes")
+        if call.purpose == "proximal" and chosen is not None:
+            if replayed is None:
+                return micro.with_extras(routes=Routes(*(part.cpu() for part in chosen)))
+            return micro.with_extras(agreed=routing_agreement(chosen, replayed))
+        counts = micro.extras.get("agreed") if call.first_epoch else None
+        if chosen is not None and replayed is not None:
+            counts = routing_agreement(chosen, replayed)
+        if counts is not None:
+            self._counts.append(counts)
+        return micro
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
+        self._counts = []
+
+    def counts(self) -> Mapping[str, int]:
+        agreed, compared = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
+        return {"routing/agreed": agreed, "routing/compared": compared}
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        """How often routers would have chosen the replayed experts themselves, and the size of the engine's record."""
+        agreed, compared = (record.statistics.counts[f"routing/{name}"] for name in ("agreed", "compared"))
+        metrics: dict[str, float] = {"routing/agreement": agreed / compared} if compared else {}
+        if any(trajectory.completion.routed_experts is not None for trajectory in record.trajectories):
+            metrics["routing/bytes"] = stored_bytes(record.trajectories)
+        return metrics
+
+
+def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
+    """Returns the routed experts of one response, validated against this model.
+
+    Raises:
+        TrimtabError: there are none, their shape is wrong, or an index is no expert of this model. The message names
+            the response.
+    """
+    completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
+    routes = completion.routed_experts
+    if routes is None:
+        raise TrimtabError(
+            f"{name} comes without the experts of its tokens, which routing.replay needs: use an engine that records "
+            "them"
+        )
+    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.columns)
+    if routes.shape != expected:
+        raise TrimtabError(
+            f"{name}: experts are recorded in the shape {routes.shape}, its tokens in this model need {expected}"
+        )
+    experts = routes[..., : routers.chosen]
+    if experts.size and (experts.min() < 0 or experts.max() >= routers.experts):
+        raise TrimtabError(
+            f"{name}: expert {experts.min() if experts.min() < 0 else experts.max()} is recorded, this model has "
+            f"{routers.experts}"
+        )
+    _, gates = split_record(torch.from_numpy(routes), routers.chosen)
+    if gates is not None and not bool(((gates >= 0) & (gates <= 1)).all()):
+        raise TrimtabError(f"{name}: a gate is recorded that is not between 0 and 1")
+    return routes
+
+
+def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
+    """Returns routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
+
+    Args:
+        prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
+            first sample are replayed there.
+        time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
+            padding.
+
+    Raises:
+        TrimtabError: see `check`.
+    """
+    records = [check(trajectory, routers) for trajectory in trajectories]
+    prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
+    first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
+    shape = (routers.layers, routers.columns)
+    prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
+    responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
+    for prompt, row in first.items():
+        prompts[prompt, prompts.shape[1] - prompt_lengths[row] :] = records[row][: prompt_lengths[row]]
+    for row, (record, start) in enumerate(zip(records, prompt_lengths, strict=True)):
+        responses[row, : len(record) - start] = record[start:]
+    return Routes(torch.from_numpy(prompts), torch.from_numpy(responses))

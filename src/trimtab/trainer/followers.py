@@ -1,0 +1,199 @@
+"""Stand-ins that let every rank run the same training loop.
+
+Rank 0 is the leader: it has the engines, the rewards, the run directory and the observer. The other ranks have
+stand-ins with the same interface, which receive the leader's data and write nothing.
+
+    with join():
+        run = run_directory(folder, partial(RunDirectory.create, folder, recipe))
+        model = shard_model(model, config)
+        source = shared_source(collector, <builds the source of one process>)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.runs import trajectories
+from trimtab.runs.directory import RunDirectory
+from trimtab.trainer.config import Config
+from trimtab.trainer.models.sharding import apply_fsdp
+from trimtab.trainer.ranks import RankGroup, current_ranks
+from trimtab.trainer.rollout.canary import CanaryPrediction
+from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.trainer.rollout.source import Result, RolloutSource, SourceState, Weights
+from trimtab.types import Engine
+
+
+def shard_model(model: nn.Module, config: Config) -> nn.Module:
+    """Shards `model` in place over the ranks, as `[sharding]` says, and returns it; one process leaves it unchanged.
+
+    Call it before the optimizer is built. Weights are the leader's; on other ranks the model may have none.
+    """
+    ranks = current_ranks()
+    if ranks.size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert ranks.device is not None
+        apply_fsdp(
+            model,
+            init_device_mesh(ranks.device.type, (ranks.size,)),
+            compute=torch.bfloat16 if config.model.autocast == "bfloat16" else None,
+            offload=config.sharding.offload,
+            reshard=config.sharding.reshard,
+        )
+    return model
+
+
+def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
+    """Returns the leader's run directory, built by `make`, and a read-only view of it on other ranks.
+
+    An error in `make` is raised on all ranks.
+    """
+    ranks = current_ranks()
+    directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
+    return FollowerRunDirectory(folder) if directory is None else directory
+
+
+def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
+    """Returns the leader's rollout source, built by `make`, and on other ranks a source that receives its batches."""
+    ranks = current_ranks()
+    if not ranks.is_leader:
+        return FollowerSource(collector, ranks)
+    return make() if ranks.size == 1 else LeaderSource(make(), ranks)
+
+
+class LeaderSource:
+    """The leader's `RolloutSource`: sends batches and results to the other ranks."""
+
+    def __init__(self, source: RolloutSource, ranks: RankGroup) -> None:
+        self._source, self._ranks = source, ranks
+        self.collector = source.collector
+
+    @property
+    def published(self) -> int:
+        return self._source.published
+
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        groups, stats = self._source.take(version, batches_left)
+        self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
+        return groups, stats
+
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
+        self._source.publish(weights, version, expected)
+
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
+    ) -> Result:
+        """The result of `function` must be JSON: it is sent to the other ranks."""
+        needed = False
+
+        def announced_weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal needed
+            needed = True
+            self._ranks.broadcast_bool(True)
+            yield from weights
+
+        result = self._source.evaluate_with(announced_weights(), version, function, weights_altered=weights_altered)
+        if not needed:
+            self._ranks.broadcast_bool(False)
+        self._ranks.broadcast(json.dumps(result).encode())
+        return result
+
+    def state(self, updates: int) -> SourceState:
+        return self._source.state(updates)
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        self._source.restore(tensors, meta, files)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class FollowerSource:
+    """The `RolloutSource` of every other rank: receives the leader's batches and has no engine.
+
+    It iterates over published weights too, because gathering a sharded tensor needs every rank.
+    """
+
+    def __init__(self, collector: Collector, ranks: RankGroup) -> None:
+        self.collector = collector
+        self.published = -1
+        self._ranks = ranks
+
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        groups: dict[int, Group] = {}
+        for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        return list(groups.values()), RolloutStats()
+
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
+        _gather(weights)
+        self.published = version
+
+    def evaluate_with(
+        self,
+        weights: Weights,
+        version: int,
+        function: Callable[[Engine], Result],
+        *,
+        weights_altered: bool,
+    ) -> Result:
+        if self._ranks.broadcast_bool(False):
+            _gather(weights)
+        return json.loads(self._ranks.broadcast(b""))
+
+    def state(self, updates: int) -> SourceState:
+        """Returns the sections that the leader's state has, without content."""
+        return {"engine": {}} if self.published != updates else {}, {}, {}
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        self.published = meta["published"]
+
+    def close(self) -> None:
+        pass
+
+
+class AbsentEngine:
+    """The engine of ranks that have none. Every call raises `RuntimeError`."""
+
+    policy_version = decoded_tokens = prefilled_tokens = 0
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("only rank 0 has engines")
+
+    generate = update_weights = named_weights = restart = close = _refuse
+
+
+class FollowerRunDirectory(RunDirectory):
+    """The leader's run directory on other ranks: readable, never written, not locked."""
+
+    writes = False
+
+    def _take_lock(self) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return []
+
+    def truncate_after(self, step: int) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+    def _discard_if_unused(self) -> None:
+        pass
+
+
+def _gather(weights: Iterable[tuple[str, Tensor]]) -> None:
+    for _ in weights:
+        pass

@@ -1,0 +1,228 @@
+"""Plans an experiment: one complete recipe for every method, regime and seed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.errors import TrimtabError
+from trimtab.objectives.lookup import split_name
+from trimtab.trainer.config import Config, load_config, parse_override, split_overrides
+from trimtab.trainer.lab.regimes import LEARNING_RATE, RECIPE, UPDATES, Regime
+from trimtab.trainer.run import check
+
+METHODS = (
+    "grpo",
+    "reinforce",
+    "cispo",
+    "token-bypass",
+    "seq-bypass",
+    "token-tis",
+    "seq-tis",
+    "seq-mis",
+    "seq-mis-seq-ratio",
+    "icepop",
+    "geo-mask-token-tis:calibrate=true",
+    "m2po",
+    "token-alp",
+    "seq-alp",
+)
+REGIMES = ("on-policy", "stale-32", "int3", "reuse-16")
+SEEDS = 5
+
+REAL_RECIPE = "quickstart"
+LONG_RECIPE = "laboratory-long"
+OWN_RECIPES = ("laboratory-tools", LONG_RECIPE)  # each the name of its model, too
+# Tuned for the recipe `laboratory`. `laboratory-long` has the same in proportion, other models the values of their
+# recipe in every regime.
+BUDGET_KEYS = ("trainer.steps", "optim.lr")
+WARM_STARTS = 3  # of `laboratory-long`, by seed
+EVALUATIONS = 5
+FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
+_EXPERIMENT_KEYS = {
+    "seed": "--seeds",
+    "out": "--out",
+    "objective.name": "--methods",
+    "model.path": "--model",
+    "base": "--model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An objective with changed keywords.
+
+    `objective` is the name of a method, or a user's own `module:function`. `spec` is the text given by the user, such
+    as `icepop:weight_max=3`; a keyword with a dot is a recipe key (`token-alp:perturbation.std=0.01`).
+    """
+
+    spec: str
+    objective: str
+    overrides: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its runs; a long one is cut and ends with a hash, since file names have a bound."""
+        name = re.sub(r"[^\w.+-]+", "_", self.spec, flags=re.ASCII)
+        if len(name) <= FOLDER_LENGTH:
+            return name
+        digest = hashlib.sha256(self.spec.encode()).hexdigest()[:8]
+        return f"{name[: FOLDER_LENGTH - 9]}-{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run of the experiment. `config.out` is its run directory, `name` that below the experiment's."""
+
+    name: str
+    method: Method
+    regime: Regime
+    seed: int
+    config: Config
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRun:
+    """A method that is impossible in a regime, and the reason (e.g. prefixes of an older policy, stale sampler)."""
+
+    method: Method
+    regime: Regime
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds."""
+
+    runs: tuple[PlannedRun, ...]
+    skipped: tuple[SkippedRun, ...] = ()
+
+
+def parse_method(spec: str) -> Method:
+    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where the name is a method or a user's own `module:function`.
+
+    Raises `TrimtabError` for any other text or a reserved key.
+    """
+    name, rest = split_name(spec)
+    if not name:
+        raise TrimtabError(
+            f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE, where NAME may be your own module:function"
+        )
+    changes = split_overrides(rest, f"method {spec!r}")
+    keys = [parse_override(change)[0] for change in changes]
+    for key in keys:
+        if key in _EXPERIMENT_KEYS:
+            raise TrimtabError(f"method {spec!r}: {key} belongs to the experiment, use {_EXPERIMENT_KEYS[key]}")
+    overrides = tuple(
+        change if "." in key else f"objective.{change}" for key, change in zip(keys, changes, strict=True)
+    )
+    return Method(spec, name, overrides)
+
+
+def plan_experiment(
+    methods: Sequence[str],
+    regimes: Sequence[Regime],
+    seeds: int,
+    out: Path,
+    *,
+    model: str | None = None,
+    sets: Sequence[str] = (),
+    first_seed: int = 0,
+) -> ExperimentPlan:
+    """Returns every method x regime x seed, validated before anything is trained.
+
+    `sets` are recipe changes for all runs. Raises `TrimtabError` for a method or regime named twice, a key that belongs
+    to the experiment or to a regime, and a method that no regime can train.
+    """
+    parsed = [parse_method(spec) for spec in methods]
+    _check_unique("method", [method.folder for method in parsed])
+    _check_unique("regime", [regime.name for regime in regimes])
+    _check_sets(sets, regimes, model)
+    skipped: list[SkippedRun] = []
+    pairs: list[tuple[Method, Regime]] = []
+    for method in parsed:
+        reasons = []
+        for regime in regimes:
+            try:
+                check(_config(method, regime, 0, out, model, sets)).close()
+                pairs.append((method, regime))
+            except TrimtabError as error:
+                reasons.append(SkippedRun(method, regime, str(error)))
+        if len(reasons) == len(regimes):
+            raise TrimtabError(f"method {method.spec!r}: {reasons[0].reason}")
+        skipped += reasons
+    runs = [
+        PlannedRun(_name(method, regime, seed), method, regime, seed, _config(method, regime, seed, out, model, sets))
+        for seed in range(first_seed, first_seed + seeds)
+        for method, regime in pairs
+    ]
+    return ExperimentPlan(tuple(runs), tuple(skipped))
+
+
+def _name(method: Method, regime: Regime, seed: int) -> str:
+    return f"{regime.name}/{method.folder}/seed{seed}"
+
+
+def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
+    recipe = _recipe_of(model)
+    changes = [
+        # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
+        "objective.name=another",
+        f"objective.name={method.objective}",
+        "threads=1",
+        "log.trajectories_every=0",
+        "trainer.max_idle_steps=0",  # a collapsing method is a result, not an error
+        *([] if model is None else [f"model.path={model}"]),
+        *_regime_settings(regime, recipe),
+        *([f"sft.seed={seed % WARM_STARTS}"] if recipe == LONG_RECIPE else []),
+        *sets,
+        *method.overrides,
+        f"seed={seed}",
+    ]
+    config = load_config(recipe, changes)
+    if not any(parse_override(change)[0] == "eval.every" for change in sets):
+        every = max(1, config.trainer.steps // EVALUATIONS)
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": every})})
+    return config.model_copy(update={"out": str(out / _name(method, regime, seed))})
+
+
+def _recipe_of(model: str | None) -> str:
+    if model in OWN_RECIPES:
+        return str(model)
+    return RECIPE if model is None or model.startswith(RECIPE) else REAL_RECIPE
+
+
+def _regime_settings(regime: Regime, recipe: str) -> tuple[str, ...]:
+    if recipe == RECIPE:
+        return regime.settings
+    settings = tuple(f"{key}={value}" for key, value in regime.overrides.items() if key not in BUDGET_KEYS)
+    if recipe != LONG_RECIPE:
+        return settings
+    own = load_config(recipe)
+    steps = -(-int(regime.overrides.get("trainer.steps", UPDATES)) * own.trainer.steps // UPDATES)
+    rate = own.optim.lr * float(regime.overrides.get("optim.lr", LEARNING_RATE)) / LEARNING_RATE
+    return (*settings, f"trainer.steps={steps}", f"optim.lr={rate:.3g}")
+
+
+def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:
+    for change in sets:
+        key, value = parse_override(change)
+        if key == "unset":
+            raise TrimtabError(f"--set {change}: methods start from their own defaults; set {value} to a value instead")
+        if key in _EXPERIMENT_KEYS or key.startswith("compare"):
+            option = _EXPERIMENT_KEYS.get(key, "--methods")
+            raise TrimtabError(f"--set {change}: {key} belongs to the experiment, use {option}")
+        owner = next((r.name for r in regimes if key in r.overrides and key not in BUDGET_KEYS), None)
+        if owner is not None:
+            raise TrimtabError(f"--set {change}: {key} is set by regime {owner!r}; choose another regime")
+    owner = next((r.name for r in regimes if "model.path" in r.overrides), None)
+    if model is not None and owner is not None:
+        raise TrimtabError(f"--model {model}: regime {owner!r} has its own model; leave one of them out")
+
+
+def _check_unique(kind: str, words: Sequence[str]) -> None:
+    if twice := next((word for word in words if words.count(word) > 1), None):
+        raise TrimtabError(f"{kind} {twice!r} is named twice; name each once")

@@ -1,0 +1,174 @@
+"""Trains many recipes in worker processes and resumes interrupted ones.
+
+Workers are separate processes, since threads and global state of torch must not be shared; each trains several runs in
+turn. A run is finished if its directory contains a result; a later start checks nothing else.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from trimtab.errors import Stopped
+from trimtab.runs import atomic, provenance
+from trimtab.runs.summary import RunSummary
+from trimtab.trainer.config import Config
+from trimtab.trainer.lab import results
+from trimtab.trainer.lab.experiment import ExperimentPlan
+from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.stop import Stop
+
+POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
+
+
+class ExperimentObserver(Protocol):
+    """Progress callbacks of an experiment, called from one thread; a subclass may leave some out."""
+
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
+        """Called once before training with all runs and the results that already exist."""
+
+    def progress(self, name: str, step: int) -> None:
+        """Called when a run has finished a step."""
+
+    def finished(self, name: str, result: RunSummary) -> None:
+        """Called when a run has ended, with any status."""
+
+
+class _Silent(ExperimentObserver):
+    """Shows nothing."""
+
+
+def run_experiment(
+    plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None, keep: bool = False
+) -> dict[str, RunSummary]:
+    """Trains all runs of the plan and returns the results by name; updates `out/results.parquet` after every run."""
+    cells = {run.name: run.config for run in plan.runs}
+    with atomic.locked(out, "comparison"):
+        save = partial(results.write_results, out, plan)
+        return run_cells(cells, workers=workers, observer=observer, keep=keep, save=save)
+
+
+def run_cells(
+    cells: Mapping[str, Config],
+    *,
+    workers: int,
+    observer: ExperimentObserver | None,
+    keep: bool = False,
+    save: Callable[[Mapping[str, RunSummary]], object] = lambda _: None,
+) -> dict[str, RunSummary]:
+    """Trains every recipe into its `out`, `workers` at a time, and returns the results by name in the given order.
+
+    Finished runs are not trained again. A run that fails does not stop the others. `keep` keeps checkpoints. `save` is
+    called with the results so far, at the start and after every run.
+
+    Raises:
+        TrimtabError: the directory of a run holds one with other settings; nothing was trained.
+        Stopped: by Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
+    """
+    finished = {name: result for name, config in cells.items() if (result := results.read(config)) is not None}
+    save(finished)
+    observer = observer or _Silent()
+    observer.planned(cells, finished)
+    waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[str, int | RunSummary]] = queue.SimpleQueue()
+    for name, config in cells.items():
+        if name not in finished:
+            waiting.put((name, config))
+    pool = [_Worker(waiting, events, keep) for _ in range(min(workers, waiting.qsize()))]
+    stop = Stop()
+    try:
+        with stop.signals(), stop.finishing():
+            while len(finished) < len(cells):
+                if stop.signal_number is not None:
+                    for worker in pool:
+                        worker.end(after_step=True)
+                    for worker in pool:
+                        worker.process.process.wait()
+                    raise Stopped(stop.signal_number)
+                with suppress(queue.Empty):
+                    name, news = events.get(timeout=POLL_INTERVAL)
+                    if isinstance(news, RunSummary):
+                        finished[name] = news
+                        save(finished)
+                        observer.finished(name, news)
+                    else:
+                        observer.progress(name, news)
+    finally:
+        for worker in pool:
+            worker.end(after_step=False)
+    return {name: finished[name] for name in cells}
+
+
+class _Worker:
+    """One process and the thread that sends it jobs; if the process dies, its run fails and it is replaced."""
+
+    def __init__(
+        self,
+        waiting: queue.SimpleQueue[tuple[str, Config]],
+        events: queue.SimpleQueue[tuple[str, int | RunSummary]],
+        keep: bool,
+    ) -> None:
+        self._waiting, self._events, self._keep_runs = waiting, events, keep
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.process = _start_process()
+        threading.Thread(target=self._run_jobs, daemon=True).start()
+
+    def end(self, *, after_step: bool) -> None:
+        """Gives the process no further job and ends it, at once or after its current step."""
+        with self._lock:
+            self._stopped = True
+            if after_step:
+                self.process.process.terminate()
+            else:
+                self.process.kill()
+
+    def _run_jobs(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                name, config = self._waiting.get_nowait()
+                result = self._run_job(name, config)
+                with self._lock:
+                    if self._stopped:
+                        return
+                    if self.process.process.poll() is not None:
+                        self.process = _start_process()
+                self._events.put((name, result))
+
+    def _run_job(self, name: str, config: Config) -> RunSummary:
+        try:
+            self.process.send((config, self._keep_runs, provenance.command()))
+            while True:
+                message = self.process.receive()
+                assert message is not None, "this worker sends no heartbeats"
+                if isinstance(message.content, RunSummary):
+                    return message.content
+                self._events.put((name, message.content))
+        except (EOFError, OSError):
+            return RunSummary("failed", f"its process {self.process.exit_reason()}")
+
+
+def _start_process() -> WorkerProcess:
+    return WorkerProcess("trimtab.trainer.lab.worker", show_output=True)
+
+
+# Relative cost of starting a run, of a held-out evaluation of 128 problems, of sampling a response, and of a response
+# in one epoch of updates: seconds of a single process with the laboratory model on a development machine.
+START_COST, EVALUATION_COST, SAMPLING_COST, TRAINING_COST = 1.0, 0.1, 0.0003, 0.0006
+
+
+def cost(config: Config) -> float:
+    """Returns the cost of a run relative to other runs of its experiment."""
+    trainer = config.trainer
+    evaluations = 2 if not config.eval.every else 1 + -(-trainer.steps // config.eval.every)
+    responses = trainer.steps * trainer.prompts * trainer.samples
+    return (
+        START_COST
+        + EVALUATION_COST * evaluations * config.eval.problems / 128
+        + responses * (SAMPLING_COST + TRAINING_COST * trainer.epochs)
+    )

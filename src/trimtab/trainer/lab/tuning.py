@@ -1,0 +1,198 @@
+"""Tunes methods before they are compared: for each as many settings as for any other, on other seeds and problems.
+
+A method with a bound of its own tries each rate with the published bound and with one other, any other method tries
+more rates. The setting of the highest mean accuracy over the tuning seeds is trained again with the seeds of the
+comparison and evaluated on its problems, in a row beside that of the published setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from trimtab.errors import TrimtabError
+from trimtab.runs.summary import RunSummary
+from trimtab.trainer.config import parse_override
+from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun, parse_method, plan_experiment
+
+FOLDER = "tuning"
+FIRST_SEED = 1000  # those of the comparison begin with 0
+# Factors of the regime's learning rate, the published one first: with two bounds, and alone. Equally many, equally low.
+RATES = (1.0, 0.5, 0.25)
+RATES_ALONE = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0)
+BUDGET = len(RATES_ALONE)
+# The other value of the bound that a method has of its own; the published one is its default (objectives/presets.py).
+# Most are wider: published bounds of whole responses are for other lengths. Methods not named here, or with keywords,
+# have their rate alone.
+OTHER_BOUND = {
+    "dapo": "clip_high=0.5",
+    "gspo": "clip_low=3e-3,clip_high=4e-3",
+    "cispo": "ceiling=2.0",
+    "token-bypass": "clip_low=0.5,clip_high=1.0",
+    "seq-bypass": "clip_low=0.9,clip_high=9.0",
+    "token-alp-bypass": "clip_low=0.5,clip_high=1.0",
+    "token-tis": "weight_max=5.0",
+    "seq-tis": "weight_max=10.0",
+    "turn-tis": "weight_max=10.0",
+    "seq-mis": "weight_max=10.0",
+    "seq-mis-seq-ratio": "weight_max=10.0",
+    "icepop": "weight_max=2.0",
+    "geo-mask": "keep_min=0.9,keep_max=1.1",
+    "geo-mask-token-tis": "keep_min=0.9,keep_max=1.1",
+    "k3-mask": "divergence_max=0.1",
+    "opsm": "delta=0.5",
+    "token-alp": "perturbation.std=0.01",
+    "seq-alp": "perturbation.std=0.01",
+    "soup": "prefix.ratio=0.25",
+    "oapl": "beta=0.1",
+    "m2po": "tau=0.4",
+    "luffy": "gamma=0.3",
+    "dppo": "divergence_max=0.3",
+    "dppo-kl": "divergence_max=0.2",
+    "ipo": "divergence_max=1.0",
+    "flash-reinforce": "divergence_max=0.03",
+    "trm": "k2_max=0.5,k3_max=0.01",
+    "cppo": "divergence_max=0.3",
+    "ctpo": "clip_low=0.1,clip_high=0.2",
+    "pnpo": "clip_low=0.4,clip_high=0.4",
+    "a3po": "clip_low=0.4,clip_high=0.4",
+    "sapo": "tau_positive=2.0,tau_negative=2.1",
+    "gmpo": "clip_low=0.2,clip_high=0.2",
+    "drpo": "epsilon=0.3",
+    "score-centering": "ceiling=5.0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The runs of one setting each, by method and regime: `specs[method, regime]`, the published setting first."""
+
+    plan: ExperimentPlan
+    specs: Mapping[tuple[str, str], tuple[str, ...]]
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen setting of a method in a regime; accuracies are means over the tuning seeds."""
+
+    method: str
+    regime: str
+    spec: str
+    accuracy: float
+    published: float
+
+    @property
+    def settings(self) -> str:
+        """What was chosen, such as `optim.lr=2e-4 weight_max=5`; `published` for the published setting."""
+        keywords = [change.removeprefix("objective.") for change in parse_method(self.spec).overrides]
+        return "published" if self.spec == self.method else " ".join(keywords)
+
+
+def candidates(method: Method, rate: float) -> tuple[str, ...]:
+    """Returns `BUDGET` settings of a method as specs, the published one first; `rate` is its learning rate."""
+    if any(parse_override(change)[0] == "optim.lr" for change in method.overrides):
+        raise TrimtabError(f"method {method.spec!r}: --tune chooses optim.lr; leave it out")
+    other = None if method.overrides else OTHER_BOUND.get(method.objective)
+    grid = product(RATES, ("", other)) if other else product(RATES_ALONE, ("",))
+    return tuple(
+        _spec(method, [bound, *([] if factor == 1 else [f"optim.lr={factor * rate:.3g}"])]) for factor, bound in grid
+    )
+
+
+def plan_tuning(
+    published: ExperimentPlan, seeds: int, out: Path, *, model: str | None = None, sets: Sequence[str] = ()
+) -> Candidates:
+    """Returns the runs of all candidates below `out`, evaluated on held-out problems behind those of the comparison.
+
+    `published` is the comparison of published settings, which has the methods and regimes. Raises `TrimtabError` as
+    `plan_experiment`, and where the test split has no further problems.
+    """
+    specs: dict[tuple[str, str], tuple[str, ...]] = {}
+    runs: list[PlannedRun] = []
+    for run in published.runs:
+        if (run.method.spec, run.regime.name) in specs:  # another seed
+            continue
+        chosen = candidates(run.method, run.config.optim.lr)
+        skip = run.config.eval.skip + run.config.eval.problems
+        other = [*sets, f"eval.skip={skip}", "eval.every=0"]
+        specs[run.method.spec, run.regime.name] = chosen
+        runs += plan_experiment(
+            chosen, [run.regime], seeds, out / FOLDER, model=model, sets=other, first_seed=FIRST_SEED
+        ).runs
+    runs.sort(key=lambda run: run.seed)
+    return Candidates(ExperimentPlan(tuple(runs)), specs, seeds)
+
+
+def choose(tuned: Candidates, results: Mapping[str, RunSummary]) -> list[Choice]:
+    """Returns the candidate of the highest mean accuracy for each method and regime, of equal ones the first.
+
+    A diverged run counts as 0. Raises `TrimtabError` for a run that failed.
+    """
+    values: dict[tuple[str, str], list[float]] = {}
+    for run in tuned.plan.runs:
+        result = results[run.name]
+        if result.status == "failed":
+            raise TrimtabError(f"{FOLDER}/{run.name}: {result.error}; the same command tries it again")
+        values.setdefault((run.method.spec, run.regime.name), []).append(result.accuracy or 0.0)
+    choices = []
+    for (method, regime), specs in tuned.specs.items():
+        means = {spec: sum(values[spec, regime]) / tuned.seeds for spec in specs}
+        best = max(specs, key=lambda spec: means[spec])
+        choices.append(Choice(method, regime, best, means[best], means[specs[0]]))
+    return choices
+
+
+def plan_comparison(
+    published: ExperimentPlan,
+    choices: Sequence[Choice],
+    out: Path,
+    *,
+    model: str | None = None,
+    sets: Sequence[str] = (),
+) -> ExperimentPlan:
+    """Returns the published settings and behind each, as row `METHOD (tuned)`, the chosen one.
+
+    Where the published setting was chosen, both rows are of the same run.
+    """
+    regimes = {run.regime.name: run.regime for run in published.runs}
+    seeds = len({run.seed for run in published.runs})
+    tuned = [
+        replace(run, method=replace(run.method, spec=tuned_name(choice.method)))
+        for choice in choices
+        for run in plan_experiment([choice.spec], [regimes[choice.regime]], seeds, out, model=model, sets=sets).runs
+    ]
+    order = [name for run in published.runs for name in (run.method.spec, tuned_name(run.method.spec))]
+    runs = sorted([*published.runs, *tuned], key=lambda run: (run.seed, order.index(run.method.spec)))
+    return ExperimentPlan(tuple(runs), published.skipped)
+
+
+def tuned_name(method: str) -> str:
+    """Returns the name of a method's row with the chosen settings."""
+    return f"{method} (tuned)"
+
+
+def describe(choices: Sequence[Choice], tuned: Candidates) -> list[str]:
+    """Returns what was tuned and chosen, for the pages of the comparison: a line on the budget, and one per choice."""
+    section = tuned.plan.runs[0].config.eval
+    seeds = f"seed {FIRST_SEED}" if tuned.seeds == 1 else f"seeds {FIRST_SEED} to {FIRST_SEED + tuned.seeds - 1}"
+    budget = (
+        f"Tuned: {BUDGET} settings of each method in each regime (the learning rate, and one bound of its own where it "
+        f"has one), trained with {seeds} and evaluated on held-out problems {section.skip + 1} to "
+        f"{section.skip + section.problems}. The seeds and problems of the table had no part in the choice."
+    )
+    return [budget] + [
+        f"{choice.method} in {choice.regime}: {choice.settings} "
+        f"(while tuning {choice.accuracy:.3f}, published {choice.published:.3f})"
+        for choice in choices
+    ]
+
+
+def _spec(method: Method, changes: Sequence[str]) -> str:
+    """Returns the spec of a method with further changes."""
+    given = [change for change in changes if change]
+    if not given:
+        return method.spec
+    return f"{method.spec}{',' if method.overrides else ':'}{','.join(given)}"

@@ -1,0 +1,95 @@
+"""The worker process of an experiment: recipes in, steps and results out.
+
+It exits with its parent: an unfinished run is left for the next start.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import DivergedError, Stopped, TrimtabError
+from trimtab.runs import atomic
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import CONFIG, METRICS, MODEL
+from trimtab.runs.summary import RunSummary, Status, summarize
+from trimtab.trainer.config import Config
+from trimtab.trainer.lab.results import write
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.processes import Message, Parent
+from trimtab.trainer.run import train
+from trimtab.trainer.stop import Stop
+
+TRACEBACK = "error.txt"
+
+
+class StepReporter(NullObserver):
+    """Sends the number of each finished step."""
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        self.parent.send(metrics["step"])
+
+
+def main() -> None:
+    jobs: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    parent = Parent(jobs.put)
+    while True:
+        config, keep, command = jobs.get().content
+        stop = Stop(line=b"")
+        try:
+            result = run_cell(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
+        except Stopped as stopped:  # the run continues from its checkpoint at the next start
+            sys.exit(128 + stopped.signal)
+        parent.send(result)
+        if stop.signal_number is not None:  # stopped during the last step: the run is complete
+            sys.exit(128 + stop.signal_number)
+
+
+def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
+    """Trains a run into `config.out`, writes its result there and returns it.
+
+    `keep` keeps checkpoints and the start model. `command` is the command line of the experiment. `stop` is set by
+    SIGTERM. An interrupted run continues from its checkpoint, or starts again if there is none. No error is raised
+    except `Stopped`: the result contains the message, and the experiment continues.
+    """
+    folder, start, used = Path(str(config.out)), time.perf_counter(), time.process_time()
+    resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    status: Status = "done"
+    error = ""
+    try:
+        if folder.exists() and not resume:
+            shutil.rmtree(folder)
+        train(config, resume=resume, observer=observer, stop=stop, command=command)
+    except TrimtabError as user_error:
+        status, error = ("diverged" if isinstance(user_error, DivergedError) else "failed"), str(user_error)
+    except Exception as exception:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TRACEBACK).write_text(traceback.format_exc())
+        status, error = "failed", f"{type(exception).__name__}: {exception} ({folder / TRACEBACK})"
+    rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    result = replace(
+        summarize(rows, config, status, time.perf_counter() - start, error),
+        processor_seconds=time.process_time() - used,
+    )
+    if not keep and status != "failed":
+        for part in ("checkpoints", MODEL):
+            shutil.rmtree(folder / part, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG).exists():  # removed by a run that ended before its first step
+        atomic.write_text(folder / CONFIG, config.dump())
+    write(folder, result)
+    return result
+
+
+if __name__ == "__main__":
+    main()

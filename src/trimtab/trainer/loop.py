@@ -1,0 +1,241 @@
+"""The training loop. All state of a run belongs to `Trainer`.
+
+One iteration of `Trainer.train`:
+
+    1. take       the rollout source returns complete groups of scored trajectories
+    2. prepare    pack them into micro-batches, score the proximal and the reference policy, drop rows whose proximal
+                  log-probs are not finite, compute advantages over whole groups
+    3. update     one optimizer update for each mini-batch, `trainer.epochs` times
+    4. publish    give the engines the new weights, if `trainer.sync_every` updates have passed since the last time
+    5. measure    collect the metrics of the step
+    6. evaluate   greedy accuracy on held-out problems, every `eval.every` steps
+    7. write      trajectories, metrics and a checkpoint; then sinks and the observer
+
+The rollout source (trainer/rollout/source.py) generates a batch when it is asked for one, or takes it from engines that
+generate while the trainer updates. Optional methods take part through `Learner.features` (features/feature.py).
+Policies are dated in optimizer updates: version n is the policy after n updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from trimtab.errors import DivergedError, Stopped
+from trimtab.runs import trajectories
+from trimtab.runs.directory import RunDirectory
+from trimtab.trainer import step_metrics
+from trimtab.trainer.batch_preparation import Batch, prepare_batch
+from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.config import Config
+from trimtab.trainer.engines.factory import weight_quantization
+from trimtab.trainer.features.feature import StepRecord
+from trimtab.trainer.held_out import EvalTask, HeldOut
+from trimtab.trainer.idle import IdleSteps
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.observer import Moment, Observer
+from trimtab.trainer.optim import NonFiniteUpdateError
+from trimtab.trainer.ranks import current_ranks
+from trimtab.trainer.rollout.collector import Collector, RolloutStats
+from trimtab.trainer.rollout.source import RolloutSource
+from trimtab.trainer.sinks import Sink
+from trimtab.trainer.step_statistics import StepStatistics
+from trimtab.trainer.stop import Stop
+
+
+@dataclass
+class Trainer:
+    """The state of one run and its training loop.
+
+    `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
+    current step; `initial_metrics` were measured before the first step and are logged with it.
+    """
+
+    config: Config
+    source: RolloutSource
+    learner: Learner
+    run: RunDirectory
+    observer: Observer
+    eval_tasks: Sequence[EvalTask] = ()
+    sinks: Sequence[Sink] = ()
+    stop: Stop = field(default_factory=Stop)
+    idle: IdleSteps = field(default_factory=IdleSteps)
+    initial_metrics: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def collector(self) -> Collector:
+        return self.source.collector
+
+    @cached_property
+    def held_out(self) -> list[HeldOut]:
+        """The held-out problems of the run's own task, and of every other one that is evaluated."""
+        return [HeldOut.build(evaluated, self.collector) for evaluated in self.eval_tasks]
+
+    def train(self) -> dict[str, Any]:
+        """Trains to the last step and returns its metrics.
+
+        Raises `DivergedError` after updates that were not finite (the message names the last good checkpoint),
+        `TrimtabError` after `trainer.max_idle_steps` steps without a training signal, `Stopped` on request.
+        """
+        logged = self.run.metrics()  # a resumed run may already be complete
+        metrics: dict[str, Any] = logged[-1] if logged else {}
+        if self.step == 0:
+            self._publish(force=True)
+            for key, value in self._evaluate("before").items():
+                self.initial_metrics[key] = value
+                if key.endswith("/greedy"):
+                    self.initial_metrics[f"{key.removesuffix('/greedy')}/before"] = value
+        with self.stop.finishing():
+            while self.step < self.config.trainer.steps:
+                self._stop_if_requested()
+                metrics = self._train_step()
+        return metrics
+
+    def _train_step(self) -> dict[str, Any]:
+        """Runs one iteration and returns its metrics."""
+        # 1. take
+        start, version, steps = time.perf_counter(), self.learner.updates, self.config.trainer.steps
+        self.observer.phase("collect", self.step, steps)
+        groups, rollout = self.source.take(version, steps - self.step)
+        # 2. prepare
+        batch = prepare_batch(groups, self.learner, self.collector.stream.pad_id)
+        # 3. update
+        stats = self._update(batch)
+        # 4. publish
+        self._publish()
+        self.step += 1
+        # 5. measure
+        self.seconds["step"] = time.perf_counter() - start
+        metrics = self._metrics(batch, rollout, stats, version)
+        metrics |= self.initial_metrics if self.step == 1 else {}
+        idle_message = self._observe_idle(batch)
+        # 6. evaluate
+        evaluated: dict[str, float] = {}
+        if self._is_due(self.config.eval.every):
+            evaluated = self._evaluate("after" if self.step == steps else self.step)
+        metrics |= evaluated
+        # 7. write
+        self._write(batch, stats, metrics, evaluated)
+        for message in (*rollout.messages(), *idle_message):
+            self.observer.message(message)
+        self._stop_if_idle(batch)
+        return metrics
+
+    def _update(self, batch: Batch) -> StepStatistics:
+        start = time.perf_counter()
+        try:
+            on_progress = partial(self.observer.phase, "update")
+            return self.learner.update(batch.minibatches, on_progress, step=self.step + 1)
+        except NonFiniteUpdateError as error:
+            if error.weights_are_good:
+                snapshot.save_if_unsaved(self)
+            saved = self.run.checkpoints()
+            where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet"
+            raise DivergedError(f"{error}; {where}: {error.advice}") from None
+        finally:
+            self.seconds["update"] = time.perf_counter() - start
+
+    def _publish(self, *, force: bool = False) -> None:
+        """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
+        start = time.perf_counter()
+        if force or self.learner.updates - self.source.published >= (self.config.trainer.sync_every or 1):
+            self.publish_now()
+        self.seconds["publish"] = time.perf_counter() - start
+
+    def publish_now(self) -> None:
+        """Gives the engines the current weights."""
+        model, version, options = self.learner.model, self.learner.updates, {}
+        for feature in self.learner.features:
+            options |= feature.publish_options(model, version)
+        self.source.publish(named_weights(model), version, **options)
+
+    def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
+        """Returns the metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
+        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
+        self.seconds["proximal"] = batch.seconds
+        metrics: dict[str, Any] = {
+            "step": self.step,
+            "updates": self.learner.updates,
+            "policy_version": self.source.published,
+            **step_metrics.batch_metrics(batch.trajectories, version),
+            **step_metrics.rollout_metrics(rollout, dropped=batch.dropped),
+            **step_metrics.update_metrics(
+                stats,
+                mismatch_policy=self.learner.mismatch_policy,
+                grad_clip=self.config.optim.grad_clip,
+                ranks=self.learner.ranks.size,
+            ),
+            **step_metrics.speed_metrics(self.seconds, rollout.response_tokens, stats.tokens),
+        }
+        if replaced := self.collector.stream.newly_replaced():
+            metrics["prompt/dropped"] = replaced
+        record = StepRecord(self.step, version, batch.trajectories, rollout, stats, metrics)
+        of_features: dict[str, Any] = {}
+        for feature in self.learner.features:
+            of_features |= feature.end_step(record)
+        return metrics | of_features
+
+    def _evaluate(self, moment: Moment) -> dict[str, float]:
+        """Returns accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
+
+        The sampler's own weights are restored afterwards.
+        """
+        measured = self.source.evaluate_with(
+            named_weights(self.learner.model),
+            self.learner.updates,
+            lambda engine: {
+                key: value
+                for held_out in self.held_out
+                for key, value in held_out.measure(engine, self.collector).items()
+            },
+            weights_altered=weight_quantization(self.config).active,
+        )
+        for evaluated in self.eval_tasks:
+            self.observer.evaluated(evaluated.task.name, moment, measured[evaluated.metrics[0]])
+        return measured
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
+
+    def _write(self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: dict[str, float]) -> None:
+        """Writes this step's files, then calls sinks and observer: what a display shows is already on disk."""
+        every = self.config.log.trajectories_every
+        if self.run.writes and every and self.step % every == 0:
+            rows = batch.rows(stats, self.learner.mismatch_policy)
+            trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
+        self.run.log(metrics)
+        if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
+            snapshot.save(self, evaluated)
+        for sink in self.sinks:
+            sink.log(self.step, metrics)
+        self.observer.step(metrics)
+
+    def _stop_if_requested(self) -> None:
+        """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""
+        signal_number = int(current_ranks().all_reduce_max(self.stop.signal_number or 0))
+        if not signal_number:
+            return
+        if self.step:
+            snapshot.save_if_unsaved(self)
+            self.observer.message(f"stopped after step {self.step}, which is saved")
+        raise Stopped(signal_number)
+
+    def _stop_if_idle(self, batch: Batch) -> None:
+        """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
+        limit = self.config.trainer.max_idle_steps
+        if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
+            snapshot.save_if_unsaved(self)
+            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
+
+    def _observe_idle(self, batch: Batch) -> list[str]:
+        """Updates the count of idle steps; returns the message for this step, if there is one."""
+        if self.learner.objective.learns_without_advantage or self.learner.distills:
+            return []
+        message = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
+        return [] if message is None else [f"step {self.step}: {message}"]

@@ -1,0 +1,126 @@
+"""The parts of a transformers causal language model that scoring needs: backbone, head, final transforms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.trainer.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
+from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
+
+# Architectures whose forward is `head(backbone(x))`, followed by at most `config.final_logit_softcapping`. Others scale
+# logits or hidden states (Granite, Cohere): scoring them this way would be silently wrong.
+KNOWN_ARCHITECTURES = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+        *("mixtral", "olmoe", "qwen3_moe"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
+
+    backbone: nn.Module
+    weight: Tensor  # (vocabulary, hidden)
+    bias: Tensor | None  # (vocabulary,)
+    softcap: float | None
+    invariant: bool = False  # its numerics are those of `models/invariant`
+    head: object = None  # the head module: its weight is another object while a sharded model is gathered
+
+
+def check_architecture(kind: str, where: str = "") -> None:
+    """Raises `TrimtabError` for a `model_type` that is not in `KNOWN_ARCHITECTURES`; `where` begins its message."""
+    if kind not in KNOWN_ARCHITECTURES:
+        raise TrimtabError(
+            f"{where}cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}: use a text model of "
+            "a family in docs/models.md"
+        )
+
+
+def model_parts(model: Any) -> ModelParts:
+    """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
+
+    Raises `TrimtabError` for an architecture that is not in `KNOWN_ARCHITECTURES`, an attention that reads no
+    `PackedLayout`, or a head that is not a plain linear layer.
+    """
+    if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
+        model = model.get_base_model()
+    kind, attention = model.config.model_type, model.config._attn_implementation
+    check_architecture(kind)
+    if attention not in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION):
+        raise TrimtabError(
+            f"attention {attention!r} cannot read packed rows: call "
+            f"model.set_attn_implementation({PACKED_IMPLEMENTATION!r}), as trimtab.trainer.models.load does"
+        )
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise TrimtabError(
+            f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer; "
+            "leave the head out of adapters and quantisation"
+        )
+    return ModelParts(
+        backbone=model.base_model,
+        weight=head.weight,
+        bias=head.bias,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        invariant=attention == INVARIANT_IMPLEMENTATION,
+        head=head,
+    )
+
+
+class DecoderStack(NamedTuple):
+    """The decoder layers in order, and the norms that follow the last one."""
+
+    layers: tuple[nn.Module, ...]
+    final_norms: tuple[nn.Module, ...]
+    dtype: torch.dtype  # of the residual stream as the model makes it: that of its embedding
+
+
+def decoder_stack(model: Any) -> DecoderStack:
+    """Returns the decoder layers of a model, which may be wrapped by peft: its one list of `num_hidden_layers` modules.
+
+    Raises `TrimtabError` if there is none, or more than one (an encoder and a decoder, a vision tower).
+    """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    name = type(model).__name__
+    if not hasattr(model, "get_input_embeddings"):
+        raise TrimtabError(f"cannot find the decoder layers of a {name}: give a transformers causal language model")
+    count: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    # Lists inside a layer (experts) may have the same length and are excluded.
+    lists = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        result = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
+        raise TrimtabError(
+            f"cannot find the decoder layers of a {name}: expected one list of {count} modules, found {result}; "
+            "use a decoder-only causal language model"
+        )
+    parent = model.get_submodule(outer[0].rpartition(".")[0])
+    embedding: Any = model.get_input_embeddings()
+    return DecoderStack(
+        layers=tuple(lists[outer[0]]),
+        final_norms=tuple(child for child in parent.children() if is_norm(child)),
+        dtype=embedding.weight.dtype,
+    )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether all parameters of a module are vectors: scales and shifts of channels."""
+    shapes = [parameter.ndim for parameter in module.parameters()]
+    return bool(shapes) and max(shapes) <= 1
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix: attention, a feed-forward network, a linear layer."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())

@@ -1,0 +1,263 @@
+"""Batch-invariant attention: a fixed order of keys, for packed rows and for decoding.
+
+A token attends to its prompt and to its response up to itself. Keys of both are split into blocks of `KEY_BLOCK`,
+starting at the first token of the prompt and of the response: the boundary between the two is part of a trajectory, so
+sampler and trainer split alike. Then, in float32:
+
+    scores     one product for each (query, key), over the width of a head: padded to a multiple of `query_rows`
+    maximum    over all keys: exact in any order
+    sum, out   block by block, prompt first; masked keys and padding add exact zeros
+
+Queries, keys and values are first rounded to the dtype of the model's products, as in a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.packed_attention import (
+    MAX_SAVED_SCORES,
+    AttentionOptions,
+    PackedAttention,
+    PackedLayout,
+    PaddedRows,
+    fold_heads,
+    token_major,
+    unfold_heads,
+    working_blocks,
+)
+
+INVARIANT_IMPLEMENTATION = "trimtab-invariant"
+KEY_BLOCK = 64
+
+
+@runtime_checkable
+class CachedAttention(Protocol):
+    """Attention to keys and values in a cache, in place of a layout (`trainer/engines/embedded/invariant_decoder.py`)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Returns the output of one layer for queries, keys and values of shape (tokens, heads x width)."""
+        ...
+
+
+def invariant_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: PackedLayout | CachedAttention | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    del attention_mask  # the layout determines it
+    if layout is None or kwargs.get("dropout"):
+        raise TrimtabError("invariant attention is for scoring and for the embedded engine alone, without dropout")
+    heads, width = query.shape[1], query.shape[3]
+    scale = width**-0.5 if scaling is None else scaling
+    # Rotated queries and keys have a wider dtype than the products; values have the dtype of the products.
+    dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        if isinstance(layout, PackedLayout):
+            return _Packed.apply(query, key, value, layout, AttentionOptions(scale, None, None, dtype)), None
+        q, k, v = (token_major(x, dtype) for x in (query, key, value))
+        out = layout.attend(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
+        return out.view(1, -1, heads, width), None
+
+
+AttentionInterface.register(INVARIANT_IMPLEMENTATION, invariant_attention_forward)
+AttentionMaskInterface.register(INVARIANT_IMPLEMENTATION, sdpa_mask)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def query_rows(width: int) -> int:
+    """Returns the minimum number of rows of products over heads of `width` channels; fewer rows use other kernels.
+
+    MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
+    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time in decoding, where most of them are padding.
+    """
+    return 8 if width <= 128 else 16
+
+
+def pad_time(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
+    """Pads the time dimension with zeros to a multiple; returns the tensor itself where it is one already."""
+    missing = -states.shape[-2] % multiple
+    return F.pad(states, (0, 0, 0, missing)) if missing else states
+
+
+def attention_scores(
+    query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
+) -> Float[Tensor, "batch queries keys"]:
+    """Returns all scores. `queries` is a multiple of `query_rows`, `keys` of `KEY_BLOCK`; both are float32 or wider."""
+    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
+
+
+def largest(scores: Float[Tensor, "*batch keys"], shown: Float[Tensor, "*#batch keys"]) -> Float[Tensor, "*batch 1"]:
+    """Returns the largest score of the keys for which `shown` is 1 and not 0."""
+    return (scores + shown.log()).amax(-1, keepdim=True)
+
+
+def exponentials_(
+    scores: Float[Tensor, "*batch keys"], peak: Float[Tensor, "*batch 1"], shown: Float[Tensor, "*#batch keys"]
+) -> Float[Tensor, "*batch keys"]:
+    """Replaces the scores by `exp(score - peak)`, and by 0 for the keys for which `shown` is 0.
+
+    The exponential of -inf takes a CPU much longer than that of a number, so hidden keys get 0 by a product.
+    """
+    return scores.sub_(peak).clamp_(max=0).exp_().mul_(shown)
+
+
+def accumulate(
+    exponentials: Float[Tensor, "batch queries keys"],
+    value: Float[Tensor, "batch keys width"],
+    before: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
+    """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
+    for start in range(0, value.shape[1], KEY_BLOCK):
+        part = exponentials[..., start : start + KEY_BLOCK]
+        sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEY_BLOCK])
+        before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
+    assert before is not None  # there is at least one key: the query's own
+    return before
+
+
+class _Keys(NamedTuple):
+    """Keys and values that rows of queries attend to, (rows, a multiple of `KEY_BLOCK`, channels)."""
+
+    keys: Tensor
+    values: Tensor
+    width: int  # without padding to whole blocks
+    lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, of which a query sees those up to itself
+
+    def shown(self, rows: slice, queries: range, keys: int, dtype: torch.dtype) -> Float[Tensor, "_ 1 _ keys"]:
+        """Returns 1 for the keys that each query attends to, and 0 for the others."""
+        positions = torch.arange(keys, device=self.keys.device)
+        if self.lengths is not None:
+            return (positions < self.lengths[rows, None])[:, None, None].to(dtype)
+        last = torch.arange(queries.start, queries.stop, device=self.keys.device)
+        return (positions <= last[:, None])[None, None].to(dtype)
+
+    def visible(self, last: int) -> int:
+        """Returns the number of keys, in whole blocks, that queries up to `last` attend to."""
+        return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEY_BLOCK), self.keys.shape[1])
+
+
+class _Packed(PackedAttention):
+    """Attention of a packed micro-batch. The backward is the native one: a sampler computes no gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
+    ) -> Tensor:
+        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
+        out, kept = attend_packed(q, k, v, layout, options, (key_heads, width))
+        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
+        return out.view(1, -1, heads, width)
+
+
+def attend_packed(
+    q: Float[Tensor, "tokens channels"],
+    k: Float[Tensor, "tokens key_channels"],
+    v: Float[Tensor, "tokens key_channels"],
+    layout: PackedLayout,
+    options: AttentionOptions,
+    sizes: tuple[int, int],
+) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
+    """Returns attention over a packed row, and the probabilities for its backward. `sizes`: key heads, head width."""
+    if use_triton(q):
+        from trimtab.trainer.models.invariant.kernels import attention_kernel
+
+        result = attention_kernel.attend_packed(q, k, v, layout, sizes[1], options.scaling)
+        # No probabilities of either kind of row: the backward recomputes them.
+        return result, [[]] * (2 if layout.responses.width else 1)
+    out, kept = torch.empty_like(q), []
+    out[layout.responses.stop :] = 0  # fillers
+    for rows, parts in _kinds(layout, k, v):
+        result, probabilities = _attend(rows, parts, rows.to_padded(q), options, sizes)
+        out[rows.start : rows.stop] = rows.pack(result)
+        kept.append(probabilities)
+    return out, kept
+
+
+def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[tuple[PaddedRows, list[_Keys]]]:
+    prompts, responses = layout.prompts, layout.responses
+    own = _own(prompts, k, v)
+    kinds = [(prompts, [own])]
+    if responses.width:
+        index = layout.prompt_index
+        shared = _Keys(own.keys[index], own.values[index], own.width, layout.prompt_lengths[index])
+        kinds.append((responses, [shared, _own(responses, k, v)]))
+    return kinds
+
+
+def _own(rows: PaddedRows, k: Tensor, v: Tensor) -> _Keys:
+    return _Keys(pad_time(rows.to_padded(k), KEY_BLOCK), pad_time(rows.to_padded(v), KEY_BLOCK), rows.width, None)
+
+
+def _attend(
+    rows: PaddedRows, parts: Sequence[_Keys], q: Tensor, options: AttentionOptions, sizes: tuple[int, int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output rows, and the probabilities of every block as the native backward expects them."""
+    out, kept = torch.empty_like(q), []
+    heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
+    for block in working_blocks(rows.batch, heads, rows.width, keys, q.device):
+        queries = range(*block.queries.indices(rows.width))
+        some = pad_time(q[block.rows, block.queries], query_rows(sizes[1]))
+        exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)
+        out[block.rows, block.queries] = unfold_heads(result.div_(total[..., None]), len(some), some.shape[1])[
+            :, : len(queries)
+        ].to(options.dtype)
+        if len(queries) == rows.width and rows.batch * heads * rows.width * keys <= MAX_SAVED_SCORES:
+            kept.append(_probabilities(exponentials, total, parts, (len(some), heads, len(queries)), options))
+    return out, kept
+
+
+def _block(
+    q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: AttentionOptions, sizes: tuple[int, int]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Returns the exponentials of each part's scores, their sum, and the weighted values of some rows and queries."""
+    exact = torch.promote_types(options.dtype, torch.float32)
+    queries = range(start, start + q.shape[1])
+    folded, scores, masks = fold_heads(q, *sizes).to(exact), [], []
+    for part in parts:
+        keys = part.visible(queries.stop)
+        score = attention_scores(folded, fold_heads(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
+        scores.append(score.view(len(q), -1, len(queries), keys))
+        masks.append(part.shown(rows, queries, keys, exact))
+    peak = torch.stack([largest(score, shown) for score, shown in zip(scores, masks, strict=True)]).amax(0)
+    exponentials, result = [], None
+    for part, score, shown in zip(parts, scores, masks, strict=True):
+        values = fold_heads(part.values[rows, : score.shape[-1]], *sizes).to(exact)
+        exponentials.append(exponentials_(score, peak, shown).view(*folded.shape[:2], -1))
+        result = accumulate(exponentials[-1], values, result)
+    assert result is not None
+    return exponentials, *result
+
+
+def _probabilities(
+    exponentials: Sequence[Tensor],
+    total: Tensor,
+    parts: Sequence[_Keys],
+    shape: tuple[int, int, int],
+    options: AttentionOptions,
+) -> Float[Tensor, "rows heads queries keys"]:
+    rows, heads, queries = shape
+    joint = torch.cat([weights[..., : part.width] for weights, part in zip(exponentials, parts, strict=True)], -1)
+    grid = joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])
+    return grid[:, :, :queries].to(options.dtype).contiguous()

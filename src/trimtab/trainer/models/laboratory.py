@@ -1,0 +1,97 @@
+"""The laboratory models: small enough to train in seconds, hard enough to tell methods apart.
+
+393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
+Train it with a few supervised steps, then compare objectives under controlled mismatch. Mixtures of experts of the same
+size have another source of mismatch: trainer and sampler may route a token to different experts. It contributes little
+to the mismatch of the shallow mixture, and nearly all to that of the deep one, which uses one expert per token.
+A deeper dense model sorts with a tool, in multi-turn episodes (recipe `laboratory-tools`); another writes out every
+step, in responses of 120 tokens (recipe `laboratory-long`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
+
+NAME, MIXTURE, SWITCH, TOOLS = "laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools"
+LONG = "laboratory-long"
+NAMES = (NAME, MIXTURE, SWITCH, TOOLS, LONG)
+# "." ends a response and " " pads; both belong to the 14 characters.
+ALPHABET = "0123456789=. ?"
+PADDING, END, UNKNOWN = " ", ".", "?"
+
+
+def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
+
+    `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
+    `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does), `TOOLS` (Llama, 304k, 6
+    layers of half the width) or `LONG` (Llama, 455k, 4 layers of three quarters of the width, a context of 256).
+    The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
+    """
+    kind = LlamaForCausalLM if name in (NAME, TOOLS, LONG) else Qwen3MoeForCausalLM
+    settings = _config(name)
+    settings._attn_implementation = PACKED_IMPLEMENTATION
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(settings)
+    return model.eval(), _tokenizer()
+
+
+def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
+    width, inner, layers = {TOOLS: (64, 176, 6), SWITCH: (64, 336, 6), LONG: (96, 264, 4)}.get(name, (128, 336, 2))
+    shared: dict[str, Any] = {
+        "vocab_size": len(ALPHABET),
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256 if name == LONG else 64,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": ALPHABET.index(END),
+        "pad_token_id": ALPHABET.index(PADDING),
+    }
+    if name in (NAME, TOOLS, LONG):
+        return LlamaConfig(**shared)
+    # Every layer a mixture; its experts together are about as large as a dense layer of the width. Rows of grouped
+    # products want to be aligned to 16 bytes, in bfloat16 too: multiples of 8.
+    if name == MIXTURE:
+        experts, chosen, size = 8, 2, 40
+    else:
+        experts, chosen, size = 16, 1, 16
+    return Qwen3MoeConfig(
+        **shared,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=size,
+        norm_topk_prob=chosen > 1,  # the gate of a single expert would be 1, and the router would learn nothing
+        decoder_sparse_step=1,
+    )
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {character: index for index, character in enumerate(ALPHABET)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()  # no blanks between characters
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PADDING,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

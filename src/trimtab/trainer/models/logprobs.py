@@ -1,0 +1,244 @@
+"""Log-probs and entropy of response tokens: one function for scoring (no grad) and training.
+
+    real tokens of prompts and responses, one packed row --backbone--> hidden states --head--> scores
+
+A group's responses share one pass over their prompt (`packed_attention.py`), padding is never run, and only positions
+that predict a response token reach the head (`fused_head.py`), which never holds tokens x vocabulary.
+
+All passes over a micro-batch, with and without gradient, have the same numerics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.models.architecture import ModelParts, model_parts
+from trimtab.trainer.models.fused_head import HeadScores, token_scores
+from trimtab.trainer.models.matmul import MULTIPLE, padding_rows
+from trimtab.trainer.models.packed_attention import PackedLayout
+from trimtab.trainer.models.routing import Routes, RoutingLayout
+from trimtab.trainer.models.sharding import with_full_weights
+
+IntRow = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A micro-batch. Prompts are padded on the left, responses on the right; the values at padding have no effect."""
+
+    prompt_ids: Int[Tensor, "prompts prompt_time"]
+    prompt_mask: Bool[Tensor, "prompts prompt_time"]
+    response_ids: Int[Tensor, "batch time"]
+    response_mask: Bool[Tensor, "batch time"]
+    prompt_index: Int[Tensor, " batch"]  # which row of prompt_ids a response continues
+
+    @classmethod
+    def pack(
+        cls, prompts: Sequence[IntRow], responses: Sequence[IntRow], prompt_index: Sequence[int], *, pad_id: int
+    ) -> TokenBatch:
+        """Pads rows of token ids: `responses[i]` continues `prompts[prompt_index[i]]`.
+
+        Raises `TrimtabError` for an empty prompt (its response's first token would have no distribution).
+        """
+        if empty := [i for i, row in enumerate(prompts) if len(row) == 0]:
+            raise TrimtabError(f"prompt {empty[0]} has no tokens; start it with the model's beginning-of-text token")
+        prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
+        response_ids, response_mask = _pad(responses, pad_id, left=False)
+        return cls(prompt_ids, prompt_mask, response_ids, response_mask, torch.tensor(list(prompt_index)).long())
+
+    @cached_property
+    def places(self) -> TokenPlaces:
+        """Where the tokens are. Raises `TrimtabError` for padding on the wrong side."""
+        return TokenPlaces.of(self)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Copies the batch to a device. What is on the CPU is indexed there: no forward has to wait for the device."""
+        moved = TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
+        moved.__dict__["places"] = self.places.to(device)
+        return moved
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlaces:
+    """Where the tokens of a micro-batch are, as indices into its flattened tensors and into the packed row."""
+
+    prompt: Int[Tensor, " prompt_tokens"]
+    real: Int[Tensor, " tokens"]  # response tokens
+    run: Int[Tensor, " run_tokens"]  # response tokens that are run: the last one of a row predicts no other
+    positions: Int[Tensor, " packed"]  # of each packed token in its text
+    source: Int[Tensor, " tokens"]  # the packed token that predicts each response token
+    layout: PackedLayout
+    lengths: tuple[int, ...]  # of responses, in tokens
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> TokenPlaces:
+        _check_padding(batch)
+        prompt, real, device = batch.prompt_mask, batch.response_mask, batch.response_mask.device
+        columns, lengths = torch.arange(real.shape[1], device=device), prompt.sum(-1)
+        run = real & (columns < real.sum(-1, keepdim=True) - 1)
+        layout = PackedLayout.build(prompt, run, batch.prompt_index)
+        positions = lengths[batch.prompt_index, None] + columns
+        last = (lengths.cumsum(0) - 1)[batch.prompt_index, None]
+        packed = torch.zeros_like(batch.response_ids)
+        packed[run] = torch.arange(layout.prompts.stop, layout.responses.stop, device=device)
+        return cls(
+            prompt=prompt.flatten().nonzero()[:, 0],
+            real=real.flatten().nonzero()[:, 0],
+            run=run.flatten().nonzero()[:, 0],
+            positions=torch.cat([(prompt.cumsum(-1) - 1)[prompt], positions[run]]),
+            source=torch.cat([last, packed[:, :-1]], dim=1)[real],
+            layout=layout,
+            lengths=tuple(real.sum(-1).tolist()),
+        )
+
+    def to(self, device: torch.device) -> TokenPlaces:
+        moved = [item.name for item in fields(self) if item.name != "lengths"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
+
+
+def pack_kept(kept: Sequence[Sequence[IntRow]], time: int) -> Int[Tensor, "batch time k"]:
+    """Packs sampling masks (the vocabulary ids each token was drawn from) into one tensor, padded with -1."""
+    width = max((len(ids) for row in kept for ids in row), default=1)
+    packed = np.full((len(kept), time, max(width, 1)), -1, dtype=np.int64)
+    for i, row in enumerate(kept):
+        for t, ids in enumerate(row):
+            packed[i, t, : len(ids)] = ids
+    return torch.from_numpy(packed)
+
+
+def _pad(rows: Sequence[IntRow], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max([1, *(len(row) for row in rows)])
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    mask = np.zeros((len(rows), width), dtype=np.bool_)
+    for i, row in enumerate(rows):
+        real = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, real] = row
+        mask[i, real] = True
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+class TokenScores(NamedTuple):
+    """Per response token, float32 (float64 for a float64 model); exactly 0 without gradient where padded."""
+
+    logp: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"] | None  # nats
+    routes: Routes | None = None  # the routers' own choices, with `record`
+    head: Float[Tensor, "batch time k"] | None = None  # of the ids in `head`; -inf for an id of -1
+    squares: Float[Tensor, "batch time"] | None = None  # sum of p^2 over the vocabulary, no gradient
+
+
+def score(
+    model: Any,
+    batch: TokenBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    kept: Int[Tensor, "batch time k"] | None = None,
+    routes: Routes | None = None,
+    record: bool = False,
+    head: Int[Tensor, "batch time k"] | None = None,
+    squares: bool = False,
+) -> TokenScores:
+    """Computes the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
+
+    Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
+    the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
+    score at each token, padded with -1. `squares`: also the sum of p^2. `routes` are replayed;
+    `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
+
+    Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
+    a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
+    """
+    if not temperature > 0:
+        raise TrimtabError(f"temperature {temperature} must be positive to score")
+    places, chosen = batch.places, None
+    if kept is not None and kept.is_cpu:
+        _check_kept(batch, kept)
+
+    def real(values: Tensor) -> Tensor:
+        return values.flatten(0, 1).index_select(0, places.real)
+
+    def padded(values: Tensor) -> Tensor:
+        flat = values.new_zeros(batch.response_ids.numel(), *values.shape[1:])
+        return flat.index_copy(0, places.real, values).unflatten(0, batch.response_ids.shape)
+
+    def work() -> HeadScores:
+        nonlocal chosen
+        parts = model_parts(model)
+        routing = RoutingLayout(places.prompt, places.run, (batch.prompt_ids.shape, batch.response_ids.shape))
+        with routing.routed(model, routes, record) as tape:
+            hidden = _packed_hidden(parts, batch)
+        chosen = None if tape is None else routing.unflatten(tape.take())
+        return token_scores(
+            hidden,
+            real(batch.response_ids),
+            parts,
+            temperature=temperature,
+            entropy=entropy,
+            kept=None if kept is None else real(kept),
+            further=None if head is None else real(head),
+            squares=squares,
+        )
+
+    scores = with_full_weights(model, work)
+    if kept is not None and not kept.is_cpu:  # to check it would wait for the device
+        inside = (real(kept) == real(batch.response_ids)[:, None]).any(-1)
+        scores = scores._replace(logp=scores.logp.where(inside, torch.nan))
+    return TokenScores(
+        logp=padded(scores.logp),
+        entropy=None if scores.entropy is None else padded(scores.entropy),
+        routes=chosen,
+        head=None if scores.further is None else padded(scores.further),
+        squares=None if scores.squares is None else padded(scores.squares),
+    )
+
+
+def _check_padding(batch: TokenBatch) -> None:
+    prompt, response = batch.prompt_mask, batch.response_mask
+    if bool((prompt[:, :-1] & ~prompt[:, 1:]).any()) or bool((~prompt[:, -1]).any()):
+        raise TrimtabError("prompt_mask: prompts are padded on the left and hold at least one token")
+    if bool((response[:, 1:] & ~response[:, :-1]).any()):
+        raise TrimtabError(
+            "response_mask: responses are padded on the right; tokens that carry no loss are real tokens here, "
+            "leave them to the loss mask"
+        )
+
+
+def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
+    outside = batch.response_mask & ~(kept == batch.response_ids[..., None]).any(-1)
+    if bool(outside.any()):
+        row, time = (int(i) for i in outside.nonzero()[0])
+        raise TrimtabError(
+            f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own sampling mask; "
+            "the engine must report the set each token was drawn from"
+        )
+
+
+def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
+    """Returns the hidden states that predict each real response token, row by row; runs every prompt once, no padding.
+
+    For an invariant model on a CPU fillers are appended, because every product would otherwise copy its rows to pad.
+    """
+    places = batch.places
+    ids = torch.cat([batch.prompt_ids.flatten()[places.prompt], batch.response_ids.flatten()[places.run]])
+    fillers = padding_rows(len(ids), MULTIPLE) if model.invariant and ids.is_cpu else 0
+    hidden = model.backbone(
+        input_ids=F.pad(ids, (0, fillers))[None],
+        position_ids=F.pad(places.positions, (0, fillers))[None],
+        # transformers passes a 4-D mask through unchanged; the layout determines which token attends to which.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
+        layout=replace(places.layout, masks={}),  # masks are as large as scores: they are kept for one forward
+        use_cache=False,
+    ).last_hidden_state[0]
+    return hidden.index_select(0, places.source)

@@ -1,0 +1,400 @@
+"""Attention over a packed micro-batch in which responses share their prompt.
+
+The backbone runs one row of real tokens, all prompts first and then all responses, without padding:
+
+    [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
+
+Only attention depends on the layout. It spreads queries and keys over padded rows, lets each response attend to its
+prompt's keys and its own, and packs the result again. A dense block mask over the packed row would compute scores that
+are masked, and rows of prompt and response would run every prompt once for each response.
+
+`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
+short rows of reinforcement learning on a CPU, products of small matrices are faster than the fused kernel, most of all
+in the backward; long responses use it (`fused_rows.py`). Scores are computed in float32, so autocast rounds nothing
+before the softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.models.fused_rows import FusedRows
+from trimtab.trainer.models.matmul import batched_product, on_accelerator
+
+PACKED_IMPLEMENTATION = "trimtab"
+
+# Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
+BLOCK_SCORES = 1 << 20
+# On an accelerator blocks are larger by this factor: it would compute one of this size faster than start its kernels.
+ACCELERATED = 16
+# A longer row is split into blocks of at least this many queries; products of fewer rows are slow.
+BLOCK_QUERIES = 128
+# Largest number of probabilities kept for backward, per layer and kind of row; more are recomputed (a third of
+# attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
+MAX_SAVED_SCORES = 1 << 22
+
+
+class PaddedRows(NamedTuple):
+    """A range of the packed row and its arrangement as rows padded on the right."""
+
+    start: int
+    stop: int
+    batch: int
+    width: int
+    slots: Int[Tensor, " tokens"] | None  # where each token sits in the flattened rows; None without padding
+
+    def to_padded(self, packed: Float[Tensor, "all channels"]) -> Float[Tensor, "batch width channels"]:
+        part = packed[self.start : self.stop]
+        if self.slots is None:
+            return part.view(self.batch, self.width, -1)
+        flat = part.new_zeros(self.batch * self.width, part.shape[1])
+        return flat.index_copy_(0, self.slots, part).view(self.batch, self.width, -1)
+
+    def pack(self, rows: Float[Tensor, "batch width channels"]) -> Float[Tensor, "tokens channels"]:
+        flat = rows.reshape(self.batch * self.width, -1)
+        return flat if self.slots is None else flat.index_select(0, self.slots)
+
+    def to(self, device: torch.device) -> PaddedRows:
+        return self if self.slots is None else self._replace(slots=self.slots.to(device))
+
+
+class _Block(NamedTuple):
+    """A block of scores: `queries` of `rows` with the first `keys` keys, which are all that the last query sees."""
+
+    rows: slice
+    queries: slice
+    keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """Which packed token attends to which. Built once for a micro-batch, read by every layer.
+
+    Tokens after the last response are fillers, which only batch-invariant models use (`logprobs.py`): no token attends
+    to them, and their output is 0.
+    """
+
+    prompts: PaddedRows
+    responses: PaddedRows
+    prompt_index: Int[Tensor, " batch"]
+    prompt_lengths: Int[Tensor, " prompts"]
+    masks: dict[Any, Tensor]  # additive masks by kind of row and window: equal in every layer
+    fused: FusedRows | None = None  # for long responses
+
+    @classmethod
+    def build(
+        cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
+    ) -> PackedLayout:
+        """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
+        prompts, lengths = _rows(prompt_mask, 0), prompt_mask.sum(-1)
+        fused = FusedRows.build(lengths, input_mask.sum(-1), prompt_index)
+        return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, lengths, {}, fused)
+
+    def to(self, device: torch.device) -> PackedLayout:
+        prompts, responses = self.prompts.to(device), self.responses.to(device)
+        fused = None if self.fused is None else self.fused.to(device)
+        return PackedLayout(prompts, responses, self.prompt_index.to(device), self.prompt_lengths.to(device), {}, fused)
+
+    def mask(
+        self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block
+    ) -> Float[Tensor, "rows 1 queries keys"]:
+        """Returns the additive mask: 0 where a query attends, else the lowest number. Padded queries see a real key."""
+        rows = self.responses if shared else self.prompts
+        keys = rows.width + (self.prompts.width if shared else 0)
+        if rows.batch * rows.width * keys > MAX_SAVED_SCORES:
+            return self._mask(shared, window, dtype, block)
+        kind = (shared, window, dtype)
+        if kind not in self.masks:
+            whole = _Block(slice(0, rows.batch), slice(0, rows.width), keys)
+            self.masks[kind] = self._mask(shared, window, dtype, whole)
+        return self.masks[kind][block.rows, :, block.queries, : block.keys]
+
+    def _mask(self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block) -> Tensor:
+        device = self.prompt_lengths.device
+        prompt = torch.arange(self.prompts.width, device=device)
+        lengths = self.prompt_lengths[:, None]
+        if shared:
+            lengths = lengths[self.prompt_index[block.rows]]
+            own = lengths + torch.arange(self.responses.width, device=device)
+            keys = torch.cat([prompt.expand(len(lengths), -1), own], dim=1)
+            real = torch.cat([prompt < lengths, torch.ones_like(own, dtype=torch.bool)], dim=1)
+            queries = own
+        else:
+            lengths = lengths[block.rows]
+            keys = queries = prompt.expand(len(lengths), -1)
+            # A padded query must attend to something; the first token of its row is always real.
+            real = prompt < lengths
+        queries, keys, real = queries[:, block.queries], keys[:, : block.keys], real[:, : block.keys]
+        distance = queries[:, :, None] - keys[:, None, :]
+        allowed = (distance >= 0) & real[:, None, :]
+        if window is not None:
+            allowed &= distance < window
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def _rows(mask: Tensor, start: int) -> PaddedRows:
+    lengths = mask.sum(-1)
+    count, width, total = len(lengths), int(lengths.max()) if len(lengths) else 0, int(lengths.sum())
+    if total == count * width:
+        return PaddedRows(start, start + total, count, width, None)
+    slots = (torch.arange(width, device=mask.device) < lengths[:, None]).flatten().nonzero()[:, 0]
+    return PaddedRows(start, start + total, count, width, slots)
+
+
+class AttentionOptions(NamedTuple):
+    """How scores are computed from queries and keys."""
+
+    scaling: float
+    softcap: float | None
+    window: int | None
+    dtype: torch.dtype  # of the products with values, and of what is kept
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function called by transformers: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    if layout is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    if kwargs.get("dropout"):
+        raise TrimtabError("attention dropout is on: log-probs must not change between two forwards; set it to 0")
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
+    with torch.autocast(device, enabled=False):  # it would round the float32 scores
+        # In float64 the kernel's gradients are exact to 1e-8 only.
+        if layout.fused is not None and softcap is None and sliding_window is None and dtype != torch.float64:
+            return layout.fused.attend(query, key, value, options.scaling, dtype), None
+        return PackedAttention.apply(query, key, value, layout, options), None
+
+
+AttentionInterface.register(PACKED_IMPLEMENTATION, packed_attention_forward)
+AttentionMaskInterface.register(PACKED_IMPLEMENTATION, sdpa_mask)
+
+
+class PackedAttention(torch.autograd.Function):
+    """The attention of one layer over a packed row; probabilities are kept for the backward, or recomputed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
+    ) -> Tensor:
+        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
+        out = torch.empty_like(q)
+        kept: list[list[Tensor]] = []
+        for kind in _kinds(layout, k, v):
+            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, key_heads, width, options)
+            out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
+            kept.append(probabilities)
+        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
+        return out.view(1, -1, heads, width)
+
+    @staticmethod
+    def remember(
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        kept: Sequence[Sequence[Tensor]],
+        layout: PackedLayout,
+        options: AttentionOptions,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """Saves the inputs of the backward. `kept`: the probabilities of the blocks of each kind of row, or none."""
+        ctx.save_for_backward(*inputs, *(probability for part in kept for probability in part))
+        ctx.kept = [len(part) for part in kept]
+        ctx.layout, ctx.options, ctx.sizes = layout, options, sizes
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        layout: PackedLayout = ctx.layout
+        options: AttentionOptions = ctx.options
+        heads, key_heads, width = ctx.sizes
+        grad = grads[0].reshape(q.shape).to(options.dtype)
+        to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        to_q[layout.responses.stop :] = 0  # fillers: the backward of invariant attention is this one too
+        for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
+            kept, saved = saved[:count], saved[count:]
+            rows = kind.rows
+            gq, gk, gv = _attend_backward(
+                kind, rows.to_padded(grad), rows.to_padded(q), kept, layout, key_heads, width, options
+            )
+            to_q[rows.start : rows.stop] = rows.pack(gq)
+            _collect(to_k, gk, rows, layout)
+            _collect(to_v, gv, rows, layout)
+        return (
+            to_q.view(1, -1, heads, width).transpose(1, 2),
+            to_k.view(1, -1, key_heads, width).transpose(1, 2),
+            to_v.view(1, -1, key_heads, width).transpose(1, 2),
+            None,
+            None,
+        )
+
+
+def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
+    return x[0].transpose(0, 1).to(dtype).flatten(1)
+
+
+class _Kind(NamedTuple):
+    """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
+
+    rows: PaddedRows
+    keys: Float[Tensor, "rows keys channels"]
+    values: Float[Tensor, "rows keys channels"]
+    shared: bool
+
+
+def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[_Kind]:
+    """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
+    prompts, responses = layout.prompts, layout.responses
+    k_prompt, v_prompt = prompts.to_padded(k), prompts.to_padded(v)
+    kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
+    if responses.width:
+        keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.to_padded(k)], dim=1)
+        values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.to_padded(v)], dim=1)
+        kinds.append(_Kind(responses, keys, values, True))
+    return kinds
+
+
+def _collect(to: Tensor, grad: Tensor, rows: PaddedRows, layout: PackedLayout) -> None:
+    """Adds the gradient of padded keys or values to the packed one; a prompt's is summed over its responses."""
+    prompts = layout.prompts
+    if rows is not prompts:
+        shared = grad.new_zeros(prompts.batch, prompts.width, grad.shape[2], dtype=torch.float32)
+        shared.index_add_(0, layout.prompt_index, grad[:, : prompts.width].float())
+        to[prompts.start : prompts.stop] += prompts.pack(shared).to(to.dtype)
+        grad = grad[:, prompts.width :]
+    to[rows.start : rows.stop] += rows.pack(grad)
+
+
+def working_blocks(rows: int, heads: int, queries: int, keys: int, device: torch.device) -> list[_Block]:
+    """Returns blocks of whole rows, as many as fit, or parts of one row, each with the keys its last query sees."""
+    per_row, size = heads * queries * keys, BLOCK_SCORES * (ACCELERATED if on_accelerator(device) else 1)
+    if per_row <= size or queries <= BLOCK_QUERIES:
+        step = max(1, size // max(per_row, 1))
+        starts = range(0, rows, step)
+        return [_Block(slice(start, min(start + step, rows)), slice(0, queries), keys) for start in starts]
+    step = max(BLOCK_QUERIES, size // (heads * keys))
+    ends = [(start, min(start + step, queries)) for start in range(0, queries, step)]
+    return [
+        _Block(slice(row, row + 1), slice(start, stop), keys - queries + stop)
+        for row in range(rows)
+        for start, stop in ends
+    ]
+
+
+def fold_heads(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
+    """Folds the query heads that share a key head into the rows of one product."""
+    rows, time, _ = x.shape
+    return x.view(rows, time, key_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(rows * key_heads, -1, width)
+
+
+def unfold_heads(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
+    key_heads, width = x.shape[0] // rows, x.shape[2]
+    return x.view(rows, key_heads, -1, time, width).permute(0, 3, 1, 2, 4).reshape(rows, time, -1)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Float[Tensor, "rows heads queries keys"]:
+    """Returns the masked scores of folded queries and keys, in the mask's dtype."""
+    queries, keys = mask.shape[2:]
+    scores = torch.bmm(q.to(mask.dtype), k.to(mask.dtype).transpose(1, 2)).mul_(options.scaling)
+    if options.softcap is not None:
+        scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    return scores.view(len(mask), -1, queries, keys).add_(mask)
+
+
+def _attend(
+    kind: _Kind, q: Tensor, layout: PackedLayout, key_heads: int, width: int, options: AttentionOptions
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
+    rows, queries, channels = q.shape
+    heads, keys = channels // width, kind.keys.shape[1]
+    out, kept = torch.empty_like(q), []
+    for block in working_blocks(rows, heads, queries, keys, q.device):
+        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
+        probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
+        product = batched_product(probability.view(len(fq), -1, block.keys), fv)
+        out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
+        if rows * heads * queries * keys <= MAX_SAVED_SCORES:
+            kept.append(probability)
+    return out, kept
+
+
+def _inputs(
+    kind: _Kind, q: Tensor, layout: PackedLayout, block: _Block, key_heads: int, width: int, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns folded queries, keys and values of a block, and its mask."""
+    exact = torch.float64 if options.dtype == torch.float64 else torch.float32
+    return (
+        fold_heads(q[block.rows, block.queries], key_heads, width),
+        fold_heads(kind.keys[block.rows, : block.keys], key_heads, width),
+        fold_heads(kind.values[block.rows, : block.keys], key_heads, width),
+        layout.mask(kind.shared, options.window, exact, block),
+    )
+
+
+def _attend_backward(
+    kind: _Kind,
+    grad: Tensor,
+    q: Tensor,
+    kept: list[Tensor],
+    layout: PackedLayout,
+    key_heads: int,
+    width: int,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, queries, channels = q.shape
+    blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1], q.device)
+    parted = len(blocks) > 0 and blocks[0].queries.stop < queries
+    to_q = torch.empty_like(q)
+    # Gradients of keys are summed over parts of a row; in 16 bits the sum would lose digits.
+    sums = torch.float32 if parted and options.dtype != torch.float64 else options.dtype
+    to_k = torch.zeros_like(kind.keys, dtype=sums)
+    to_v = torch.zeros_like(kind.values, dtype=sums)
+    for index, block in enumerate(blocks):
+        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
+        fg = fold_heads(grad[block.rows, block.queries], key_heads, width)
+        slope = None
+        if not kept or options.softcap is not None:
+            scores = _scores(fq, fk, mask, options)
+            if options.softcap is not None:
+                slope = 1 - ((scores - mask) / options.softcap).square_()
+            probability = scores.softmax(-1).to(options.dtype)
+            del scores
+        else:
+            probability = kept[index]
+        flat = probability.view(len(fq), -1, block.keys)
+        gv = batched_product(flat.transpose(1, 2), fg)
+        inner = batched_product(fg, fv.transpose(1, 2)).view_as(probability).to(mask.dtype)
+        inner = torch.ops.aten._softmax_backward_data(inner, probability.to(mask.dtype), -1, mask.dtype)
+        if slope is not None:
+            inner.mul_(slope)
+        inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
+        to_q[block.rows, block.queries] = unfold_heads(batched_product(inner, fk), len(mask), mask.shape[2])
+        gk = batched_product(inner.transpose(1, 2), fq)
+        to_k[block.rows, : block.keys] += unfold_heads(gk, len(mask), block.keys)
+        to_v[block.rows, : block.keys] += unfold_heads(gv, len(mask), block.keys)
+    return to_q, to_k, to_v

@@ -1,0 +1,340 @@
+"""Records the experts each token is routed to in one forward, and replays them in another.
+
+Sampler and trainer compute router scores with different rounding errors, so that nearly tied experts may be chosen
+differently. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2, arXiv 2507.18071)
+removes this mismatch. The gates, which weigh the experts' outputs, are computed from the current forward's own scores,
+so that the router keeps its gradient; or they are recorded and replayed too (as Total Router Recall does, prime-rl pull
+request 3523). They are then constants: routers get no gradient, and layers none through their scores.
+
+A record of the choice has k columns, the experts; one with gates 3 k, the experts and each gate's float32 as two int16.
+
+The model is not changed. While a context is open, hooks on the routers read or replace their outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Int16
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.models.architecture import decoder_stack
+
+UNROUTED = -1
+"""Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
+WITH_GATES = 3
+"""Columns of a record with gates for each expert: its index, and two for a float32."""
+
+
+class _Family(NamedTuple):
+    """How a model family computes gates: softmax of the scores over all experts in float32, then the chosen ones.
+
+    (A softmax over the chosen experts only is the same as renormalizing.)
+    """
+
+    router: str  # its class in transformers
+    renormalized: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
+    float32: bool  # gates stay float32; else they take the type of the scores
+
+
+FAMILIES = {
+    "mixtral": _Family("MixtralTopKRouter", True, True),
+    "olmoe": _Family("OlmoeTopKRouter", None, False),
+    "qwen3_moe": _Family("Qwen3MoeTopKRouter", None, False),
+}
+
+
+class RouterInfo(NamedTuple):
+    """The number of mixture layers of a model, of experts in each, and of experts per token; 0 for a dense model.
+
+    gates: whether records of its routing have gates too.
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+    gates: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of a record, for each token and layer."""
+        return self.chosen * (WITH_GATES if self.gates else 1)
+
+
+class _MixtureLayer(NamedTuple):
+    layer: Any  # the decoder layer that is run again under gradient checkpointing
+    router: Any
+    family: _Family
+
+
+def router_info(model: Any) -> RouterInfo:
+    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
+    mixtures = _mixture_layers(model)
+    if not mixtures:
+        return RouterInfo(0, 0, 0)
+    return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
+
+
+def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
+    if not (mixtures := _mixture_layers(model)):
+        raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
+    return mixtures
+
+
+def _mixture_layers(model: Any) -> list[_MixtureLayer]:
+    """Returns the layers with a router, in the order of the forward pass."""
+    names = {family.router: family for family in FAMILIES.values()}
+    layers: list[_MixtureLayer] = []
+    unknown: set[str] = set()
+    for layer in decoder_stack(model).layers:
+        for module in layer.modules():
+            kinds = [kind.__name__ for kind in type(module).__mro__]
+            if family := next((names[kind] for kind in kinds if kind in names), None):
+                layers.append(_MixtureLayer(layer, module, family))
+            elif "Router" in kinds[0] or "Experts" in kinds[0]:
+                unknown.add(kinds[0])
+    if unknown and not layers:
+        raise TrimtabError(
+            f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
+            f'known are {", ".join(FAMILIES)}; set routing.replay = "none"'
+        )
+    return layers
+
+
+class RoutingTape:
+    """Records the choices of all routers, forward by forward."""
+
+    def __init__(self, mixtures: list[_MixtureLayer], *, gates: bool = False) -> None:
+        self._recorded: list[list[Tensor]] = [[] for _ in mixtures]
+        self._gates = gates
+        self._columns: int = mixtures[0].router.top_k * (WITH_GATES if gates else 1)
+
+    def _record(self, layer: int, _router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        experts = out[2].to(torch.int16)
+        bits = [out[1].detach().float().contiguous().view(torch.int16)] if self._gates else []
+        self._recorded[layer].append(torch.cat([experts, *bits], dim=-1))
+
+    def take(self) -> Int16[Tensor, "tokens layers columns"]:
+        """Returns the record since the last call, with tokens in the order they were run and padding included.
+
+        Tokens are flattened batch x time. Experts have the order of the router, highest score first. Raises
+        `TrimtabError` when a forward stopped between two layers.
+        """
+        counts = {sum(len(part) for part in parts) for parts in self._recorded}
+        if len(counts) > 1:
+            raise TrimtabError(f"layers recorded the routing of {sorted(counts)} tokens: a forward was not finished")
+        if counts == {0}:
+            return torch.empty(0, len(self._recorded), self._columns, dtype=torch.int16)
+        recorded = torch.stack([torch.cat(parts) for parts in self._recorded], dim=1)
+        for parts in self._recorded:
+            parts.clear()
+        return recorded
+
+
+@contextmanager
+def record_routing(model: Any, *, gates: bool = False) -> Iterator[RoutingTape]:
+    """Records the experts of every token that runs through the model, or through single layers of it, inside.
+
+    gates: records what they are weighed with, too.
+
+    Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
+    previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
+
+    Raises `TrimtabError` as `router_info` does, and for a dense model.
+    """
+    mixtures = _require_mixture_layers(model)
+    tape = RoutingTape(mixtures, gates=gates)
+    with ExitStack() as stack:
+        for index, mixture in enumerate(mixtures):
+            # Prepended: it must run before a hook that replaces the router's output.
+            handle = mixture.router.register_forward_hook(partial(tape._record, index), prepend=True)
+            stack.callback(handle.remove)
+        yield tape
+
+
+@contextmanager
+def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, check: bool = True) -> Iterator[None]:
+    """Replays these experts, and their gates where recorded, in one forward inside; tokens are flattened batch x time.
+
+    The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
+    run outside. check: False for routes that were checked before, since looking at them waits for their device.
+
+    Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
+    token, and when a layer runs more or less than once inside.
+    """
+    mixtures = _require_mixture_layers(model)
+    info = router_info(model)
+    if check:
+        _check(info, routes)
+    layers = []
+    for index, mixture in enumerate(mixtures):
+        experts, gates = split_record(routes[:, index].to(mixture.router.weight.device), info.chosen)
+        layers.append(_Replay(index, mixture, experts.long(), gates))
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.attached())
+        yield
+    if idle := [str(layer.index) for layer in layers if layer.uses == 0]:
+        raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
+
+
+def split_record(
+    record: Int[Tensor, "*tokens columns"], chosen: int
+) -> tuple[Int[Tensor, "*tokens chosen"], Float[Tensor, "*tokens chosen"] | None]:
+    """Returns experts and gates; None where they are not recorded."""
+    experts, bits = record[..., :chosen], record[..., chosen:]
+    return experts, bits.contiguous().view(torch.float32) if bits.shape[-1] else None
+
+
+def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers columns"]) -> None:
+    if tuple(routes.shape[-2:]) not in ((model.layers, model.chosen), (model.layers, WITH_GATES * model.chosen)):
+        raise TrimtabError(
+            f"routes of shape {tuple(routes.shape)} are not those of {model.layers} mixture layers with {model.chosen} "
+            "experts for each token: they come from another model"
+        )
+    ordered = routes[..., : model.chosen].sort(-1).values
+    low, high = ordered[..., 0], ordered[..., -1]
+    known = (low != UNROUTED) | (high != UNROUTED)
+    foreign = ((low < 0) | (high >= model.experts)) & known
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
+    for bad, what in ((foreign, f"is not among experts 0-{model.experts - 1}"), (twice, "names an expert twice")):
+        if bool(bad.any()):
+            token, layer = (int(i) for i in bad.nonzero()[0])
+            choice = routes[token, layer, : model.chosen].tolist()
+            raise TrimtabError(f"routes: choice {choice} of token {token} in mixture layer {layer} {what}")
+
+
+@dataclass(eq=False)
+class _Replay:
+    """Replays the routing of one layer in one forward; the autograd graph keeps it alive for a recomputation."""
+
+    index: int
+    mixture: _MixtureLayer
+    chosen: Int[Tensor, "tokens chosen"]
+    recorded: Float[Tensor, "tokens chosen"] | None  # gates
+    uses: int = field(default=0)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        layer = self.mixture.layer
+        with ExitStack() as stack:
+            if getattr(layer, "gradient_checkpointing", False) and layer.training:
+                # Bound to the call, not to the context: the recomputation may run after this context was left.
+                original = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = partial(self._checkpoint, original)
+                stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
+            else:
+                stack.callback(self.mixture.router.register_forward_hook(self._count_and_replace).remove)
+            yield
+
+    def _checkpoint(self, original: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+        self._count()
+        return original(partial(self._run, run), *args)
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        handle = self.mixture.router.register_forward_hook(self._replace)
+        try:
+            return run(*args)
+        finally:
+            handle.remove()
+
+    def _count(self) -> None:
+        self.uses += 1
+        if self.uses > 1:
+            raise TrimtabError(
+                f"mixture layer {self.index} runs a second time with routes of one forward: replay each forward alone"
+            )
+
+    def _count_and_replace(self, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._count()
+        return self._replace(*call)
+
+    def _replace(
+        self, router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores, _, routed = out
+        if len(scores) != len(self.chosen):
+            raise TrimtabError(
+                f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
+            )
+        chosen, family = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.family
+        # The family's own gates, operation by operation, with `gather` in place of `topk`.
+        gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+        if router.norm_topk_prob if family.renormalized is None else family.renormalized:
+            gates = gates / gates.sum(-1, keepdim=True)
+        if self.recorded is not None:
+            # Without gradient for free tokens too: a weight with a gradient of zero would still decay.
+            gates = torch.where(self.chosen == UNROUTED, gates.detach(), self.recorded)
+        return scores, gates if family.float32 else gates.to(scores.dtype), chosen
+
+
+class Routes(NamedTuple):
+    """The routed experts of a micro-batch, `UNROUTED` where unknown; entries of padding have no effect.
+
+    The last token of a response is not run through the model: its entry is never read, and `UNROUTED` when recorded.
+    """
+
+    prompts: Int16[Tensor, "prompts prompt_time layers columns"]
+    responses: Int16[Tensor, "batch time layers columns"]
+
+
+def routing_agreement(one: Routes, other: Routes) -> Int[Tensor, "2"]:
+    """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both.
+
+    They are on the device of `one`, which has no gates; those of the other are not compared.
+    """
+    counts = []
+    for a, b in zip(one, (part[..., : one.prompts.shape[-1]].to(one.prompts.device) for part in other), strict=True):
+        both = ((a != UNROUTED) & (b != UNROUTED)).all(-1)
+        counts.append(torch.stack([((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum(), both.sum()]))
+    return counts[0] + counts[1]
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingLayout:
+    """The order in which a forward runs the tokens of a micro-batch: those of all prompts, then of all responses.
+
+    `prompt` and `run` are the places of prompt tokens and of response tokens that are run, all but the last of each
+    row, in flattened tensors of the two `shapes`.
+    """
+
+    prompt: Int[Tensor, " prompt_tokens"]
+    run: Int[Tensor, " run_tokens"]
+    shapes: tuple[torch.Size, torch.Size]
+
+    @contextmanager
+    def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
+        """Replays `routes`, which were checked, records the routers' own choices, or both, in one forward inside."""
+        with ExitStack() as stack:
+            if routes is not None:
+                stack.enter_context(replay_routing(model, self.flatten(routes), check=False))
+            yield stack.enter_context(record_routing(model)) if record else None
+
+    def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers columns"]:
+        """Returns the routes in the order of the forward.
+
+        Raises `TrimtabError` when the routes have another shape than the tokens.
+        """
+        shapes, given = self.shapes, (routes.prompts.shape[:-2], routes.responses.shape[:-2])
+        if given != shapes:
+            raise TrimtabError(
+                f"routes of {tuple(given[0])} prompt and {tuple(given[1])} response tokens for tokens of "
+                f"{tuple(map(tuple, shapes))}"
+            )
+        prompts, responses = (part.to(self.run.device).flatten(0, 1) for part in routes)
+        return torch.cat([prompts[self.prompt], responses[self.run]])
+
+    def unflatten(self, flat: Int16[Tensor, "tokens layers columns"]) -> Routes:
+        """Inverts `flatten`; padding and tokens that were not run are `UNROUTED`."""
+        parts = flat.split([len(self.prompt), len(self.run)])
+        prompts, responses = (
+            flat.new_full((shape.numel(), *flat.shape[1:]), UNROUTED).index_copy_(0, place, part).unflatten(0, shape)
+            for shape, place, part in zip(self.shapes, (self.prompt, self.run), parts, strict=True)
+        )
+        return Routes(prompts, responses)

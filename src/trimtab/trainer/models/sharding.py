@@ -1,0 +1,142 @@
+"""Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
+
+FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
+and then reads the head's weight outside of any forward. Therefore the forward of a sharded model also accepts a
+function: `with_full_weights` runs it while embedding, final norm and head are gathered, in forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.trainer.models.architecture import decoder_stack
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A function to run while a model's weights are gathered."""
+
+    do: Callable[[], Any]
+
+
+class _Forward:
+    """The forward of a sharded model: runs a `_Work` argument, or else the original forward."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0].do() if args and isinstance(args[0], _Work) else self._original(*args, **kwargs)
+
+
+def apply_fsdp(
+    model: Any, mesh: DeviceMesh, *, compute: torch.dtype | None = None, offload: bool = False, reshard: bool = True
+) -> None:
+    """Shards `model` over the ranks of the one-dimensional `mesh`, in place, with the values of rank 0.
+
+    Weights are moved to the mesh's device layer by layer, so that no device holds all of them; other ranks' models may
+    be empty (on the meta device). Parameters become DTensors sharded along their first dimension, under their old
+    names; tied ones stay tied. Gradients are summed over ranks, not averaged, in float32 or wider. Afterwards every
+    rank must run the model equally often.
+
+    Args:
+        compute: dtype in which a layer's weights are gathered, for use under autocast of the same dtype; None: their
+            own. Embedding, norm after the last layer, head and the residual stream keep their own dtype.
+        offload: parameters, gradients and optimizer state stay in CPU memory; weights are copied to the device.
+        reshard: free a layer's weights after its forward and gather them again for its backward.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    reduce = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    pinned = mesh.device_type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+    }
+    layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    layers, aliases = decoder_stack(model).layers, shared_parameters(model)
+    inner = {id(module) for layer in layers for module in layer.modules()}
+    for layer in layers:
+        _move_to_mesh(layer.modules(), mesh)
+        fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
+    # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
+    root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    _move_to_mesh((module for module in model.modules() if id(module) not in inner), mesh)
+    for name, first in aliases.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
+    fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    model.forward = _Forward(model.forward)
+    model.register_forward_hook(_free)
+
+
+def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Moves parameters and buffers of these modules, but not of their children, to the mesh's device.
+
+    Values are rank 0's. An empty module gets new memory, tied or not.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor.to(mesh.device_type)
+
+    for module in modules:
+        module._apply(move, recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            dist.broadcast(tensor.data, 0, group=mesh.get_group())
+
+
+def with_full_weights(model: Any, work: Callable[[], T]) -> T:
+    """Runs `work` while the model's weights outside of its layers are gathered, and returns its result.
+
+    Everything that needs a gradient must be returned by `work`: a tensor, or a tuple of tensors.
+    """
+    return model(_Work(work)) if isinstance(vars(model).get("forward"), _Forward) else work()
+
+
+def _free(model: nn.Module, _args: Any, _result: Any) -> None:
+    """Frees gathered weights without a backward: nothing else does, and the next forward would use stale weights."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()  # pyright: ignore[reportCallIssue]
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor, sharing its memory; a plain tensor is returned unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor. All ranks must call it in the same order."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor; checked by attributes, to avoid importing torch.distributed.tensor."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "full_tensor")
+
+
+def shared_parameters(model: nn.Module) -> dict[str, str]:
+    """Returns a mapping from each additional name of a tied parameter to its first name."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return aliases

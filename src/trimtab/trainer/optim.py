@@ -1,0 +1,132 @@
+"""AdamW, checks of its updates, their repetition bit for bit, and the learning rate by update, step and length surge.
+
+The step of the surge is the only scheduler state in a checkpoint (`trimtab.trainer.features.length_surge`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trimtab.errors import DivergedError
+from trimtab.trainer.config import OptimConfig, SurgeConfig
+from trimtab.trainer.models.sharding import local_shard
+from trimtab.trainer.ranks import RankGroup
+
+# `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
+_ROUNDING = 1e-9
+ADVICE = "lower optim.lr or choose a stricter correction"
+
+
+class NonFiniteUpdateError(DivergedError):
+    """Loss, gradient or weights are not finite, and training cannot continue.
+
+    `weights_are_good`: all bad updates were skipped, so the weights can still be saved. `advice`: what to change.
+    """
+
+    def __init__(self, message: str, *, weights_are_good: bool, advice: str = ADVICE) -> None:
+        super().__init__(message)
+        self.weights_are_good = weights_are_good
+        self.advice = advice
+
+
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter],
+    config: OptimConfig,
+    modules: Iterable[tuple[torch.nn.Module, float]] = (),
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
+
+    `modules`: further modules, each with its constant rate. They have no decay, which would pull a log sigma
+    towards sigma = 1.
+    """
+    groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
+    groups += [{"params": list(module.parameters()), "lr": lr, "weight_decay": 0.0} for module, lr in modules]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimConfig, update: int, total: int) -> float:
+    """Learning rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`.
+
+    For the `surge` schedule it is constant; multiply it by `surge_share`.
+    """
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
+    if config.schedule != "cosine":
+        return config.lr
+    progress = min(1.0, (update - config.warmup) / max(1, total - config.warmup))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
+    """Factor of the learning rate for all updates of step `step` (from 1), after a length surge at step `surge`.
+
+    max(floor, 2^-⌊(step - surge) / P⌋) with P = period x surge steps, so that the first halving is at step surge + P
+    (arXiv 2602.01826 with the constants of its reproduction; the phase of the first halving is uncertain). `surge` is
+    None before a surge.
+    """
+    if surge is None or step <= surge:
+        return 1.0
+    halvings = math.floor((step - surge) / (config.period * surge) + _ROUNDING)
+    return max(config.floor, 2.0**-halvings)
+
+
+def first_halving(config: SurgeConfig, surge: int) -> int:
+    """Returns the first step with a lower learning rate."""
+    return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
+
+
+def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: RankGroup) -> float:
+    """Clips the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
+    if ranks.size == 1:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
+    grads = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = math.sqrt(ranks.all_reduce_sum(float(torch.nn.utils.get_total_norm(grads)) ** 2))
+    factor = bound / (norm + 1e-6)
+    if factor < 1:
+        for grad in grads:
+            grad.mul_(factor)
+    return norm
+
+
+def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) -> None:
+    """Raises `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
+    finite = torch.stack([local_shard(parameter).detach().sum() for parameter in parameters]).isfinite().all()
+    if ranks.all_reduce_sum(float(~finite)):
+        raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of the policy; those of other modules are constant."""
+    optimizer.param_groups[0]["lr"] = lr
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit.
+
+    It holds for the whole process. PyTorch warns of operations that have no such order.
+    """
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = filled

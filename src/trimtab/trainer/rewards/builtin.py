@@ -1,0 +1,99 @@
+"""Rewards that need nothing but the text: `exact`, `format`, `length` and `overlong`."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator, model_validator
+
+from trimtab.trainer.rewards.reward import Built, Response, Reward
+from trimtab.types import Problem, Task
+
+
+class Exact(Reward):
+    """1 if the text before the stop string equals the answer (surrounding blanks aside), else 0."""
+
+    require_stop: bool = Field(True, description="0 for a response cut by the length limit, however it begins")
+
+    def build(self, task: Task) -> Built:
+        stops = task.stop
+
+        def exact(response: Response, problem: Problem) -> float:
+            if self.require_stop and response.finish != "stop":
+                return 0.0
+            expected = problem.answer
+            for stop in stops:
+                expected = expected.removesuffix(stop)
+            return float(response.body(stops) == expected.strip())
+
+        return Built(exact, isolated=False)
+
+
+class Format(Reward):
+    """1 if the text before the stop string matches a regular expression, else 0."""
+
+    pattern: str = Field(description="regular expression; a dot matches line breaks too")
+    whole: bool = Field(True, description="it must match the whole text; false: somewhere in it")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return pattern
+
+    def build(self, task: Task) -> Built:
+        compiled = re.compile(self.pattern, re.DOTALL)
+        stops = task.stop
+        match = compiled.fullmatch if self.whole else compiled.search
+
+        def form(response: Response, problem: Problem) -> float:
+            return float(match(response.body(stops)) is not None)
+
+        return Built(form, isolated=True)  # a pattern can backtrack for hours
+
+
+class Length(Reward):
+    """1 if the number of tokens is inside [min, max], else 0."""
+
+    min: int = Field(0, ge=0, description="fewest tokens that are allowed")
+    max: int = Field(ge=1, description="most tokens that are allowed")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Length:
+        if self.min > self.max:
+            raise ValueError(f"min = {self.min} is above max = {self.max}; swap them")
+        return self
+
+    def build(self, task: Task) -> Built:
+        def length(response: Response, problem: Problem) -> float:
+            return float(self.min <= response.tokens <= self.max)
+
+        return Built(length, isolated=False)
+
+
+class Overlong(Reward):
+    """DAPO's soft penalty for long responses (Yu et al. 2025, section 3.4; the formula of verl's dapo reward manager).
+
+    min(-(|y| - (L_max - L_cache)) / L_cache * factor, 0): never positive, -factor at |y| = L_max.
+    """
+
+    max_tokens: int | None = Field(None, ge=1, description="L_max; default: the task's max_tokens")
+    cache: int = Field(ge=1, description="L_cache: the tokens over which the penalty grows")
+    factor: float = Field(1.0, gt=0, description="penalty at L_max")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Overlong:
+        if self.max_tokens is not None and self.cache > self.max_tokens:
+            raise ValueError(f"cache = {self.cache} is longer than max_tokens = {self.max_tokens}; lower it")
+        return self
+
+    def build(self, task: Task) -> Built:
+        free = (self.max_tokens or task.max_tokens) - self.cache
+
+        def overlong(response: Response, problem: Problem) -> float:
+            return min(-(response.tokens - free) / self.cache * self.factor, 0.0)
+
+        return Built(overlong, isolated=False)

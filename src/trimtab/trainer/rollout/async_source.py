@@ -1,0 +1,237 @@
+"""Asynchronous rollouts: one thread per engine, one scoring thread, one buffer, staleness bounded per token.
+
+engine threads --responses--> scoring --groups--> buffer --batches--> trainer
+     ^_________________________ weight updates ________________________/
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.errors import EngineDeadError
+from trimtab.trainer.engines.remote.shared_weights import share
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
+from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
+from trimtab.trainer.rollout.source import Result, SourceState, Weights
+from trimtab.types import Engine
+
+SHUTDOWN_TIMEOUT = 5.0
+"""Seconds to wait for threads to end before their engines are closed."""
+
+
+class AsyncSource:
+    """A `RolloutSource` whose engines generate while the trainer updates.
+
+    With a `max_lag` of 0 or None the same threads generate one batch at a time, while the trainer waits. `notify`
+    receives messages for the user, in the trainer's thread.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        buffer: Buffer,
+        engines: Sequence[Engine],
+        notify: Callable[[str], None],
+        canary: Canary | None = None,
+    ) -> None:
+        trainer = collector.config.trainer
+        self.collector = collector
+        self._state = AsyncState(
+            collector, buffer, trainer.unfinished, chunk=-(-trainer.prompts // len(engines)), canary=canary
+        )
+        for engine in engines:
+            if hasattr(engine, "notify"):  # called in the engine's thread, where messages are queued
+                engine.notify = self._state.note  # pyright: ignore[reportAttributeAccessIssue]
+        self._threads = [EngineThread(number, engine, self._state) for number, engine in enumerate(engines)]
+        self._scoring = Scoring(self._state)
+        self._notify = notify
+        self._started = False
+
+    @property
+    def published(self) -> int:
+        return -1 if self._state.update is None else self._state.update.version
+
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        start, state = time.perf_counter(), self._state
+        if not self._started:
+            self._started = True
+            state.working = len(self._threads)
+            for thread in (*(thread.thread for thread in self._threads), self._scoring.thread):
+                thread.start()
+        with state.buffer.changed:
+            self._raise_error()  # there may be no wait below: other engines may have the batch ready
+            state.buffer.schedule.wait(version, batches_left)
+            state.buffer.changed.notify_all()  # groups that the trainer waits for may be admitted now
+            self._drop_stale()
+            groups, stats = state.buffer.take(version, on_wait=self._raise_error)
+            self._drop_stale()
+        stats.seconds_waiting = time.perf_counter() - start
+        self._deliver_messages()
+        return groups, stats
+
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
+        """Copies the weights, so that training can continue; each engine loads them before its next request."""
+        update, state = WeightUpdate(version, share(weights), expected), self._state
+        with state.buffer.changed:
+            state.update = update
+            if state.in_flight == "continue":
+                self._abort()
+            state.buffer.changed.notify_all()
+
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
+    ) -> Result:
+        """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
+        with self._pause_engines(), ExitStack() as stack:
+            thread = next(thread for thread in self._threads if not thread.is_lost)
+            shared = None
+            for attempt in range(MAX_RESTARTS):
+                try:
+                    if weights_altered or thread.version != version or thread.engine.policy_version != version:
+                        shared = shared or stack.enter_context(closing(share(weights)))
+                        thread.version = None
+                        thread.engine.update_weights(shared, version, as_is=True)
+                    return function(thread.engine)
+                except EngineDeadError as error:
+                    self._notify(f"engine {thread.number} was lost ({error}); starting it again")
+                    self._state.sleep(attempt / 2)
+                    thread.version = None
+                    with suppress(EngineDeadError):  # reported by the next attempt
+                        thread.engine.restart()
+                        self._state.buffer.count(RolloutStats(restarts=1))
+            raise EngineDeadError(
+                f"engine {thread.number} was lost {MAX_RESTARTS} times in a row: look at what ends it"
+            )
+
+    def state(self, updates: int) -> SourceState:
+        """Published weights are included only if they are older than the trainer's."""
+        meta, files = self._state.buffer.state()
+        meta["published"] = self.published
+        update = self._state.update
+        if update is None or update.version == updates:
+            return {}, meta, files
+        first: dict[int, str] = {}  # tied weights are saved under their first name only
+        untied = {name: weight for name, weight in update.weights if first.setdefault(weight.data_ptr(), name) == name}
+        return {"engine": untied}, meta, files
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        self._state.buffer.restore(meta, files)
+        if "engine" in tensors:
+            self.publish(tensors["engine"].items(), meta["published"])
+
+    def close(self) -> None:
+        state = self._state
+        with state.buffer.changed:
+            state.closed = True
+            self._abort()
+            state.buffer.changed.notify_all()
+        threads = [*(thread.thread for thread in self._threads), self._scoring.thread] if self._started else []
+        # A thread closes the environments of its request, after a call in progress.
+        episodes = self.collector.episodes
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT + (2 * episodes.limits.timeout if episodes is not None else 0)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.engine.close()
+
+    def _abort(self) -> None:
+        for thread in self._threads:
+            thread.interrupt.set()
+
+    def _drop_stale(self) -> None:
+        """Drops groups that are too old for every later batch, and aborts their generation.
+
+        With batches in order this happens only after a batch of groups without signal: it advances the version without
+        consuming groups that were generated ahead.
+        """
+        state = self._state
+        if state.in_flight != "discard" and not self.collector.config.trainer.dynamic_sampling:
+            return
+        state.buffer.expire()
+        for thread in self._threads:
+            if thread.request is not None and not state.buffer.is_live(thread.request):
+                thread.interrupt.set()
+
+    def _raise_error(self) -> None:
+        """Raises the error of another thread, if there is one, and delivers messages. Called before every wait."""
+        if self._state.error is not None:
+            raise self._state.error
+        self._deliver_messages()
+
+    def _deliver_messages(self) -> None:
+        with self._state.buffer.changed:
+            notes, self._state.notes = self._state.notes, []
+        for line in notes:
+            self._notify(line)
+
+    @contextmanager
+    def _pause_engines(self) -> Iterator[None]:
+        state = self._state
+        with state.buffer.changed:
+            state.paused = True
+            if state.in_flight == "continue":
+                self._abort()
+            state.buffer.changed.notify_all()
+            self._raise_error()
+            while not self._is_paused():
+                state.buffer.changed.wait()
+                self._raise_error()
+        try:
+            yield
+        finally:
+            with state.buffer.changed:
+                state.paused = False
+                state.buffer.changed.notify_all()
+
+    def _is_paused(self) -> bool:
+        state = self._state
+        return all(thread.idle for thread in self._threads) and not state.unscored and not state.scoring
+
+
+class Scoring:
+    """The thread that scores responses, oldest groups first, and puts usable groups into the buffer."""
+
+    def __init__(self, state: AsyncState) -> None:
+        self.state = state
+        self.thread = threading.Thread(target=self._run, name="scoring", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while (generated := self._next()) is not None:
+                self._score(generated)
+        except BaseException as error:
+            self.state.fail(error)
+
+    def _next(self) -> GeneratedGroups | None:
+        state = self.state
+        with state.buffer.changed:
+            state.scoring = False
+            state.buffer.changed.notify_all()
+            state.buffer.changed.wait_for(lambda: state.closed or state.unscored)
+            if state.closed:
+                return None
+            oldest = min(state.unscored, key=lambda generated: generated.request.first)
+            state.unscored.remove(oldest)
+            state.scoring = True
+            return oldest
+
+    def _score(self, generated: GeneratedGroups) -> None:
+        buffer, stats = self.state.buffer, generated.stats
+        if buffer.is_live(generated.request):
+            groups = self.state.collector.score_groups(
+                generated.request, generated.prompts, generated.completions, stats
+            )
+            buffer.deliver(generated.request, groups, stats)
+            return
+        # Too old for every later batch: scores are not needed, but lengths show which responses are discarded.
+        lengths = [completion.sampled_tokens for group in generated.completions for completion in group]
+        stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
+        buffer.count(stats)

@@ -1,0 +1,139 @@
+"""The buffer of scored groups between generation and training."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimtab.runs import trajectories
+from trimtab.trainer.config.trainer_section import TrainerConfig
+from trimtab.trainer.rollout.collector import Group, RolloutStats, has_reward_variance, oldest
+from trimtab.trainer.rollout.schedule import GroupRange, Schedule
+
+PENDING = "pending.parquet"
+
+
+class Buffer:
+    """Scored groups that wait for their batch, the schedule of all groups, and statistics since the last batch.
+
+    Thread-safe. `changed` is the lock; it is notified whenever a waiting thread may be able to continue.
+
+    Args:
+        relative_to_group: whether the advantage compares the responses to one prompt, so that a group of equal rewards
+            has no signal.
+        single_behavior: whether the buffer is emptied when the engines get new weights, so that only responses of
+            these are consumed from then on (OAPL, Algorithm 1).
+    """
+
+    def __init__(
+        self, trainer: TrainerConfig, *, relative_to_group: bool = True, single_behavior: bool = False
+    ) -> None:
+        self.changed = threading.Condition()
+        max_lag = math.inf if trainer.max_lag is None else trainer.max_lag
+        if single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
+            max_lag = min(max_lag, (trainer.sync_every or 1) - 1)
+        any_order = trainer.unfinished == "discard"
+        self.schedule = Schedule(
+            prompts=trainer.prompts,
+            updates=trainer.updates_per_step,
+            max_lag=max_lag,
+            ahead=bool(trainer.max_lag),
+            window=math.inf if any_order else trainer.window if trainer.max_lag and not single_behavior else 1,
+            max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
+        )
+        self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
+        self._relative_to_group = relative_to_group
+        self._groups: dict[int, Group] = {}
+        self._stats = RolloutStats()
+
+    def reserve(self, count: int, version: int) -> GroupRange:
+        """Reserves the next `count` groups, to be generated while the trainer waits."""
+        with self.changed:
+            return self.schedule.reserve(count, version)
+
+    def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
+        """Adds scored groups, except those that the schedule has dropped in the meantime."""
+        with self.changed:
+            for number, group in zip(request.numbers, groups, strict=True):
+                signal = has_reward_variance(group) or not self._relative_to_group
+                stats.groups += 1
+                stats.no_signal += not signal
+                if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
+                    self._groups[number] = group
+                else:
+                    stats.discarded_lengths += [trajectory.completion.sampled_tokens for trajectory in group]
+            self._stats.add(stats)
+            self.changed.notify_all()
+
+    def repeat(self, request: GroupRange) -> None:
+        """Has the groups generated again, because their engine was lost."""
+        with self.changed:
+            self.schedule.repeat(request)
+            self.changed.notify_all()
+
+    def count(self, stats: RolloutStats) -> None:
+        """Adds to the statistics of the next batch."""
+        with self.changed:
+            self._stats.add(stats)
+
+    def is_live(self, request: GroupRange) -> bool:
+        """Whether any group of a running request is still live."""
+        with self.changed:
+            return any(self.schedule.contains(number) for number in request.numbers)
+
+    @property
+    def missing(self) -> int:
+        """Number of groups that the next batch still needs."""
+        return self.schedule.prompts - len(self.schedule.ready())
+
+    def expire(self) -> None:
+        """Drops groups that are too old for every later batch, and counts their responses as stale."""
+        with self.changed:
+            for number in self.schedule.expire():
+                group = self._groups.pop(number, None)
+                # A group that is still being generated counts with all its samples.
+                self._stats.stale += self._samples if group is None else len(group)
+                self._stats.discarded_lengths += [t.completion.sampled_tokens for t in group or ()]
+            self.changed.notify_all()
+
+    def take(
+        self, version: int, *, partial: bool = False, on_wait: Callable[[], None] | None = None
+    ) -> tuple[list[Group], RolloutStats]:
+        """Waits for a batch; returns its groups and the statistics since the last call.
+
+        Args:
+            version: number of updates before the step that trains on the batch.
+            partial: return the groups that are ready, without waiting for more.
+            on_wait: called with the lock held before every wait; an exception from it ends the wait.
+        """
+        with self.changed:
+            while (numbers := self.schedule.batch(partial=partial)) is None:
+                if on_wait is not None:
+                    on_wait()
+                self.changed.wait()
+            self.schedule.consume(numbers, version)
+            groups = [self._groups.pop(number) for number in numbers]
+            # The schedule has dropped all groups without signal.
+            self._groups = {number: group for number, group in self._groups.items() if self.schedule.contains(number)}
+            stats, self._stats = self._stats, RolloutStats()
+            self.changed.notify_all()
+            return groups, stats
+
+    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """State for a checkpoint, as JSON and files: whole ready groups, and the numbers of all others."""
+        with self.changed:
+            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale}
+            rows = [trajectory for number in state["ready"] for trajectory in self._groups[number]]
+            return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
+
+    def restore(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Restores `state()`."""
+        rows = trajectories.from_bytes(files[PENDING]) if PENDING in files else []
+        with self.changed:
+            self._groups = {number: [] for number in state["ready"]}
+            for row in rows:
+                self._groups[row.group].append(row)
+            self.schedule.restore(state, {number: oldest(group) for number, group in self._groups.items()})
+            self._stats = RolloutStats(stale=state["stale"])

@@ -1,0 +1,252 @@
+"""The thread that drives one engine: update weights, admit a request, generate, queue the responses.
+
+All threads share `AsyncState`, guarded by the buffer's lock. An engine thread reads it only between two calls of its
+engine; setting `EngineThread.interrupt` aborts the current call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trimtab.errors import RESUME, EngineDeadError, TrimtabError
+from trimtab.trainer.engines.remote.shared_weights import SharedWeights
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
+from trimtab.trainer.rollout.collector import Collector, RolloutStats
+from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.types import Completion, Engine, Prompt, TurnHandler
+
+InFlight = Literal["finish", "discard", "continue"]
+
+MAX_RESTARTS = 5
+"""Restarts of an engine in a row, without a finished request, before the thread gives up."""
+RESTART_BACKOFF = 0.5
+"""Seconds before the second restart in a row; doubles with each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Weights for every engine, and the log-probs that the canary expects under them."""
+
+    version: int
+    weights: SharedWeights
+    expected: CanaryPrediction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedGroups:
+    """The responses to a request, not scored yet."""
+
+    request: GroupRange
+    prompts: Sequence[Prompt]
+    completions: Sequence[Sequence[Completion]]
+    stats: RolloutStats
+
+
+@dataclass
+class AsyncState:
+    """The state that trainer, engine threads and scoring share, guarded by `buffer.changed`."""
+
+    collector: Collector
+    buffer: Buffer
+    in_flight: InFlight
+    chunk: int  # largest number of groups in a request
+    canary: Canary | None = None
+    update: WeightUpdate | None = None
+    paused: bool = False
+    closed: bool = False
+    working: int = 0  # engine threads that are running
+    unscored: list[GeneratedGroups] = field(default_factory=list)
+    scoring: bool = False
+    error: BaseException | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run: the trainer's next call for a batch raises `error`."""
+        with self.buffer.changed:
+            self.error = self.error or error
+            self.buffer.changed.notify_all()
+
+    def note(self, line: str) -> None:
+        """Queues a message for the user."""
+        with self.buffer.changed:
+            self.notes.append(line)
+            self.buffer.changed.notify_all()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits for `seconds` or until the run ends."""
+        with self.buffer.changed:
+            self.buffer.changed.wait_for(lambda: self.closed, seconds)
+
+
+class SourceClosed(Exception):
+    """The rollout source was closed."""
+
+
+class EngineThread:
+    """The thread of one engine. `version` is that of the engine's weights; None: unknown."""
+
+    def __init__(self, number: int, engine: Engine, state: AsyncState) -> None:
+        self.number, self.engine, self.state = number, engine, state
+        self.interrupt = threading.Event()
+        self.version: int | None = None
+        self.request: GroupRange | None = None
+        self.idle = True
+        self.is_lost = False
+        self._losses = 0
+        self.thread = threading.Thread(target=self._run, name=f"engine-{number}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._run_once()
+        except SourceClosed:
+            pass
+        except EngineDeadError as error:
+            self._give_up(error)
+        except BaseException as error:
+            self.state.fail(error)
+
+    def _run_once(self) -> None:
+        """Generates one request; if the engine is lost, requeues the request and restarts the engine."""
+        self.request = None
+        try:
+            generated = self._generate(self._next())
+        except EngineDeadError as lost:
+            if self.request is not None:
+                self.state.buffer.repeat(self.request)
+            self._restart(lost)
+            return
+        self._losses = 0
+        with self.state.buffer.changed:
+            self.state.unscored.append(generated)
+            self.state.buffer.changed.notify_all()
+
+    def _next(self) -> GroupRange:
+        """Waits for a request that may be generated under the engine's weights; loads newer weights first."""
+        changed, schedule = self.state.buffer.changed, self.state.buffer.schedule
+        while True:
+            with changed:
+                while (update := self._wait_if_paused()) is None and self.version is not None:
+                    self.request = schedule.admit(self.state.chunk, self.version)
+                    if self.request is not None:
+                        return self.request
+                    self.idle = True
+                    changed.wait()
+            assert update is not None, "threads start after the first weight update"
+            self._update_weights(update)
+
+    def _wait_if_paused(self) -> WeightUpdate | None:
+        """Waits while paused, then returns weights that are newer than the engine's, if there are any.
+
+        Call it with the lock held. It clears the abort signal: whatever set it is visible here, or sets it again.
+        """
+        while self.state.paused and not self.state.closed:
+            if not self.idle:
+                self.idle = True
+                self.state.buffer.changed.notify_all()
+            self.state.buffer.changed.wait()
+        self.idle = False
+        self.interrupt.clear()
+        if self.state.closed:
+            raise SourceClosed
+        newest = self.state.update
+        return newest if newest is not None and newest.version != self.version else None
+
+    def _update_weights(self, update: WeightUpdate) -> None:
+        self.version = None
+        self.engine.update_weights(update.weights, update.version)
+        if self.state.canary is not None and update.expected is not None:
+            self.state.canary.check(self.engine, update.expected)
+        self.version = update.version
+
+    def _generate(self, request: GroupRange) -> GeneratedGroups:
+        """Generates the responses; after an abort continues them, under newer weights if there are any."""
+        collector, stats = self.state.collector, RolloutStats()
+        with self.state.buffer.changed:  # tokenizers are not thread-safe
+            prompts = collector.stream.at(request.first, request.count)
+        start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
+        samples = collector.config.trainer.samples
+        if collector.episodes is None:
+            completions = self._sample(request, prompts, samples, None, stats)
+        else:
+            with contextlib.closing(
+                collector.episodes.start(prompts, samples, reset_seeds=collector.reset_seeds(request))
+            ) as episodes:
+                sampled = self._sample(request, episodes.prompts, episodes.samples, episodes, stats)
+                # The episodes of a dropped request are not asked for rewards: calls of their tools may be in progress.
+                completions = episodes.finish(sampled) if self.state.buffer.is_live(request) else sampled
+        stats.seconds_generating = time.perf_counter() - start
+        stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
+        return GeneratedGroups(request, prompts, completions, stats)
+
+    def _sample(
+        self,
+        request: GroupRange,
+        prompts: Sequence[Prompt],
+        samples: int,
+        turns: TurnHandler | None,
+        stats: RolloutStats,
+    ) -> list[list[Completion]]:
+        """Returns the responses; those of a request that was dropped meanwhile may be aborted."""
+        collector = self.state.collector
+        completions: list[list[Completion]] | None = None
+        while True:
+            completions = self.engine.generate(
+                prompts,
+                samples,
+                collector.sampling,
+                seed=collector.seed(request),
+                prefixes=completions,
+                turns=turns,
+                abort=self.interrupt,
+            )
+            unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
+            if not unfinished:
+                return completions
+            with self.state.buffer.changed:
+                update = self._wait_if_paused()
+            if not self.state.buffer.is_live(request):
+                return completions
+            stats.interrupted += unfinished
+            if update is not None:
+                self._update_weights(update)
+
+    def _restart(self, lost: EngineDeadError) -> None:
+        """Restarts the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
+        self.version = None
+        while True:
+            self._losses += 1
+            if self._losses > MAX_RESTARTS:
+                raise lost
+            if self._losses > 1:
+                self.state.sleep(RESTART_BACKOFF * 2.0 ** (self._losses - 2))
+            with self.state.buffer.changed:
+                if self.state.closed:
+                    raise SourceClosed
+            self.state.note(f"engine {self.number} was lost ({lost}); starting it again")
+            try:
+                self.engine.restart()
+            except EngineDeadError as error:
+                lost = error
+                continue
+            except TrimtabError as error:
+                raise EngineDeadError(str(error)) from error
+            self.state.buffer.count(RolloutStats(restarts=1))
+            return
+
+    def _give_up(self, error: EngineDeadError) -> None:
+        """Ends this thread; without any other engine the run fails."""
+        with self.state.buffer.changed:
+            self.is_lost = self.idle = True
+            self.state.working -= 1
+            last = self.state.working == 0
+        if last:
+            self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
+        else:
+            self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")

@@ -1,0 +1,223 @@
+"""The historical prefixes of a SOUP run (arXiv 2601.21476, 3.2): their pool, and the rules that truncate responses.
+
+A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the engine still has the weights that
+sampled it. These are the historical policy, from which the prefixes of all other batches of the cycle are sampled. So
+no second copy of weights is needed: a prefix in batch j is j - 1 batches of updates old.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.plugins import check_arguments, load_function
+from trimtab.runs import trajectories
+from trimtab.trainer.config import PrefixConfig
+from trimtab.trainer.seeds import derive
+from trimtab.types import Completion, Engine, FloatArray, IntArray, Prompt, SamplingParams, Trajectory
+
+# (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
+Truncation = Callable[[IntArray, FloatArray | None, float], int]
+
+_ARGUMENTS = {"response_ids": "array", "entropy": "array or None", "uniform": "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget."""
+
+    name: str
+    tokens_to_keep: Truncation
+    whole: bool
+
+    def prefix(self, completion: Completion, uniform: float) -> Completion:
+        """Returns the prefix of a whole response.
+
+        Raises:
+            TrimtabError: the rule's result is not an int that leaves at least one token to sample.
+        """
+        n = len(completion.response_ids)
+        kept = self.tokens_to_keep(completion.response_ids, completion.entropy, uniform)
+        if isinstance(kept, bool) or not isinstance(kept, int | np.integer) or not 0 <= kept < max(n, 1):
+            raise TrimtabError(
+                f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
+                f"it must return how many to keep, an int from 0 to {max(n - 1, 0)}"
+            )
+        return completion.truncated(int(kept))
+
+
+def build_rule(config: PrefixConfig) -> Rule:
+    """Returns the rule of a recipe: `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
+
+    Raises:
+        TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
+    """
+    rule, ratio, top = config.rule, config.ratio, config.top
+    if rule == "length":
+        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), config.whole)
+    if rule == "entropy":
+        return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
+    if ":" not in rule:
+        raise TrimtabError(
+            f"unknown prefix rule {rule!r}{did_you_mean(rule, ['length', 'entropy'])}, or write module:function"
+        )
+    function = load_function(rule, "prefix rule")
+    check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
+
+    def tokens_to_keep(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
+        try:
+            return function(ids, entropy, uniform)
+        except Exception as error:
+            raise TrimtabError(f"prefix rule {rule!r} failed: {type(error).__name__}: {error}") from error
+
+    return Rule(rule, tokens_to_keep, True)
+
+
+@dataclass
+class PrefixPool:
+    """Prompts of the next batches with prefixes for their responses.
+
+    Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean
+    length of responses since the last refill (`observe`). No more than that is sampled. Other rules, and `whole`,
+    sample whole historical responses and truncate them, as in the paper.
+    """
+
+    config: PrefixConfig
+    engine: Engine
+    sampling: SamplingParams
+    samples: int
+    seed: int
+    cycle: int = 0
+    _rule: Rule = field(init=False, repr=False)
+    _waiting: list[tuple[Prompt, list[Completion]]] = field(default_factory=list, repr=False)
+    _observed: int = 0
+    _observed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._rule = build_rule(self.config)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that `refill` draws prefixes for; 0 if every batch is on-policy."""
+        no_prefixes = self.config.rule == "length" and self.config.ratio == 0
+        return 0 if no_prefixes else self.config.refresh - 1
+
+    @property
+    def starts_cycle(self) -> bool:
+        """Whether the next batch starts a cycle, so that it is sampled on-policy without prefixes."""
+        return not self._waiting
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        """Records the lengths, in tokens, of whole responses; their mean sets the budget of the next refill."""
+        self._observed += len(lengths)
+        self._observed_tokens += sum(lengths)
+
+    def refill(self, prompts: Sequence[Prompt]) -> int:
+        """Samples the prefixes of the next `batches` batches from the engine's current weights.
+
+        Returns the number of sampled tokens.
+
+        Raises:
+            TrimtabError: the engine cannot sample these prompts, or the truncation rule fails.
+        """
+        whole = self._rule.whole
+        limit = self.sampling.max_tokens if whole else self._budget()
+        seed, count = derive(self.seed, "prefix", self.cycle), self.samples // self.config.share
+        drawn = [[Completion.empty()] * count for _ in prompts]
+        if limit:
+            drawn = self.engine.generate(prompts, count, replace(self.sampling, max_tokens=limit), seed=seed)
+        rng = np.random.default_rng(derive(self.seed, "prefix-cut", self.cycle))
+        self._waiting = [
+            (prompt, [self._rule.prefix(item, rng.random()) if whole else item.truncated(limit) for item in group])
+            for prompt, group in zip(prompts, drawn, strict=True)
+        ]
+        self.cycle += 1
+        self._observed = self._observed_tokens = 0
+        return sum(len(response.response_ids) for group in drawn for response in group)
+
+    def take(self, count: int) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Returns the next `count` prompts, and for each prompt a (possibly empty) prefix for each sample."""
+        if count > len(self._waiting):
+            raise ValueError(f"{count} prompts asked for, {len(self._waiting)} are waiting")
+        entries, self._waiting = self._waiting[:count], self._waiting[count:]
+        share = self.config.share
+        return [prompt for prompt, _ in entries], [[one for one in group for _ in range(share)] for _, group in entries]
+
+    def meta(self) -> dict[str, int]:
+        """Counters for a checkpoint; `waiting` is the number of prompts that `restore` needs."""
+        return {
+            "cycle": self.cycle,
+            "observed": self._observed,
+            "observed_tokens": self._observed_tokens,
+            "waiting": len(self._waiting),
+        }
+
+    def to_bytes(self) -> bytes:
+        """Returns the waiting prefixes for a checkpoint, as trajectories without rewards."""
+        return trajectories.to_bytes(
+            [
+                Trajectory(
+                    prompt=prompt,
+                    group=index,
+                    completion=prefix,
+                    sampling=self.sampling,
+                    loss_mask=np.ones(len(prefix.response_ids), dtype=np.bool_),
+                    reward=0.0,
+                    rewards={},
+                )
+                for index, (prompt, group) in enumerate(self._waiting)
+                for prefix in group
+            ]
+        )
+
+    def restore(self, data: bytes, meta: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        """Restores `to_bytes()` and `meta()`.
+
+        Args:
+            prompts: the waiting prompts, from the stream, as files have only a part of each problem.
+
+        Raises:
+            TrimtabError: the prefixes belong to other prompts.
+        """
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for row in trajectories.from_bytes(data):
+            if row.group >= len(prompts) or not np.array_equal(prompts[row.group].ids, row.prompt.ids):
+                raise TrimtabError(
+                    f"the checkpoint holds a prefix for {row.prompt.problem.id!r}, which the task does not ask now: "
+                    "resume with the task the run was started with"
+                )
+            groups[row.group].append(row.completion)
+        self._waiting = list(zip(prompts, groups, strict=True))
+        self.cycle, self._observed, self._observed_tokens = meta["cycle"], meta["observed"], meta["observed_tokens"]
+
+    def _budget(self) -> int:
+        """Returns the length in tokens of every prefix of a cycle, if whole responses are not sampled."""
+        if self._observed == 0:
+            raise ValueError(
+                "no response was observed since the last refill: the budget is a share of their mean length"
+            )
+        return prefix_tokens(self.config.ratio, self._observed_tokens / self._observed)
+
+
+def prefix_tokens(ratio: float, length: float) -> int:
+    """floor(ratio * length), with a tolerance for products that are whole except for rounding (0.29 * 100)."""
+    return math.floor(ratio * length + 1e-9)
+
+
+def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) -> int:
+    """Number of tokens before a random one of the `top` positions of highest entropy, which is sampled again.
+
+    Uses all positions if the response has fewer. Ties go to earlier positions.
+
+    Raises:
+        TrimtabError: the engine reported no entropy.
+    """
+    if entropy is None:
+        raise TrimtabError('prefix rule "entropy" needs entropies, which this engine does not report; use "length"')
+    highest = np.argsort(-entropy, kind="stable")[:top]
+    return int(highest[int(uniform * len(highest))]) if len(highest) else 0

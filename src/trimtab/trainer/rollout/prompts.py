@@ -1,0 +1,173 @@
+"""The prompts of a run: their order, the length that a context leaves them, and their lengths over the task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer import tasks
+from trimtab.trainer.config import Config
+from trimtab.trainer.seeds import derive
+from trimtab.types import Prompt, SamplingParams, Task
+
+MAX_SURVEYED = 2000
+"""Largest number of problems in a survey: a task may have a million."""
+KEY = "sampling.max_prompt_tokens"
+
+
+@dataclass
+class PromptStream:
+    """Prompts of the training split, in an order that is a pure function of (seed, position).
+
+    A prompt of more than `max_prompt` tokens is replaced by another. `replaced` has the positions of replaced prompts,
+    `logged` the number of them that metrics have counted.
+    """
+
+    task: Task
+    tokenizer: Any
+    seed: int
+    position: int = 0
+    max_prompt: int | None = None
+    replaced: set[int] = field(default_factory=set)
+    logged: int = 0
+    _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = self.at(self.position, count)
+        self.position += count
+        return prompts
+
+    def at(self, position: int, count: int) -> list[Prompt]:
+        """Returns the `count` prompts from `position` on; does not change the position of the stream."""
+        return [self._prompt(position + offset) for offset in range(count)]
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.task.train))
+        order = self._order
+        if order is None or order[0] != epoch:
+            rng = np.random.default_rng(derive(self.seed, "order", epoch))
+            self._order = order = (epoch, rng.permutation(len(self.task.train)))
+        prompt = self._encode(int(order[1][index]))
+        if self.fits(prompt):
+            return prompt
+        self.replaced.add(position)
+        return self._replacement(position)
+
+    def _replacement(self, position: int) -> Prompt:
+        """Returns a prompt that is short enough; a pure function of (seed, position), like the order."""
+        rng = np.random.default_rng(derive(self.seed, "replacement", position))
+        for index in rng.permutation(len(self.task.train)).tolist():
+            prompt = self._encode(index)
+            if self.fits(prompt):
+                return prompt
+        raise TrimtabError(
+            f"no training problem has a prompt of at most {self.max_prompt} tokens (sampling.max_prompt_tokens): "
+            "raise it, lower sampling.max_tokens, or take another task"
+        )
+
+    def newly_replaced(self) -> int:
+        """Number of prompts that were replaced since the last call. One taken again after a resume counts once."""
+        total = len(self.replaced)
+        new, self.logged = total - self.logged, total
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """Returns the counts for a checkpoint, as JSON."""
+        return {"replaced": sorted(self.replaced), "logged": self.logged}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.replaced, self.logged = set(state["replaced"]), state["logged"]
+
+    def _encode(self, index: int) -> Prompt:
+        return tasks.encode(self.task, self.task.train[index], self.tokenizer)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt is short enough."""
+        return self.max_prompt is None or len(prompt.ids) <= self.max_prompt
+
+
+def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
+    """Returns the number of tokens of the smallest context; None if none is known.
+
+    Raises `TrimtabError` if `sampling.max_tokens` leaves nothing for a prompt, or less than the recipe's
+    `sampling.max_prompt_tokens`.
+    """
+    max_prompt, max_response = config.sampling.max_prompt_tokens, sampling.max_tokens
+    context = min((context for context in contexts if context is not None), default=None)
+    if context is None:
+        return None
+    if max_response >= context:
+        raise TrimtabError(
+            f"sampling.max_tokens = {max_response} leaves no room for a prompt in {context} tokens: lower it"
+        )
+    if max_prompt is not None and max_prompt + max_response > context:
+        raise TrimtabError(
+            f"{KEY} = {max_prompt} and max_tokens = {max_response} do not fit the model's context of {context} tokens "
+            "together: lower one of them"
+        )
+    return context
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Prompt lengths in ascending order, of all `total` problems or of a sample of them."""
+
+    lengths: np.ndarray
+    total: int
+    limit: int | None
+
+    @classmethod
+    def of(cls, stream: PromptStream) -> Survey:
+        """Measures the prompts of a stream's task. Raises `TrimtabError` if none of them is short enough."""
+        task, limit = stream.task, stream.max_prompt
+        chosen: Iterable[int] = range(len(task.train))
+        if len(task.train) > MAX_SURVEYED:
+            rng = np.random.default_rng(derive(stream.seed, "lengths"))
+            chosen = rng.integers(len(task.train), size=MAX_SURVEYED).tolist()
+        lengths = [len(tasks.encode(task, task.train[index], stream.tokenizer).ids) for index in chosen]
+        survey = cls(np.sort(lengths), len(task.train), limit)
+        if survey.too_long == len(survey.lengths):
+            raise TrimtabError(
+                f"every prompt is longer than the {limit} tokens it may have, the shortest has {survey.lengths[0]}: "
+                f"lower sampling.max_tokens, raise {KEY}, or take a model of a longer context"
+            )
+        return survey
+
+    @property
+    def too_long(self) -> int:
+        return 0 if self.limit is None else int((self.lengths > self.limit).sum())
+
+    def lines(self) -> list[str]:
+        """Messages for the user: the distribution, and the number of prompts that are too long."""
+        count = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
+        low, middle, high, top = (f"{value:,}" for value in self._quantiles())
+        span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95% up to {high}"
+        lines = [f"prompts    {span} ({count} problems)"]
+        if self.too_long:
+            lines.append(
+                f"{self.too_long:,} of them are longer than {self.limit:,} tokens ({KEY}) and are never asked; "
+                "others take their place (prompt/dropped)"
+            )
+        return lines
+
+    def metrics(self) -> dict[str, float]:
+        low, middle, high, top = self._quantiles()
+        share = self.too_long / len(self.lengths)
+        return {
+            "prompt/min": low,
+            "prompt/median": middle,
+            "prompt/q95": high,
+            "prompt/max": top,
+            "prompt/too_long": share,
+        }
+
+    def _quantiles(self) -> list[int]:
+        return [int(value) for value in np.quantile(self.lengths, [0, 0.5, 0.95, 1], method="higher")]

@@ -1,0 +1,144 @@
+"""The interface between training loop and rollouts, `RolloutSource`, and its synchronous implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
+from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.types import Engine
+
+Weights = Iterable[tuple[str, Tensor]]
+Result = TypeVar("Result")
+# The rollout source's part of a checkpoint: tensors by section, JSON, and files.
+SourceState = tuple[dict[str, dict[str, Tensor]], dict[str, Any], dict[str, bytes]]
+
+
+class RolloutSource(Protocol):
+    """Returns batches of scored groups and receives weights. All calls come from the trainer's thread."""
+
+    collector: Collector
+
+    @property
+    def published(self) -> int:
+        """Version of the weights that were last published to the engines."""
+        ...
+
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        """Returns the groups of the next step and their statistics.
+
+        Args:
+            version: number of updates before the step.
+            batches_left: batches that the run still needs, this one included.
+        """
+        ...
+
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
+        """Gives the engines new weights. `expected`: log-probs that the canary will check."""
+        ...
+
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
+    ) -> Result:
+        """Returns the result of `function` with an engine that has exactly these weights.
+
+        `weights_altered`: engines quantize the weights that are published to them or add noise to them, so that their
+        own cannot be used.
+        """
+        ...
+
+    def state(self, updates: int) -> SourceState:
+        """Returns the state for a checkpoint after `updates` updates."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        """Restores `state()`.
+
+        The state has no weights if the engines had the newest ones: the caller must publish these before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops all threads and engines. Idempotent."""
+        ...
+
+
+@dataclass
+class SyncSource:
+    """Generates each batch when the trainer asks for it, with the engine of this process."""
+
+    collector: Collector
+    buffer: Buffer
+    canary: Canary | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.collector.engine
+
+    @property
+    def published(self) -> int:
+        return self.engine.policy_version
+
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        trainer = self.collector.config.trainer
+        self.buffer.schedule.wait(version, batches_left)
+        self.buffer.expire()
+        if not trainer.dynamic_sampling:
+            self._sample(trainer.prompts)
+        for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 0):
+            if self.buffer.missing <= 0:
+                break
+            self._sample(math.ceil(self.buffer.missing * trainer.oversample), refill=bool(round_number))
+        return self.buffer.take(version, partial=True)
+
+    def _sample(self, count: int, *, refill: bool = False) -> None:
+        stats = RolloutStats(refilled=count if refill else 0)
+        request = self.buffer.reserve(count, self.engine.policy_version)
+        self.buffer.deliver(request, self.collector.sample(request, stats), stats)
+
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
+        self.engine.update_weights(weights, version)
+        if self.canary is not None and expected is not None:
+            self.canary.check(self.engine, expected)
+
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
+    ) -> Result:
+        if self.published == version and not weights_altered:
+            return function(self.engine)
+        saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.named_weights()], self.published
+        self.engine.update_weights(weights, version, as_is=True)
+        result = function(self.engine)
+        self.engine.update_weights(saved, saved_version, as_is=True)
+        return result
+
+    def state(self, updates: int) -> SourceState:
+        """The engine's weights are included only if they are older than the trainer's."""
+        meta, files = self.buffer.state()
+        meta |= {"position": self.collector.stream.position, "published": self.published}
+        if self.collector.prefixes is not None:
+            files[PREFIXES], meta["prefixes"] = self.collector.prefixes.to_bytes(), self.collector.prefixes.meta()
+        return {"engine": dict(self.engine.named_weights())} if self.published != updates else {}, meta, files
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        self.buffer.restore(meta, files)
+        stream = self.collector.stream
+        stream.position = meta["position"]
+        if self.collector.prefixes is not None:
+            waiting = meta["prefixes"]["waiting"]
+            prompts = stream.at(stream.position - waiting, waiting)
+            self.collector.prefixes.restore(files[PREFIXES], meta["prefixes"], prompts)
+        if "engine" in tensors:
+            self.engine.update_weights(tensors["engine"].items(), meta["published"], as_is=True)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+PREFIXES = "prefixes.parquet"

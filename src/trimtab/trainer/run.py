@@ -1,0 +1,394 @@
+"""Builds a run from a recipe and trains it. Recipes are checked before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective
+from trimtab.runs import provenance
+from trimtab.runs.directory import RunDirectory
+from trimtab.trainer import custom_objective, environments, rewards, tasks
+from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config, LoraConfig
+from trimtab.trainer.config.paths import LABORATORY_MODELS
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.environments import BuiltEnvironment
+from trimtab.trainer.export import save_model_files
+from trimtab.trainer.features import build_features, routing_replay
+from trimtab.trainer.features.feature import Feature
+from trimtab.trainer.followers import AbsentEngine, run_directory, shard_model, shared_source
+from trimtab.trainer.held_out import EvalTask, eval_metrics, eval_tasks
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.loop import Trainer
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.load import LoadedModel, check_same_ids, default_device, load
+from trimtab.trainer.models.lora import add_lora
+from trimtab.trainer.observer import NullObserver, Observer
+from trimtab.trainer.optim import build_optimizer
+from trimtab.trainer.ranks import current_ranks, join
+from trimtab.trainer.requirements import check_recipe, check_task
+from trimtab.trainer.rewards import Scorer
+from trimtab.trainer.rollout import prefixes
+from trimtab.trainer.rollout.async_source import AsyncSource
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.canary import Canary
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.demonstrations import Demonstrations
+from trimtab.trainer.rollout.environment_section import environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.prompts import PromptStream, Survey, smallest_context
+from trimtab.trainer.rollout.source import RolloutSource, SyncSource
+from trimtab.trainer.seeds import derive
+from trimtab.trainer.sft import laboratory_folder
+from trimtab.trainer.sinks import open_sinks
+from trimtab.trainer.stop import Stop
+from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
+
+RewardFunction = Callable[[str, Problem], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Factories of engines and scorer; None builds them on this machine. A run on a Ray cluster has others.
+
+    `engines` takes the recipe, the trained model and the folder with its config and tokenizer. `scorer` takes the
+    recipe, its rewards and its task.
+    """
+
+    engines: Callable[[Config, LoadedModel, Path], Sequence[Engine]] | None = None
+    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] | None = None
+
+
+LOCAL_BACKENDS = Backends()
+TOP_LOGPROBS = 128
+"""Most probable ids of each token that centering reads: more than 99.9 % of the mass (arXiv 2609.20807)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """The run directory and the metrics of the last step."""
+
+    run: Path
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
+
+    objective: Objective
+    task: Task
+    scorer: Scorer
+    eval_tasks: Sequence[EvalTask]
+    environment: BuiltEnvironment | None = None
+
+    def close(self) -> None:
+        """Ends the processes of rewards and tools."""
+        self.scorer.close()
+        for other in self.eval_tasks[1:]:
+            other.scorer.close()
+        if self.environment is not None:
+            self.environment.close()
+
+
+def train(
+    config: Config,
+    *,
+    reward: RewardFunction | None = None,
+    objective: Objective | None = None,
+    environment: type | None = None,
+    out: Path | str | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+    backends: Backends = LOCAL_BACKENDS,
+    stop: Stop | None = None,
+    command: str | None = None,
+) -> TrainResult:
+    """Trains a run and returns its directory and last metrics.
+
+    Ctrl-C, SIGTERM and `stop` end the run after the step in progress, with a checkpoint; a second signal ends it at
+    once.
+
+    Args:
+        config: the recipe.
+        reward: function of completion text and problem that replaces the recipe's rewards.
+        objective: replaces the recipe's objective.
+        out: run directory; default: `config.out`, then `runs/run`.
+        resume: continue from the newest intact checkpoint in `out`.
+        backends: factories of engines and scorer; a placement on several machines has its own.
+        command: the command line to record in the run's provenance; default: that of this process.
+
+    Raises:
+        TrimtabError: anything that the user can correct.
+        Stopped: the run was asked to end.
+    """
+    stop = stop or Stop()
+    observer, started = observer or NullObserver(), datetime.now(UTC)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with out_of_memory_as_user_error(), ExitStack() as cleanup:
+        cleanup.enter_context(stop.signals())
+        cleanup.enter_context(join())
+        config, built = custom_objective.resolve(config, objective)
+        parts = check(config, reward, backends, built, environment)
+        cleanup.callback(parts.close)
+        folder = Path(out or config.out or "runs/run")
+        make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
+        run = cleanup.enter_context(run_directory(folder, make))
+        observer.message(f"loading    {config.model.path}")
+        loaded = load_model(config)
+        if run.writes and not run.model_folder.exists():
+            save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
+        trainer = build_trainer(config, parts, loaded, run, observer, backends)
+        trainer.stop = stop
+        cleanup.callback(trainer.source.close)
+        if resume:
+            snapshot.resume(trainer)
+        trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
+        for sink in trainer.sinks:
+            cleanup.callback(sink.close)
+        if run.writes:
+            command, size = command or provenance.command(), current_ranks().size
+            cleanup.enter_context(
+                provenance.record_start(run, config, command, started, first_step=trainer.step + 1, ranks=size)
+            )
+        equation = trainer.learner.objective.equation(config.advantage.kind)
+        observer.started(config, equation, config.trainer.steps, run.path)
+        _survey_prompts(trainer)
+        return TrainResult(run.path, trainer.train())
+
+
+@contextmanager
+def out_of_memory_as_user_error() -> Iterator[None]:
+    """Turns out-of-memory errors, of the machine or of a device, into a `TrimtabError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrimtabError(
+            f"the memory is full ({reason[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples "
+            "or sampling.max_tokens, or set model.gradient_checkpointing"
+        ) from error
+
+
+def _survey_prompts(trainer: Trainer) -> None:
+    """Reports prompt lengths before training, and what happens to prompts that are too long."""
+
+    def survey_prompts() -> None:
+        survey = Survey.of(trainer.collector.stream)
+        trainer.initial_metrics = survey.metrics()
+        unfitting = [line for held_out in trainer.held_out for line in held_out.lines()]
+        for line in (*survey.lines(), *unfitting):
+            trainer.observer.message(line)
+
+    current_ranks().run_on_all_ranks(survey_prompts if trainer.run.writes else lambda: None)
+
+
+def check(
+    config: Config,
+    reward: RewardFunction | None = None,
+    backends: Backends = LOCAL_BACKENDS,
+    objective: Objective | None = None,
+    environment: type | None = None,
+) -> RunParts:
+    """Builds the objective (if it is not given), the task, its environment and the rewards.
+
+    Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
+    """
+    built = objective or custom_objective.resolve(config)[1]
+    check_recipe(config, built, current_ranks().size)
+    if config.prefix is not None:
+        prefixes.build_rule(config.prefix)  # loads a user's function
+    task = tasks.build(config.task.name, **config.task.keywords)
+    episodes = environment_spec(config, environment)
+    multi_turn = None if episodes is None else environments.build(episodes)
+    if multi_turn is not None:
+        refuse_unused_rewards(multi_turn, "reward=" if reward is not None else "[[reward]]" if config.reward else None)
+        task = multi_turn.adapt(task)
+    specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
+    if reward is not None:
+        specs = [RewardSpec(reward)]
+    entries = rewards.weighted(specs, task)
+    others = [tasks.build(other.name, **other.keywords) for other in config.eval.task]
+    sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
+    eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
+    names = [entry.name for entry in entries]
+    check_task(config, task, names, eval_keys)
+    scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
+    return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
+
+
+def load_model(config: Config) -> LoadedModel:
+    """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
+
+    Ranks other than the leader load no weights; `shard_model` sends them.
+    """
+    path = config.model.path
+    if path in LABORATORY_MODELS:
+        path = str(laboratory_folder(path, config))
+    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=current_ranks().is_leader)
+    if config.numerics == "invariant":
+        invariant.make_invariant(loaded.model)
+    return loaded
+
+
+def build_trainer(
+    config: Config,
+    parts: RunParts,
+    loaded: LoadedModel,
+    run: RunDirectory,
+    observer: Observer,
+    backends: Backends = LOCAL_BACKENDS,
+) -> Trainer:
+    """Builds engines, rollout source, learner and trainer around a loaded model."""
+    ranks = current_ranks()
+    if config.routing.replay != "none":
+        routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
+    device = ranks.device or default_device()
+    if ranks.size == 1 or (ranks.is_leader and config.engine.type == "embedded"):
+        # Before engines are built: the embedded engine copies the model on the device where it finds it.
+        loaded.model.to(device)  # pyright: ignore[reportArgumentType]
+    engines: Sequence[Engine] = [AbsentEngine()]
+    if ranks.is_leader and backends.engines is not None:
+        engines = backends.engines(config, loaded, run.model_folder)
+    elif ranks.is_leader:
+        engines = build_engines(config, loaded, run.model_folder, observer.message)
+    canary = Canary.build(config, loaded.tokenizer, loaded.model)
+    model = shard_model(prepare_model(loaded.model, config, device), config)
+    features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
+    return Trainer(
+        config=config,
+        source=_build_source(config, parts, loaded, engines, observer, canary),
+        learner=_build_learner(config, parts.objective, model, loaded, features),
+        run=run,
+        observer=observer,
+        eval_tasks=parts.eval_tasks,
+    )
+
+
+def _build_source(
+    config: Config,
+    parts: RunParts,
+    loaded: LoadedModel,
+    engines: Sequence[Engine],
+    observer: Observer,
+    canary: Canary | None,
+) -> RolloutSource:
+    collector = _build_collector(config, parts, loaded, engines[0])
+    advantage = config.advantage.kind or parts.objective.advantage
+    buffer = Buffer(
+        config.trainer,
+        relative_to_group=advantage not in (BATCH_BASELINE, DISTILLATION),
+        single_behavior=parts.objective.single_behavior,
+    )
+
+    def build() -> RolloutSource:
+        if config.is_async:
+            return AsyncSource(collector, buffer, engines, observer.message, canary)
+        return SyncSource(collector, buffer, canary)
+
+    return shared_source(collector, build)
+
+
+def _build_learner(
+    config: Config, built: Objective, model: nn.Module, loaded: LoadedModel, features: Sequence[Feature]
+) -> Learner:
+    trainer, modules = config.trainer, [module for feature in features for module in feature.modules().values()]
+    reads_reference = "reference" in built.needs or config.advantage.kind == DISTILLATION
+    reference = _load_reference(config, loaded) if reads_reference else None
+    return Learner(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(model.parameters(), config.optim, modules),
+        objective=built,
+        total_updates=trainer.steps * trainer.updates_per_step,
+        reference=reference,
+        features=features,
+    )
+
+
+def _load_reference(config: Config, loaded: LoadedModel) -> nn.Module:
+    """Loads `model.reference`, or `model.path` again: a resumed run must not take its resumed weights."""
+    if config.model.reference is not None:
+        section = config.model.model_copy(update={"path": config.model.reference, "lora": LoraConfig()})
+        config = config.model_copy(update={"model": section})
+    other = load_model(config)
+    check_same_ids(loaded.tokenizer, other.tokenizer, f"model.reference = {config.model.path!r}")
+    device = current_ranks().device or default_device()
+    return shard_model(prepare_model(other.model, config, device), config).requires_grad_(False)
+
+
+def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
+    centered = parts.objective.centering
+    sampling = sampling_params(config, parts.task, centered=centered)
+    prefix, demonstrations, samples = config.prefix, config.demonstrations, config.trainer.samples
+    of_model = getattr(loaded.model.config, "max_position_embeddings", None)
+    contexts = (of_model, config.engine.context, getattr(engine, "context", None))
+    context = smallest_context(config, sampling, contexts)
+    max_prompt = None if context is None else context - sampling.max_tokens
+    prefix_pool = loaded_demonstrations = episodes = None
+    if prefix is not None:
+        prefix_pool = prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed)
+    if demonstrations is not None:
+        loaded_demonstrations = Demonstrations.load(demonstrations, parts.task, loaded.tokenizer, sampling, of_model)
+    if parts.environment is not None:
+        encode = partial(tasks.encode, parts.task)
+        episodes = parts.environment.runner(loaded.tokenizer, sampling.max_tokens, encode, max_prompt)
+    return Collector(
+        config=config,
+        stream=PromptStream(
+            parts.task, loaded.tokenizer, config.seed, max_prompt=config.sampling.max_prompt_tokens or max_prompt
+        ),
+        engine=engine,
+        scorer=parts.scorer,
+        sampling=sampling,
+        prefixes=prefix_pool,
+        demonstrations=loaded_demonstrations,
+        context=context,
+        episodes=episodes,
+    )
+
+
+def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Puts `model` into training mode and adds gradient checkpointing and LoRA adapters if the recipe says so.
+
+    Gradient checkpointing acts in training mode only. Dropout was switched off on loading.
+    """
+    if current_ranks().size == 1:
+        model.to(device)  # several ranks: `shard_model` moves it, layer by layer
+    model.train()
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    if not config.model.lora.rank:
+        return model
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # peft draws from the global generator
+        torch.manual_seed(derive(config.seed, "adapters"))
+        return add_lora(model, **config.model.lora.model_dump())
+
+
+def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:
+    """Returns the sampling parameters of a run: the recipe's distribution, the task's stop strings and length.
+
+    centered: whether the objective reads the sampler's most probable ids.
+    """
+    top_logprobs = TOP_LOGPROBS if config.sampling.top_logprobs is None else config.sampling.top_logprobs
+    return SamplingParams(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_tokens=config.sampling.max_tokens or task.max_tokens,
+        stop=task.stop,
+        top_logprobs=top_logprobs if centered else 0,
+    )

@@ -1,0 +1,214 @@
+"""CPython in bubblewrap containers: no network, no files of the machine, a separate process space and user.
+
+    episode threads --(text)--> one container each: process 1 --(fork)--> the code
+           |                              ^
+           `--(start, end)--> container_starter.py
+
+Containers are started ahead and used once: for one run without variables, or for one session with variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import platform
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.sandbox.code_result import GRACE, LOST, CodeResult, Limits
+from trimtab.trainer.sandbox.container import Container, ContainerError, Request, Setup, Started
+from trimtab.trainer.sandbox.container_command import container_command
+from trimtab.trainer.sandbox.seccomp import container_filter, supported
+from trimtab.trainer.sandbox.slots import Slots
+
+STARTER = "trimtab.trainer.sandbox.container_starter"
+START_ATTEMPTS = 3
+READY_TIMEOUT = 90.0  # seconds until a container is ready: those in which it must start, and some for its process
+# What bubblewrap or process 1 says where the kernel denies namespaces or another user, and what to do then.
+NO_NAMESPACES = (
+    *("No permissions to create", "Creating new namespace failed", "setting up uid map", "user namespaces"),
+    *("Operation not permitted", "Invalid argument"),
+)
+ALLOW_NAMESPACES = (
+    "user namespaces are disabled: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), user.max_user_namespaces=15000 (others)"
+)
+ROOT_WITHOUT_RIGHTS = (
+    "this process is root in a container that may not make namespaces or change users, as Docker's are by default: "
+    'use sandbox = "monty", or start the container with these rights'
+)
+
+
+class BubblewrapSandbox:
+    """Runs code in containers, `workers` of them warm."""
+
+    def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> None:
+        if not supported(platform.machine()):
+            raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
+        self._limits = limits
+        self._stateful = stateful
+        self._running = Slots(range(workers), START_ATTEMPTS * READY_TIMEOUT + limits.timeout + 2 * GRACE)
+        self._sessions: dict[int, Container] = {}  # those with a session's variables
+        command = container_command(limits, packages, stateful=stateful)
+        self._starter = _Starter(Setup(command, container_filter(platform.machine())), count=workers)
+        self._starter.fill()
+
+    def run(self, session: int, code: str) -> CodeResult:
+        return self._running.use(lambda _: self._run(session, code))
+
+    def _run(self, session: int, code: str) -> CodeResult:
+        container = self._sessions.get(session)
+        ended = True
+        try:
+            self._sessions.pop(session, None)  # until it has answered
+            try:
+                container = container or self._starter.take()
+            except ContainerError as error:
+                return CodeResult("", f"the sandbox could not be started: {error}")
+            try:
+                result, ended = container.run(code, self._limits)
+            except ContainerError as error:
+                result = CodeResult("", str(error), error.timed_out)
+            if ended and self._stateful:
+                return replace(result, error=f"{result.error}; {LOST}")
+            return result
+        finally:  # also where the caller gives up: the next run must not receive the answer of this one
+            if container is not None and not ended:
+                self._sessions[session] = container
+            elif container is not None:
+                self._sessions.pop(session, None)
+                container.kill()
+
+    def end(self, session: int) -> None:
+        if (container := self._sessions.pop(session, None)) is not None:
+            container.kill()
+
+    def close(self) -> None:
+        self._starter.close()
+
+
+class _Starter:
+    """Ready containers, and the process that starts them, which is started again when it dies."""
+
+    def __init__(self, setup: Setup, *, count: int) -> None:
+        self._setup = setup
+        self._count = count
+        self._lock = threading.Lock()
+        self._process: WorkerProcess | None = None
+        self._closed = False
+        self._numbers = itertools.count()
+        self._missing: set[int] = set()  # containers asked for that have not come
+        self._ready: queue.SimpleQueue[tuple[int, Container | ContainerError]] = queue.SimpleQueue()
+
+    def fill(self) -> None:
+        """Starts containers until `count` are ready or about to be."""
+        with self._lock:
+            while self._ready.qsize() + len(self._missing) < self._count:
+                self._request()
+
+    def _request(self) -> None:
+        number = next(self._numbers)
+        if self._closed:
+            self._ready.put((number, ContainerError("it was closed")))
+            return
+        if self._process is None:
+            try:
+                self._start()
+            except OSError as error:  # the machine has no process, or this process no file, left to give
+                self._ready.put((number, ContainerError(str(error))))
+                return
+        assert self._process is not None
+        try:
+            self._missing.add(number)
+            self._send(self._process, Request(number, start=True))
+        except BaseException:  # the caller gives up: perhaps it was not sent
+            self._missing.discard(number)
+            raise
+
+    def _start(self) -> None:
+        process = WorkerProcess(STARTER)
+        try:
+            with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
+                process.send(self._setup)
+            threading.Thread(target=self._receive, args=(process,), daemon=True).start()
+            self._process = process
+        except BaseException:
+            process.kill()
+            raise
+
+    def take(self) -> Container:
+        """Returns a container that is ready. Raises `ContainerError` if none can be started."""
+        failures, first = 0, next(self._numbers)
+        while True:
+            self.fill()  # a caller that gave up may have taken the last one
+            try:
+                number, container = self._ready.get(timeout=READY_TIMEOUT)
+            except queue.Empty:
+                raise ContainerError(f"none was ready within {READY_TIMEOUT:g} s") from None
+            self.fill()
+            if isinstance(container, Container):
+                if container.alive():
+                    return container
+                container.kill()  # it has died while it had nothing to do
+            elif number > first:  # earlier ones failed before this call, for a reason that may be gone
+                failures += 1
+                if failures == START_ATTEMPTS:
+                    raise container
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _receive(self, process: WorkerProcess) -> None:
+        """Runs in a thread, as long as the process."""
+        works = False
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = process.receive()
+                assert message is not None, "this process sends no heartbeats"
+                started: Started = message.content
+                with self._lock:
+                    self._missing.discard(started.number)
+                if message.descriptor is None:
+                    self._end(process, started.number)
+                    self._ready.put((started.number, ContainerError(_explain(started.failure or ""))))
+                else:
+                    end = functools.partial(self._end, process, started.number)
+                    self._ready.put((started.number, Container(socket.socket(fileno=message.descriptor), end)))
+                    works = True
+        process.kill()
+        with self._lock:
+            if self._process is not process:
+                return
+            self._process = None
+            missing = len(self._missing)
+            self._missing.clear()
+            for _ in range(missing):
+                if works:
+                    self._request()  # in a new process
+                else:
+                    error = ContainerError(f"the process that starts it {process.exit_reason()}")
+                    self._ready.put((next(self._numbers), error))
+
+    def _end(self, process: WorkerProcess, number: int) -> None:
+        with self._lock:
+            self._send(process, Request(number, start=False))
+
+    def _send(self, process: WorkerProcess, request: Request) -> None:
+        with contextlib.suppress(OSError):  # it has died, and its containers with it
+            process.send(request)
+
+
+def _explain(failure: str) -> str:
+    if not any(sign in failure for sign in NO_NAMESPACES):
+        return failure
+    return f"{failure} ({ROOT_WITHOUT_RIGHTS if os.geteuid() == 0 else ALLOW_NAMESPACES})"

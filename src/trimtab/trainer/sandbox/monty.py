@@ -1,0 +1,161 @@
+"""Python code in Monty, an interpreter without access to files, network or processes.
+
+    episode threads --(text)--> one worker process each --(pydantic_monty)--> one interpreter process per session
+
+Monty runs each interpreter in a separate process, but its bindings do work in the process that calls them (they
+convert values, they collect output), so they are called in worker processes and not in the threads of a trainer: what
+goes wrong there costs a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import threading
+from typing import NamedTuple
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.sandbox.code_result import GRACE, LOST, CodeResult, Limits, took_too_long
+from trimtab.trainer.sandbox.slots import Slots
+
+WORKER = "trimtab.trainer.sandbox.monty_worker"
+RESTART = 30.0  # seconds in which a process is ended and another one started, on a busy machine
+
+
+class Request(NamedTuple):
+    """Code to run in a session, whose variables are kept if `keep`. No code: the session ends."""
+
+    session: int
+    code: str | None
+    keep: bool
+
+
+class Answer(NamedTuple):
+    """The result of a request; `lost` if variables of the session did not survive it."""
+
+    output: str
+    error: str | None = None
+    timed_out: bool = False
+    lost: bool = False
+
+
+class MontySandbox:
+    """Runs code in `workers` processes, started at once."""
+
+    def __init__(self, limits: Limits, *, workers: int, stateful: bool) -> None:
+        if importlib.util.find_spec("pydantic_monty") is None:
+            raise TrimtabError('the sandbox "monty" needs a package that is not installed: pip install pydantic-monty')
+        self._stateful = stateful
+        self._workers = [_Worker(limits) for _ in range(workers)]
+        self._free = Slots(self._workers, limits.timeout + GRACE + RESTART)
+        self._assigning = threading.Lock()
+        self._assigned: dict[int, _Worker] = {}
+
+    def run(self, session: int, code: str) -> CodeResult:
+        if not self._stateful:
+            return self._free.use(lambda worker: worker.run(session, code, keep=False))
+        worker = self._worker(session)
+        with worker.lock:
+            return worker.run(session, code, keep=True)
+
+    def end(self, session: int) -> None:
+        with self._assigning:
+            worker = self._assigned.pop(session, None)
+        if worker is not None:
+            with worker.lock:
+                worker.end(session)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _worker(self, session: int) -> _Worker:
+        """The worker that has the variables of the session, or will have them."""
+        with self._assigning:
+            worker = self._assigned.get(session)
+            if worker is None:
+                counts = {id(worker): 0 for worker in self._workers}
+                for used in self._assigned.values():
+                    counts[id(used)] += 1
+                worker = self._assigned[session] = min(self._workers, key=lambda worker: counts[id(worker)])
+            return worker
+
+
+class _Worker:
+    """A worker process, used by one thread at a time and replaced when it dies or hangs."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.lock = threading.Lock()
+        self._limits = limits
+        self._sessions: set[int] = set()  # with variables in the process
+        self._lost: set[int] = set()  # whose variables another session's failure took
+        self._closed = False
+        self._ready = False  # whether the process waits for a request
+        self._start()
+
+    def run(self, session: int, code: str, *, keep: bool) -> CodeResult:
+        # It was killed while it had nothing to do, or a caller gave up and then was kept from replacing it.
+        if not self._ready or self.process.process.poll() is not None:
+            self._lost |= self._sessions
+            self._restart()
+        if session in self._lost:
+            self._lost.remove(session)
+            return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
+        self._ready = False
+        try:
+            self.process.send(Request(session, code, keep))
+            message = self.process.receive(self._limits.timeout + GRACE)
+        except (EOFError, ConnectionError):
+            error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
+            return self._replace(session, Answer("", error.rstrip(",")), keep=keep)
+        except BaseException:  # the caller gives up: the next run must not receive the answer of this one
+            self._lose_others(session)
+            raise
+        if message is None:
+            return self._replace(session, Answer("", took_too_long(self._limits), timed_out=True), keep=keep)
+        self._ready = True
+        answer: Answer = message.content
+        if keep and not answer.lost:
+            self._sessions.add(session)
+        else:
+            self._sessions.discard(session)
+        return _result(answer, lost=keep and answer.lost)
+
+    def end(self, session: int) -> None:
+        self._lost.discard(session)
+        if session in self._sessions:
+            self._sessions.remove(session)
+            with contextlib.suppress(OSError):  # it has died, and the session with it: the next run replaces it
+                self.process.send(Request(session, None, False))
+
+    def close(self) -> None:
+        self._closed = True
+        self.process.kill()
+
+    def _start(self) -> None:
+        self.process = WorkerProcess(WORKER)
+        with contextlib.suppress(OSError):  # it has died already: the first run reports that
+            self.process.send(self._limits)
+        self._ready = True
+
+    def _replace(self, session: int, answer: Answer, *, keep: bool) -> CodeResult:
+        self._lose_others(session)
+        return _result(answer, lost=keep)
+
+    def _lose_others(self, session: int) -> None:
+        """Replaces the process; the other sessions learn of it at their next run."""
+        self._lost |= self._sessions - {session}
+        self._restart()
+
+    def _restart(self) -> None:
+        self._ready = False
+        self.process.kill()
+        self._sessions.clear()
+        self._start()
+        if self._closed:  # by another thread, which may have ended the process before this one
+            self.process.kill()
+
+
+def _result(answer: Answer, *, lost: bool) -> CodeResult:
+    return CodeResult(answer.output, f"{answer.error}; {LOST}" if lost else answer.error, answer.timed_out)

@@ -1,0 +1,154 @@
+"""The process that runs Monty interpreters for a `MontySandbox`; it exchanges text with its parent, never objects.
+
+A value of the code must not be converted to a Python object: 210 references in lists can stand for 10^21 elements.
+The code therefore displays the value of its last expression itself, inside Monty, where memory is limited.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import queue
+import resource
+import sys
+import traceback
+from typing import Any
+
+from pydantic_monty import Monty, MontyCrashedError, MontyError, MontyRuntimeError, MontySession, MontySyntaxError
+
+from trimtab.trainer.processes import Message, Parent
+from trimtab.trainer.sandbox.code_result import Limits, printed_too_much, took_too_long, used_too_much_memory
+from trimtab.trainer.sandbox.monty import Answer, Request
+
+SHOW_VALUE = "_ = ("  # written before a last expression
+MAX_SESSIONS = 100_000
+OVERHEAD_MB = 512  # data of this process and of an interpreter, in addition to the memory the code may use
+MAX_LINE = 200  # characters of a source line in a traceback
+
+
+def main() -> None:
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    parent = Parent(messages.put)
+    limits: Limits = messages.get().content
+    data = (limits.memory_mb + OVERHEAD_MB) << 20
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))  # inherited by the interpreters
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with Monty(max_processes=MAX_SESSIONS, request_timeout=limits.timeout + 1) as monty:
+        interpreters = _Interpreters(monty, limits)
+        while True:
+            request: Request = messages.get().content
+            if request.code is None:
+                interpreters.end(request.session)
+            else:
+                parent.send(interpreters.run(request.session, request.code, keep=request.keep))
+
+
+class _Interpreters:
+    """The open sessions, each with an interpreter process."""
+
+    def __init__(self, monty: Monty, limits: Limits) -> None:
+        self._monty = monty
+        self._limits = limits
+        self._open: dict[int, MontySession] = {}
+
+    def run(self, session: int, code: str, *, keep: bool) -> Answer:
+        interpreter = self._open.get(session)
+        if interpreter is None:
+            interpreter = self._open[session] = self._monty.checkout(
+                limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
+                os_policy={"sleep": "zero"},  # code that sleeps would only block a worker
+            ).__enter__()
+        output = _Output(self._limits.max_output)
+        answer = Answer("")
+        try:
+            interpreter.feed_run(showing_value(code), print_callback=output.add)
+        except MontyError as error:
+            answer = self._describe(error)
+        if output.full:
+            answer = answer._replace(error=printed_too_much(self._limits), timed_out=False, lost=True)
+        if answer.lost or not keep:
+            self.end(session)
+        return answer._replace(output=output.text())
+
+    def end(self, session: int) -> None:
+        if (interpreter := self._open.pop(session, None)) is not None:
+            with contextlib.suppress(MontyError, RuntimeError):  # its process has ended already
+                interpreter.__exit__(None, None, None)
+
+    def _describe(self, error: MontyError) -> Answer:
+        if isinstance(error, MontyCrashedError):
+            if error.timed_out:
+                return Answer("", took_too_long(self._limits), timed_out=True, lost=True)
+            return Answer("", "ended the interpreter's process", lost=True)
+        if isinstance(error, MontySyntaxError):
+            return Answer("", _traceback(error))
+        assert isinstance(error, MontyRuntimeError)
+        if error.traceback():
+            return Answer("", _traceback(error))
+        # Without a traceback the code could not catch it: a limit ended it, and its variables are in an unknown state.
+        message = error.display("type-msg")
+        if message.startswith("TimeoutError"):
+            return Answer("", took_too_long(self._limits), timed_out=True, lost=True)
+        if message.startswith("MemoryError"):
+            return Answer("", used_too_much_memory(self._limits), lost=True)
+        return Answer("", message, lost=True)
+
+
+class _Output:
+    """Collects what the code prints, up to a number of characters."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._parts: list[str] = []
+        self._collected = 0
+        self.full = False
+
+    def add(self, _stream: str, text: str) -> None:
+        room = self._length - self._collected
+        self._parts.append(text[:room])
+        self._collected += min(len(text), room)
+        if len(text) > room:
+            self.full = True
+            raise OverflowError  # stops the code
+
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
+def showing_value(code: str) -> str:
+    """Returns the code with statements that print the value of its last expression, if it ends in one."""
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return f"{code}\nNone"  # Monty reports its errors; where it has none, the code runs without showing a value
+    if not statements or not isinstance(last := statements[-1], ast.Expr):
+        return f"{code}\nNone"
+    assert last.end_lineno is not None
+    assert last.end_col_offset is not None
+    lines = code.encode().splitlines(keepends=True)
+    start = sum(map(len, lines[: last.lineno - 1])) + last.col_offset
+    end = sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
+    text = code.encode()
+    shown = b"%b%b%b\n)%b" % (text[:start], SHOW_VALUE.encode(), text[start:end], text[end:])
+    return f"{shown.decode()}\nif _ is not None: print(repr(_))\nNone"
+
+
+def _traceback(error: MontyRuntimeError | MontySyntaxError) -> str:
+    frames: list[Any] = error.traceback()
+    summaries = [
+        traceback.FrameSummary(
+            "<python>",
+            frame.line,
+            frame.function_name or "<module>",
+            lookup_line=False,
+            line=(frame.source_line or "").replace(SHOW_VALUE, "", 1)[:MAX_LINE],
+        )
+        for frame in frames
+    ]
+    stack = "".join(traceback.StackSummary.from_list(summaries).format())
+    return f"Traceback (most recent call last):\n{stack}{error.display('type-msg')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""A pool of sandboxes that run Python code of a model: bounded, isolated, from many threads at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Literal, Self, get_args
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.safe_text import clean
+from trimtab.trainer.sandbox.code_result import (
+    LOST,
+    MAX_CODE,
+    MAX_ERROR,
+    CodeResult,
+    Limits,
+    Sandbox,
+    printed_too_much,
+    shorten,
+)
+from trimtab.trainer.sandbox.container_init import NOBODY
+
+SandboxName = Literal["monty", "bubblewrap"]
+# What a trivial run gives in a sandbox that works.
+PROBE, PROBE_OUTPUT = "1 + 1", "2\n"
+
+
+class PythonPool:
+    """Runs code in warm processes, which end with `close`, with garbage collection, or with this process.
+
+        with PythonPool("monty") as pool, pool.session() as session:
+            print(session.run("2 ** 10").output)
+
+    Args:
+        sandbox: "monty", an interpreter of a part of Python without any access to the machine; "bubblewrap", CPython
+            without network and with a separate file system.
+        workers: how many runs may go on at once; more wait. Default: one for each processor, at most 8.
+        packages: installed packages that code in "bubblewrap" may import, by the names `pip` knows.
+        timeout: seconds a run may take.
+        memory_mb: megabytes a run may use.
+        max_output: characters a run may print.
+        stateful: whether variables live on between the runs of one session.
+
+    Raises:
+        TrimtabError: the sandbox cannot run here; the message says what to install.
+    """
+
+    def __init__(
+        self,
+        sandbox: SandboxName = "monty",
+        *,
+        workers: int | None = None,
+        packages: Sequence[str] = (),
+        timeout: float = 5.0,
+        memory_mb: int = 256,
+        max_output: int = 10_000,
+        stateful: bool = False,
+    ) -> None:
+        self._limits = Limits(timeout, memory_mb, max_output)
+        self._stateful = stateful
+        workers = workers or min(8, os.cpu_count() or 1)
+        self._sessions = itertools.count()
+        self._owner = os.getpid()
+        self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages, stateful=stateful)
+        self._end = weakref.finalize(self, _close, self._sandbox, self._owner)
+        with self.session() as session:
+            result = session.run(PROBE)
+        if result != CodeResult(PROBE_OUTPUT):
+            self.close()
+            raise TrimtabError(f'the sandbox "{sandbox}" does not work here: {result.error or result.output}')
+
+    def session(self) -> PythonSession:
+        """Returns a new session: the runs of one episode."""
+        return PythonSession(self, next(self._sessions))
+
+    def close(self) -> None:
+        """Ends all processes; runs that are going on return an error."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, session: int, code: str) -> CodeResult:
+        if not self._end.alive:
+            raise TrimtabError("the sandbox is closed: run code before `close`")
+        if len(code) > MAX_CODE:
+            return CodeResult("", f"not run: the code has {len(code)} characters, more than {MAX_CODE}")
+        # Half of a surrogate pair cannot be encoded.
+        result = self._sandbox.run(session, code.encode(errors="replace").decode())
+        output, error = clean(result.output), result.error
+        if error is None and len(output) > self._limits.max_output:
+            error = printed_too_much(self._limits)
+        error = None if error is None else shorten(clean(error).strip(), MAX_ERROR)
+        return CodeResult(output[: self._limits.max_output], error, result.timed_out)
+
+
+class PythonSession:
+    """The runs of one episode, one at a time."""
+
+    def __init__(self, pool: PythonPool, number: int) -> None:
+        self._pool = pool
+        self._number = number
+        self._running = threading.Lock()
+        self._given_up = self._closed = False
+
+    def run(self, code: str) -> CodeResult:
+        """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised."""
+        if os.getpid() != self._pool._owner:
+            raise TrimtabError("this sandbox belongs to the process that made it: make another one after a fork")
+        with self._running:
+            if self._closed:
+                return CodeResult("", "not run: the session is closed")
+            if self._given_up and self._pool._stateful:
+                self._pool._sandbox.end(self._number)
+                self._given_up = False
+                return CodeResult("", f"not run: the run before was given up, and {LOST}")
+            try:
+                return self._pool._run(self._number, code)
+            except BaseException:  # of this process, such as KeyboardInterrupt: the code may have run, or not
+                self._given_up = True
+                raise
+
+    def close(self) -> None:
+        """Ends the session and frees its variables, after a run that is going on in another thread."""
+        if os.getpid() != self._pool._owner:  # a forked copy, which must not end its parent's session
+            return
+        self._closed = True
+        with self._running:
+            self._pool._sandbox.end(self._number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sandbox_unavailable(name: SandboxName) -> str | None:
+    """Returns None if the sandbox works here, found by running it, else one line with what is missing."""
+    try:
+        PythonPool(name, workers=1).close()
+    except TrimtabError as error:
+        return str(error)
+    return None
+
+
+def protection(name: SandboxName) -> str:
+    """Returns in a few words what runs the code here, and as whom."""
+    if name == "monty":
+        return "an interpreter that has no access to files, network or processes"
+    user = f"user {NOBODY}" if os.geteuid() == 0 else f"user {os.geteuid()} in a user namespace"
+    return f"CPython in bubblewrap as {user}, without network and /proc"
+
+
+def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> Sandbox:
+    if name == "monty":
+        from trimtab.trainer.sandbox.monty import MontySandbox
+
+        if packages:
+            raise TrimtabError(f'"monty" cannot import packages ({", ".join(packages)}): use sandbox = "bubblewrap"')
+        return MontySandbox(limits, workers=workers, stateful=stateful)
+    if name == "bubblewrap":
+        from trimtab.trainer.sandbox.bubblewrap import BubblewrapSandbox
+
+        return BubblewrapSandbox(limits, workers=workers, packages=packages, stateful=stateful)
+    raise TrimtabError(f"unknown sandbox {name!r}{did_you_mean(name, get_args(SandboxName))}")
+
+
+def _close(sandbox: Sandbox, owner: int) -> None:
+    if os.getpid() == owner:  # a forked copy of this process must not end its parent's sandbox
+        sandbox.close()

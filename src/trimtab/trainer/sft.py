@@ -1,0 +1,132 @@
+"""A short supervised warm start on the gold answers of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+
+from trimtab.errors import TrimtabError
+from trimtab.runs import atomic
+from trimtab.trainer import tasks
+from trimtab.trainer.batching import MicroBatch, micro_batches, to_tensors
+from trimtab.trainer.config import Config, OptimConfig, load_config
+from trimtab.trainer.models.bundled import cache_root
+from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
+from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.models.quiet import silence_transformers
+from trimtab.trainer.observer import NullObserver, Observer
+from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable, set_learning_rate
+from trimtab.trainer.rollout.demonstrations import encode_demonstration
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.types import SamplingParams, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """The folder of the model, in the format of transformers, and the last step's loss in nats per token.
+
+    With `sft.until` also the probability of a gold answer under the model that was saved, a mean over one batch.
+    """
+
+    run: Path
+    metrics: dict[str, Any]
+
+
+def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
+    """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet.
+
+    Raises `TrimtabError` where gold answers have not reached the probability `sft.until` by then.
+    """
+    observer = observer or NullObserver()
+    if out.exists() and any(out.iterdir()):
+        raise TrimtabError(f"{out} is not empty: choose another --out")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    task = tasks.build(config.task.name, **config.task.keywords)
+    loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype), seed=config.sft.seed or 0)
+    observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
+    with repeatable(default_device()):
+        metrics = _fit(config, task, loaded, observer)
+    with atomic.new_folder(out) as temporary, silence_transformers():
+        loaded.model.save_pretrained(temporary)
+        loaded.tokenizer.save_pretrained(temporary)
+    observer.finished(metrics, None)
+    return SftResult(out, metrics)
+
+
+def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
+    """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
+
+    The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start, and its task if that
+    is one the model's characters can write; runs that differ only in their seed share one model, unless `sft.seed` is
+    given.
+    """
+    config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
+    if run is not None:
+        task = run.task if run.task.name in (config.task.name, "program", "mixture") else config.task
+        config = config.model_copy(update={"task": task, "sft": run.sft})
+    recipe = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
+    key = sha256(recipe.encode()).hexdigest()[:12]
+    folder = cache_root() / f"{name}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            supervised_warm_start(config, out=folder)
+    return folder
+
+
+def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) -> dict[str, Any]:
+    """Trains the model in place and returns the metrics of the last step."""
+    model, sft = loaded.model.train(), config.sft
+    model.to(default_device())  # pyright: ignore[reportArgumentType]
+    optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
+    optimizer = build_optimizer(model.parameters(), optim)
+    stream = PromptStream(task, loaded.tokenizer, config.seed if sft.seed is None else sft.seed)
+    metrics: dict[str, Any] = {}
+    for step in range(sft.steps):
+        set_learning_rate(optimizer, learning_rate(optim, step, sft.steps))
+        micros = list(_gold_batch(config, loaded, stream))
+        tokens = sum(int(micro.mask.sum()) for micro in micros)
+        loss = probability = 0.0
+        for micro in micros:
+            logp = score(model, micro.tokens).logp
+            part = -logp.sum() / tokens
+            part.backward()
+            loss += float(part.detach())
+            probability += float(logp.detach().sum(-1).exp().sum()) / sft.batch
+        metrics = {"step": step + 1, "sft/loss": loss}
+        if sft.until is not None:
+            metrics["sft/gold_probability"] = probability
+            if probability >= sft.until:  # of the model before this batch's update, which is left out
+                observer.step(metrics)
+                return metrics
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip))
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower sft.lr")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        observer.step(metrics)
+    if sft.until is not None:
+        raise TrimtabError(
+            f"gold answers have probability {metrics['sft/gold_probability']:.3g} after {sft.steps} steps of warm "
+            f"start, sft.until asks for {sft.until}: raise sft.steps or change sft.lr"
+        )
+    return metrics
+
+
+def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:
+    rows, sampling = [], SamplingParams(stop=stream.task.stop)
+    for group, prompt in enumerate(stream.take(config.sft.batch)):
+        completion = encode_demonstration(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
+        mask = np.ones(len(completion.response_ids), dtype=np.bool_)
+        rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))
+    device = next(loaded.model.parameters()).device
+    for chosen in micro_batches(rows, [[index] for index in range(len(rows))], config.trainer.micro_batch_tokens):
+        yield to_tensors(rows, chosen, stream.pad_id, device)

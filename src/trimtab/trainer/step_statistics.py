@@ -1,0 +1,157 @@
+"""The statistics of one training step, and their merging over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from trimtab.corrections import Mergeable, Sequences, log_ratio
+from trimtab.objectives import mismatch
+from trimtab.objectives.metrics import Metrics
+from trimtab.trainer.batching import MicroBatch
+from trimtab.trainer.ranks import RankGroup
+
+
+@dataclass
+class StepStatistics:
+    """Mergeable statistics of one batch, turned into floats at the end of the step.
+
+    Attributes:
+        objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
+        mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
+        perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
+        versions: for each row, the version of the policy that computed `mismatch_logps`; None: an average of several.
+        drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
+            where π is the policy that its last update began with; NaN without a token that was sampled.
+        counts: of features, by name.
+        slots: micro-batches that all ranks had time for; idle_slots: those without a micro-batch.
+
+    Values of rows stay on the device during the updates, which would otherwise wait for it; `to_cpu` copies them.
+    """
+
+    objective: Metrics | None = None
+    mismatch: Metrics | None = None
+    mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
+    perturbed: dict[int, np.ndarray] = field(default_factory=dict)
+    versions: dict[int, int | None] = field(default_factory=dict)
+    drifts: dict[int, np.ndarray] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    tokens: int = 0
+    slots: int = 0
+    idle_slots: int = 0
+    lr: float = 0.0
+    _on_device: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add_logps(
+        self, micro: MicroBatch, logps: Tensor, perturbed: Tensor | None, version: int, *, measure: bool
+    ) -> None:
+        """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
+
+        Later ones follow further updates. `proximal_versions` in the micro-batch's extras replace `version`.
+        """
+        if measure:
+            self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
+        versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
+        # A micro-batch without rows has one token.
+        for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
+            if row not in self._on_device["mismatch_logps"]:
+                self._on_device["mismatch_logps"][row] = logps[index, :length]
+                if perturbed is not None:
+                    self._on_device["perturbed"][row] = perturbed[index, :length]
+                self.versions[row] = versions[index]
+
+    def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
+        """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""
+        proximal = current if micro.proximal is None else micro.proximal
+        trained = Sequences(micro.on_policy)
+        parts = [log_ratio(proximal, micro.behavior, trained.mask), log_ratio(current, proximal, trained.mask)]
+        drifts = torch.cat([trained.mean(part) for part in parts], dim=1)
+        known = torch.where(trained.trained, drifts, torch.nan)
+        self._on_device["drifts"] |= dict(zip(micro.rows, known, strict=True))
+
+    def to_cpu(self) -> None:
+        """Copies the values of rows from the device, those of each kind at once."""
+        for kind, rows in self._on_device.items():
+            parts = torch.cat(list(rows.values())).cpu().split([len(values) for values in rows.values()])
+            getattr(self, kind).update(zip(rows, (part.numpy() for part in parts), strict=True))
+        self._on_device.clear()
+
+
+def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> Metrics:
+    """`total` with the metrics of one micro-batch, which count nothing if it has no rows."""
+    part = metrics if micro.rows else without_counts(metrics)
+    return part if total is None else total + part
+
+
+def without_counts(metrics: Metrics) -> Metrics:
+    """Returns the metrics of an empty micro-batch as zeros, so that adding them changes nothing."""
+    parts: dict[str, Mergeable] = {}
+    for name, part in metrics.parts.items():
+        sums = {f.name: torch.zeros_like(getattr(part, f.name)) for f in fields(part) if "merge" not in f.metadata}
+        parts[name] = replace(part, **sums)
+    return Metrics(parts)
+
+
+def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:
+    """Returns the merged metrics of all ranks; every rank must have the same names."""
+    local = {
+        f"{name}|{f.name}": value
+        for name, part in metrics.parts.items()
+        for f in fields(part)
+        if isinstance(value := getattr(part, f.name), Tensor)
+    }
+    by_rank = []
+    for data in ranks.gather(_to_bytes(local)):
+        values: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in load(data).items():
+            name, _, field_name = key.rpartition("|")
+            values.setdefault(name, {})[field_name] = tensor
+        by_rank.append(Metrics({name: replace(part, **values[name]) for name, part in metrics.parts.items()}))
+    return reduce(add, by_rank)
+
+
+def all_gather_tensors(local: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
+    """Returns the tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
+    tensors: dict[str, Tensor] = {}
+    for data in ranks.gather(_to_bytes(local)):
+        tensors |= load(data)
+    return tensors
+
+
+def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    # Copies, because safetensors refuses tensors that share memory.
+    return save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()})
+
+
+def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
+    """Merges the statistics of all ranks, in place, on every rank."""
+    if stats.objective is not None:
+        stats.objective = all_reduce_metrics(stats.objective, ranks)
+    if stats.mismatch is not None:
+        stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
+    local = {f"mismatch_logps|{row}": torch.from_numpy(logps) for row, logps in stats.mismatch_logps.items()}
+    local |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
+    local |= {f"drifts|{row}": torch.from_numpy(drift) for row, drift in stats.drifts.items()}
+    kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
+    for name, tensor in all_gather_tensors(local, ranks).items():
+        kind, _, row = name.partition("|")
+        kinds[kind][int(row)] = tensor.numpy()
+    data = {"versions": stats.versions, "tokens": stats.tokens, "counts": stats.counts}
+    parts = [json.loads(part) for part in ranks.gather(json.dumps(data).encode())]
+    stats.tokens = sum(part["tokens"] for part in parts)
+    stats.counts = {}
+    for part in parts:
+        stats.versions |= {int(row): version for row, version in part["versions"].items()}
+        for name, count in part["counts"].items():
+            stats.counts[name] = stats.counts.get(name, 0) + count

@@ -1,0 +1,390 @@
+"""Every refused combination of settings, refused in one line before a model is loaded; every key without effect."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from types import ModuleType
+
+import pytest
+
+from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.objectives.from_section import from_section
+from trimtab.trainer import requirements, tasks
+from trimtab.trainer.config import consistency, load_config, recipe_names, recipes
+from trimtab.trainer.ranks import RankGroup
+from trimtab.trainer.requirements import check_recipe, check_task
+from trimtab.trainer.run import check
+
+SERVER = "engine.type=server engine.server.urls=['http://a:1']"
+VLLM = "engine.type=vllm"
+SETS = f"{VLLM} engine.vllm.sampling_mask=true"
+TEACHER = "advantage.kind=distillation model.reference=laboratory"
+SOUP, LUFFY, RAY = "objective.name=soup", "objective.name=luffy objective.length_max=11", "placement=ray"
+INVARIANT, REPLAY = "numerics=invariant", "routing.replay=rollout"
+
+# Recipes over `laboratory` that are refused, by what their messages have in common; each with words of its message.
+REFUSED = {
+    "environment": [
+        ("environment.name=python", "[environment] needs sampling.max_tokens"),
+        (
+            "environment.name=python sampling.max_tokens=32 eval.task=[{name='sort'}]",
+            "[[eval.task]] is asked without the tools",
+        ),
+        (f"environment.name=python sampling.max_tokens=32 {SOUP}", "[environment] and [prefix] cannot be combined"),
+        (
+            f"environment.name=python sampling.max_tokens=32 {LUFFY}",
+            "[environment] and [demonstrations] cannot be combined",
+        ),
+    ],
+    "batches": [
+        ("trainer.minibatches=17", "minibatches = 17 is more than trainer.prompts = 16"),
+        ("trainer.prompts=4 trainer.window=6 trainer.max_lag=1", "trainer.window = 6 makes tokens up to 2 updates old"),
+        ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
+        (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
+    ],
+    "proximal": [
+        (
+            "trainer.proximal=ewma routing.replay=proximal trainer.epochs=2",
+            'trainer.proximal = "ewma" scores with other weights than those whose experts',
+        ),
+        (
+            "trainer.proximal=snapshot trainer.sync_every=4 trainer.dynamic_sampling=true trainer.oversample=2.0",
+            "trainer.oversample leaves groups that may become older",
+        ),
+        ("trainer.proximal=ewma model.dtype=bfloat16", "lost in an average in bfloat16"),
+    ],
+    "one engine": [
+        (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
+        (f"{SOUP} engine.workers=2", "[prefix] works with one engine: leave out engine.workers = 2"),
+        (f"{LUFFY} engine.workers=2", "[demonstrations] works with one engine"),
+        (f"{SOUP} prefix.refresh=2 trainer.max_lag=2", "[prefix] makes its batches synchronously"),
+        (f"{SOUP} prefix.refresh=2 trainer.max_lag=0", "of tokens as old as prefix.refresh says"),
+        (f"{LUFFY} trainer.max_lag=2", "[demonstrations] makes its batches synchronously"),
+    ],
+    "prefix": [
+        (f"{SOUP} prefix.share=3", "prefix.share = 3 does not divide 8 samples"),
+        (f"{SOUP} trainer.sync_every=4", "leave trainer.sync_every and trainer.dynamic_sampling out"),
+        (f"{SOUP} trainer.dynamic_sampling=true", "completes responses under the current policy"),
+    ],
+    "demonstrations": [
+        (f"{LUFFY} demonstrations.per_group=8", "per_group = 8 leaves no sampled response among 8"),
+    ],
+    "engines": [
+        *(
+            (f"engine.quantize=int8 model.quantized_forward=true {other}", "quantized_forward does not round")
+            for other in ("model.gradient_checkpointing=true", "model.lora.rank=2")
+        ),
+        ("engine.type=server", "engine.server.urls is empty: name at least one"),
+        (f"{SERVER} engine.server.urls=['http://a:1','http://b:1','http://a:1/']", "names http://a:1 twice"),
+        *(
+            (f"{SERVER} engine.server.urls=['{url}']", "is not the base URL of a server: write it like http")
+            for url in (
+                "http://a:99999",
+                "http://a:0",
+                "http://a:-1",
+                "http://a:x",
+                "a:1",
+                "http://a/v1",
+                "http://[::1",
+            )
+        ),
+        (
+            "environment.name=openenv environment.url=http://a:99999 sampling.max_tokens=9",
+            "environment.url: 'http://a:99999' is not the base URL",
+        ),
+        (f"{RAY} ray.engine_cpus=0", "engine_cpus and engine_gpus are both 0"),
+        (f"{RAY} ray.trainer_cpus=0", "trainer_cpus and trainer_gpus are both 0"),
+        (
+            f"{VLLM} engine.quantize=int8",
+            "engine.quantize and engine.noise need engine.type = \"embedded\"; 'vllm' has",
+        ),
+        (f"{SERVER} engine.noise=0.1", "'server' has other options"),
+    ],
+    "invariant": [
+        (f"{INVARIANT} {VLLM}", 'which engine.type = "vllm" excludes'),
+        (f"{INVARIANT} {SERVER}", 'which engine.type = "server" excludes'),
+        (f"{INVARIANT} engine.dtype=bfloat16", 'engine.dtype = "bfloat16" beside a trainer that computes in float32'),
+        (f"{INVARIANT} model.autocast=bfloat16", 'engine.dtype = "float32" beside a trainer that computes in bfloat16'),
+        (f"{INVARIANT} engine.quantize=int4", "engine.quantize or engine.noise"),
+        (f"{INVARIANT} model.lora.rank=4", "model.lora.rank = 4, merged for the sampler alone"),
+    ],
+    "tokens": [
+        (f"{SETS}", "both engine.vllm.sampling_mask = true and a sampling.top_k above 0"),
+        (f"{SETS} sampling.top_p=0.9", "or both of vLLM's"),
+        (f"{VLLM} sampling.top_p=0.9", "engine.vllm.sampling_mask = true"),
+        (f"{VLLM} sampling.top_k=20", "by the mass that was cut"),
+        (f"{SERVER} sampling.top_p=0.9", "servers do not return it (without the sets every ratio"),
+        (f"{SERVER} sampling.top_k=20", "set top_p = 1 and top_k = 0"),
+        (f"{LUFFY} sampling.top_p=0.9", "traces of [demonstrations] were not drawn from any"),
+        (f"{LUFFY} sampling.top_k=5", "traces of [demonstrations] were not drawn from any"),
+        (f"{REPLAY} {SERVER}", "servers return none"),
+        (f"{REPLAY}-gates {SERVER}", '"rollout-gates" needs a record'),
+        (f"{REPLAY}-gates {VLLM}", "vLLM returns them on GPUs only"),
+        (f"{REPLAY} {VLLM}", "vLLM returns them on GPUs only"),
+        (f"{REPLAY} {LUFFY}", "no engine ran the traces of [demonstrations]"),
+    ],
+    "objective": [
+        (f"{LUFFY} demonstrations.path=absent.jsonl", "absent.jsonl': there is no such file"),
+        ("objective.name=grpo demonstrations.path=gold", "[demonstrations] needs an objective for tokens"),
+        ("objective.name=dapo perturbation.std=0.1", "[perturbation] needs an objective over the behavior policy"),
+        ("objective.name=token-tis prefix.share=1", "[prefix] needs an objective over the behavior policy"),
+        ("objective.name=another prefix.share=1 objective.name=token-tis", "not 'token-tis'"),
+        (
+            'objective.name=token-alp perturbation.std=0.1 objective.mask=[{kind="veto"}]',
+            '[perturbation] needs masks over the current policy, not veto over the proximal one: set over = "current"',
+        ),
+        ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] out"),
+        (
+            "objective.name=oapl trainer.in_flight=continue trainer.max_lag=2",
+            "'oapl' needs one behavior policy per resp",
+        ),
+        *(
+            (f"objective.name={name} trainer.max_lag=2", f"'{name}' tokens of older")
+            for name in ("dapo", "gspo", "cispo")
+        ),
+        ("objective.name=dr-grpo objective.length_max=4 trainer.max_lag=2", "never reads their log-probs"),
+        # A KL term that reads the behavior policy does not correct the policy term.
+        ("objective.name=grpo objective.kl=unbiased objective.kl_coef=0.1 trainer.max_lag=2", "(token-tis, icepop"),
+        ("routing.replay=proximal", "there is none with objective 'token-tis' and 1 updates of a batch"),
+        (
+            "objective.name=token-bypass routing.replay=proximal trainer.epochs=2",
+            "there is none with objective 'token-bypass'",
+        ),
+        ("objective.name=score-centering sampling.top_logprobs=0", "reads the sampler's most probable ids"),
+        (f"objective.name=score-centering {SERVER}", "which servers do not return here"),
+    ],
+    "advantage": [
+        ("advantage.kind=optimal", "'optimal' does not fit objective 'token-tis', which expects 'grpo'"),
+        ("objective.name=oapl advantage.kind=rloo", "which expects 'optimal'"),
+        *(
+            (f"advantage.kind=optimal-token objective.name={name}", f"objective '{name}' judges whole responses")
+            for name in ("gspo", "gmpo", "opsm", "seq-bypass")
+        ),
+        (
+            "objective.name=flash-reinforce trainer.dynamic_sampling=true",
+            "from which advantage 'batch-mean' learns",
+        ),
+        (
+            "advantage.kind=batch-mean trainer.dynamic_sampling=true",
+            "dynamic_sampling replaces groups of equal",
+        ),
+        ("advantage.kind=distillation", "needs a teacher: set model.reference"),
+        (f"{TEACHER} trainer.dynamic_sampling=true", "from which advantage 'distillation' learns"),
+        (f"{TEACHER} objective.name=gspo", "objective 'gspo' judges whole responses"),
+        (f"{TEACHER} objective.name=score-centering", "which expects 'dr-grpo'"),
+        ("trainer.samples=1", "samples = 1 gives no training signal: advantage 'grpo' compares"),
+    ],
+    "task": [
+        (
+            "eval.best=eval/typo/greedy",
+            "'eval/typo/greedy' is not measured in this run (did you mean 'eval/sort/greedy'",
+        ),
+        ("eval.best=eval/sort/avg@8", "'eval/sort/avg@8' is not measured in this run (did you mean 'eval/sort/greedy'"),
+        ("eval.best=eval/sort/avg@8 eval.samples=4", "(did you mean 'eval/sort/avg@4' or"),
+        ("eval.task=[{name='sort'}]", "two tasks would log 'eval/sort/greedy'"),
+    ],
+}
+
+# Recipes over `laboratory` with a key that has no effect, and words of the warning.
+UNUSED = [
+    ("optim.schedule=cosine optim.surge.factor=2.0", 'optim.surge has no effect without optim.schedule = "surge"'),
+    *(
+        (
+            f"optim.schedule=surge optim.surge.at=5 optim.surge.{key}",
+            f"optim.surge.{name} has no effect without a surge",
+        )
+        for name, key in (("window", "window=2"), ("factor", "factor=2.0"), ("baseline", "baseline=7"))
+    ),
+    (f"{SOUP} prefix.rule=entropy prefix.ratio=0.3", 'prefix.ratio has no effect without prefix.rule = "length"'),
+    (f"{SOUP} prefix.top=4", 'prefix.top has no effect without prefix.rule = "entropy"'),
+    (f"{SOUP} prefix.rule=entropy prefix.whole=true", "prefix.whole has no effect"),
+    (f"{SERVER} engine.server.kind=sglang engine.server.model=m", "engine.server.model has no effect"),
+    ("engine.vllm.eager=false", 'engine.vllm has no effect without engine.type = "vllm"'),
+    (f"{VLLM} engine.server.kind=sglang", 'engine.server has no effect without engine.type = "server"'),
+    (f"{SERVER} engine.workers=2", "engine.workers has no effect without engines on this machine"),
+    (f"{RAY} engine.workers=2", "engine.workers has no effect without engines on this machine"),
+    ("ray.engines=2", 'ray has no effect without placement = "ray"'),
+    (f"{RAY} {SERVER} ray.engines=2", "ray.engines has no effect"),
+    ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in separate processes"),
+    (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout has no effect"),
+    ("trainer.window=2", "trainer.window has no effect without trainer.max_lag above 0"),
+    ("trainer.window=2 trainer.in_flight=discard trainer.max_lag=2", "trainer.window has no effect without"),
+    ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
+    ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
+    ("trainer.max_lag=3 trainer.oversample=2.0", "trainer.oversample has no effect"),
+    (f"{SERVER} trainer.oversample=2.0", "trainer.oversample has no effect"),
+    (
+        "trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2",
+        "trainer.max_lag has no effect without the updates of a step",
+    ),
+    ("trainer.proximal=snapshot", "trainer.proximal has no effect without tokens of older weights"),
+    ("trainer.proximal=snapshot trainer.sync_every=4 trainer.minibatches=4", "trainer.proximal has no effect without"),
+    (
+        "trainer.max_lag=2 trainer.proximal_decay=0.5",
+        'trainer.proximal_decay has no effect without trainer.proximal = "ewma"',
+    ),
+    ("objective.name=token-bypass trainer.proximal=ewma", "trainer.proximal has no effect on objective 'token-bypass'"),
+    ("sharding.offload=true", "[sharding] has no effect with one process"),
+    (f"{RAY} sharding.reshard=false", "[sharding] has no effect with one process"),
+    ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
+    ("sampling.top_logprobs=8", "top_logprobs has no effect on objective 'token-tis'"),
+    ("objective.name=oapl trainer.max_lag=2", "trainer.max_lag has no effect on objective 'oapl'"),
+    ("model.quantized_forward=true", "model.quantized_forward has no effect without engine.quantize"),
+    ("model.reference=laboratory", "model.reference has no effect on objective 'token-tis' without objective.kl_coef"),
+    (
+        "objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4",
+        "set trainer.sync_every above the updates of a step",
+    ),
+]
+
+ACCEPTED = [
+    "",
+    "optim.schedule=surge optim.surge.at=5 optim.surge.period=2.0",
+    f"{SOUP} prefix.rule=entropy prefix.top=4",
+    f"{SOUP} prefix.refresh=1 engine.workers=1",
+    f"{SOUP} trainer.sync_every=1",
+    f"{LUFFY} engine.workers=0 demonstrations.per_group=7",
+    "objective.name=dppo perturbation.std=0.1",
+    "objective.name=dppo prefix.ratio=0.25",
+    "engine.hang_timeout=60.0 engine.workers=1",
+    "engine.hang_timeout=60.0 trainer.max_lag=2",
+    f"engine.hang_timeout=60.0 {RAY}",
+    f"{RAY} ray.trainers=2 sharding.offload=true",
+    "sampling.top_p=0.9 sampling.top_k=20",
+    "sampling.top_p=0.9 engine.workers=1",
+    f"{SETS} sampling.top_p=0.9 sampling.top_k=20",
+    "trainer.sync_every=3 trainer.max_lag=2",
+    "trainer.max_lag=4 trainer.minibatches=2 trainer.epochs=2",
+    "trainer.oversample=2.0 trainer.dynamic_sampling=true",
+    "trainer.max_lag=2 trainer.in_flight=continue",
+    "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
+    "objective.name=oapl advantage.value_beta=0.5",
+    "objective.name=dapo trainer.max_lag=0",
+    "objective.name=dapo trainer.max_lag=2 trainer.proximal=snapshot",
+    "trainer.proximal=snapshot trainer.sync_every=4",
+    "trainer.proximal=snapshot trainer.max_lag=2 routing.replay=rollout",
+    "trainer.proximal=ewma trainer.proximal_decay=0.9",
+    "trainer.proximal=ewma model.dtype=bfloat16 model.lora.rank=4",
+    "advantage.kind=rloo",
+    "advantage.kind=optimal-token",
+    f"{TEACHER} trainer.samples=1",
+    "model.quantized_forward=true engine.quantize=int8 perturbation.std=0.1 objective.name=token-alp",
+    "objective.kl_coef=0.1 model.reference=laboratory",
+    "objective.name=flash-reinforce trainer.samples=1",
+    "advantage.kind=batch-mean trainer.samples=1",
+    "objective.name=score-centering sampling.top_logprobs=16",
+    "eval.best=eval/sort/greedy",
+    "routing.replay=proximal trainer.epochs=2",
+    f"{INVARIANT} engine.workers=1",
+    *(
+        f"objective.name={name} trainer.max_lag=2"
+        for name in ("seq-tis", "seq-mis", "icepop", "geo-mask", "k3-mask", "opsm", "m2po", "token-bypass")
+    ),
+]
+
+EXAMPLES = [(group, overrides, words) for group, examples in REFUSED.items() for overrides, words in examples]
+NO_PROBLEMS = "task 'sort' has no problems to train on: lower its holdout or give it more rows"
+NAME_TAKEN = "a reward cannot be named 'mean', a metric has that name: rename the function"
+
+
+def refusals(module: ModuleType) -> list[str]:
+    """The longest text of each message with which a module refuses a recipe."""
+    functions = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef)]
+    refusing = [function for function in functions if function.name not in ("unused_keys", "_unread_keys")]
+    yields = [node for function in refusing for node in ast.walk(function) if isinstance(node, ast.Yield)]
+    texts = [[part.value for part in ast.walk(node) if isinstance(part, ast.Constant)] for node in yields]
+    return [max((text for text in found if isinstance(text, str)), key=len) for found in texts]
+
+
+@functools.cache
+def refusal(overrides: str) -> str:
+    """The message with which a recipe is refused, before its model, which does not exist, would be loaded."""
+    with pytest.raises(TrimtabError) as raised:
+        check(load_config("laboratory", [*overrides.split(), "model.path=/absent"]))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("group", "overrides", "words"), EXAMPLES, ids=[f"{e[0]}: {e[1]}" for e in EXAMPLES])
+def test_a_contradiction_is_refused_in_one_line(
+    group: str, overrides: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = refusal(overrides)
+    assert words in message
+    assert "\n" not in message
+    # Decided by the recipe alone: when it is loaded, and again where it was built in Python.
+    assert message.startswith("laboratory: ") == (group not in ("objective", "advantage", "task"))
+    monkeypatch.setattr(recipes, "refuse", lambda _: None)
+    with pytest.raises(TrimtabError, match=re.escape(words)):
+        check(load_config("laboratory", overrides.split()))
+
+
+def test_refusals_are_few_and_have_examples() -> None:
+    """A key without effect is a warning: refused is only what would train or report something wrong."""
+    texts = refusals(consistency) + refusals(requirements)
+    assert len(texts) <= 40
+    messages = [refusal(overrides) for _, overrides, _ in EXAMPLES] + [NO_PROBLEMS, NAME_TAKEN]
+    assert [text for text in texts if not any(text in message for message in messages)] == []
+
+
+@pytest.mark.parametrize(("overrides", "words"), UNUSED, ids=[overrides for overrides, _ in UNUSED])
+def test_a_key_without_effect_is_a_warning(overrides: str, words: str) -> None:
+    with pytest.warns(TrimtabWarning, match=re.escape(words)) as found:
+        check(load_config("laboratory", overrides.split())).close()
+    assert len(found) == 1
+
+
+def test_one_of_several_ranks_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("laboratory", ["ray.engines=2"])
+    monkeypatch.setattr(requirements, "current_ranks", lambda: RankGroup(rank=1, size=2))
+    check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
+
+
+def test_every_key_that_may_have_no_effect_has_an_example() -> None:
+    warned = [words for _, words in UNUSED]
+    assert [
+        key for key, *_ in consistency.EFFECTS if not any(words.startswith(f"{key} has no effect") for words in warned)
+    ] == []
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_recipes_near_a_rule_are_accepted(overrides: str) -> None:
+    check(load_config("laboratory", overrides.split())).close()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_key_of_a_shipped_recipe_has_an_effect(name: str) -> None:
+    config = load_config(name)
+    check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
+
+
+def test_sharding_is_for_several_ranks() -> None:
+    config = load_config("laboratory", ["sharding.offload=true"])
+    objective = from_section(config.objective.model_dump())
+    check_recipe(config, objective, world_size=2)
+    with pytest.warns(TrimtabWarning, match=r"\[sharding\]"):
+        check_recipe(load_config("laboratory", ["sharding.offload=true", RAY]), objective, 2)
+
+
+def test_a_task_without_problems_is_refused() -> None:
+    config, task = load_config("laboratory"), tasks.build("sort")
+    with pytest.raises(TrimtabError, match=NO_PROBLEMS):
+        check_task(config, type(task)(**{**vars(task), "train": ()}), (), ())
+
+
+def test_a_reward_with_the_name_of_a_metric_is_refused() -> None:
+    def mean(completion: str, problem: object) -> float:  # noqa: ARG001
+        return 0.0
+
+    with pytest.raises(TrimtabError, match=NAME_TAKEN):
+        check(load_config("laboratory"), reward=mean)
+
+
+def test_settings_of_another_engine_are_not_read() -> None:
+    config = load_config("laboratory", ["engine.vllm.context=7"])
+    assert config.engine.context is None
+    assert load_config("laboratory", [VLLM, "engine.vllm.context=7"]).engine.context == 7
+    in_turn = load_config("laboratory", ["trainer.in_flight=discard"]).trainer
+    assert (in_turn.in_flight, in_turn.unfinished) == ("discard", "finish")

@@ -1,0 +1,208 @@
+"""The embedded engine against full forwards of the model it was made from."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, processed, prompt, prompts, tiny, tokenizer, tokens
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.engines.decoding_rows import DecodingRow
+from trimtab.trainer.engines.embedded import decoder
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.types import SamplingParams
+
+LENGTHS = [5, 1, 17, 30]
+FORCED = SamplingParams(max_tokens=20, ignore_stop=True)
+
+
+def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
+    return EmbeddedEngine(tiny(name), tokenizer(), dtype)
+
+
+STOPS = SamplingParams(max_tokens=40, stop=("a",), stop_ids=(7, 8))  # rows end early and leave the batch
+TRUNCATED = SamplingParams(max_tokens=20, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True)
+
+
+# Truncation works on logits, whatever made them: both paths of decoding.
+@pytest.mark.parametrize(
+    ("name", "sampling"), [*((name, STOPS) for name in CONFIGS), ("qwen3-moe", TRUNCATED), ("gpt2", TRUNCATED)]
+)
+def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: SamplingParams, monkeypatch) -> None:
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 36)  # several prefill blocks, padded ones among them
+    engine, model, asked = make(name), tiny(name), prompts(LENGTHS)
+    out = engine.generate(asked, 5, sampling, seed=3)
+    ends = set()
+    for one, group in zip(asked, out, strict=True):
+        for completion in group:
+            exact = processed(model, one, completion, sampling)
+            chosen = exact.gather(-1, torch.from_numpy(completion.response_ids)[:, None])[:, 0]
+            np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
+            entropy = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
+            np.testing.assert_allclose(completion.entropy, entropy, atol=1e-4)
+            ends.add((completion.finish_reason, len(completion.response_ids)))
+    if not sampling.ignore_stop:
+        assert len(ends) > 3  # the batch really shrank on the way
+
+
+def test_the_lean_path_is_used_where_it_is_exact() -> None:
+    def path(name: str, length: int) -> str:
+        engine, [one] = make(name), prompts([length])
+        row = DecodingRow(0, 0, np.zeros(4))
+        return type(engine._decoder([row], [one], 4)).__name__
+
+    assert (
+        path("llama", 30)
+        == path("qwen3", 30)
+        == path("qwen3-moe", 30)
+        == path("mistral-window", 8)
+        == "SharedPromptDecoder"
+    )
+    assert path("gpt2", 30) == path("mistral-window", 9) == "CachedDecoder"
+
+
+def test_replaced_linear_maps_are_not_bypassed() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model, asked = tiny(), prompts([9])
+    old = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Doubled(old.in_features, old.out_features, bias=False)
+    [[completion]] = EmbeddedEngine(model, tokenizer(), torch.float32).generate(asked, 1, FORCED, seed=0)
+    exact = processed(model, asked[0], completion, FORCED)
+    chosen = exact.gather(-1, torch.from_numpy(completion.response_ids)[:, None])[:, 0].detach()
+    np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_weights_changed_in_place_are_those_of_the_next_call(name: str) -> None:
+    """Decoding packs its weights: they must not outlive a call."""
+    engine, model, asked = make(name), tiny(name), prompts([9])
+    engine.generate(asked, 2, FORCED, seed=0)
+    with torch.no_grad():
+        for weights in (dict(engine.named_weights()), dict(model.named_parameters())):
+            for part in ("self_attn.q_proj", "self_attn.o_proj"):
+                weights[f"model.layers.1.{part}.weight"].mul_(3)
+    [[completion, _]] = engine.generate(asked, 2, FORCED, seed=0)
+    exact = processed(model, asked[0], completion, FORCED)
+    chosen = exact.gather(-1, torch.from_numpy(completion.response_ids)[:, None])[:, 0].detach()
+    np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
+
+
+def test_greedy_follows_the_model() -> None:
+    model, [one] = tiny(), prompts([9])
+    [[completion]] = make().generate([one], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), seed=0)
+    exact = processed(model, one, completion, SamplingParams())
+    assert completion.response_ids.tolist() == exact.argmax(-1).tolist()
+    assert completion.logp_behavior.tolist() == [0.0] * 12
+
+
+def test_sampled_frequencies_match_the_exact_distribution() -> None:
+    """Chi-square of the first two tokens together, and the mean importance ratio of a bfloat16 engine."""
+    engine, [one] = make(), prompts([6])
+    sampling = SamplingParams(max_tokens=2, top_k=6, ignore_stop=True)
+    [group] = engine.generate([one], 4000, sampling, seed=11)
+    pairs, counts = np.unique([c.response_ids for c in group], axis=0, return_counts=True)
+    by_pair = {tuple(c.response_ids): float(c.logp_behavior.sum()) for c in group}
+    expected = 4000 * np.exp([by_pair[tuple(pair)] for pair in pairs])
+    common = expected > 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    freedom = common.sum()
+    assert freedom > 10
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+    assert expected.sum() == pytest.approx(4000, rel=0.02)  # nearly every pair was seen
+
+
+def test_mean_ratio_of_exact_to_behavior_is_one() -> None:
+    """E_mu[pi/mu] = 1 holds only if mu is what really sampled: here mu is bfloat16 and pi float32."""
+    model, sampling = tiny("qwen3"), SamplingParams(max_tokens=1, ignore_stop=True)
+    [one] = prompts([6])
+    [group] = make("qwen3", torch.bfloat16).generate([one], 4000, sampling, seed=2)
+    exact = processed(model, one, group[0], sampling)[0]
+    log_ratio = np.array([float(exact[c.response_ids[0]] - c.logp_behavior[0]) for c in group])
+    assert np.abs(log_ratio).max() > 1e-3  # the numerics do differ
+    ratio = np.exp(log_ratio)
+    assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(len(ratio))
+
+
+def test_equal_arguments_give_equal_tokens_whatever_happened_before() -> None:
+    engine, asked = make(dtype=torch.bfloat16), prompts(LENGTHS)
+    sampling = SamplingParams(max_tokens=16, stop=("a",))
+    first = engine.generate(asked, 4, sampling, seed=5)
+    engine.generate(asked[:2], 3, SamplingParams(temperature=0.3), seed=9)
+    torch.manual_seed(123)
+    again = engine.generate(asked, 4, sampling, seed=5)
+    assert tokens(first) == tokens(again)
+    for a, b in zip(chain(*first), chain(*again), strict=True):
+        assert np.array_equal(a.logp_behavior, b.logp_behavior)
+    assert tokens(engine.generate(asked, 4, sampling, seed=6)) != tokens(first)
+    everyone = [tuple(ids) for group in tokens(first) for ids in group]
+    assert len(set(everyone)) > len(everyone) // 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_further_samples_do_not_change_the_first_ones(name: str) -> None:
+    engine, asked = make(name), prompts(LENGTHS)
+    whole = tokens(engine.generate(asked, 6, STOPS, seed=5))
+    assert tokens(engine.generate(asked, 2, STOPS, seed=5)) == [group[:2] for group in whole]
+
+
+def test_stops_and_text() -> None:
+    asked = prompts([4] * 12)
+    sampling = SamplingParams(max_tokens=30, stop=("\n",), stop_ids=(7,))
+    plain = SamplingParams(max_tokens=30, ignore_stop=True)
+    engine = make()
+    # The same draws without any stop show what each response would have been.
+    free = list(chain(*engine.generate(asked, 4, plain, seed=1)))
+    ended = list(chain(*engine.generate(asked, 4, sampling, seed=1)))
+    stopping = {i for i, piece in enumerate(PIECES) if "\n" in piece} | {7, EOS}
+    for longer, completion in zip(free, ended, strict=True):
+        places = [t for t, i in enumerate(longer.response_ids) if i in stopping]
+        length = places[0] + 1 if places else 30
+        assert completion.response_ids.tolist() == longer.response_ids[:length].tolist()
+        assert completion.finish_reason == ("stop" if places else "length")
+        assert "\n" not in completion.text
+        assert "<eos>" not in completion.text
+        assert len(completion.logp_behavior) == len(completion.policy_version) == length
+    assert {completion.finish_reason for completion in ended} == {"stop", "length"}
+    assert {len(completion.response_ids) for completion in free} == {30}
+
+
+def test_keep_sets_hold_what_was_sampled() -> None:
+    sampling = SamplingParams(max_tokens=10, top_p=0.7, stop=("a",))
+    for completion in chain(*make().generate(prompts([3, 8]), 6, sampling, seed=0)):
+        assert completion.sampling_mask is not None
+        assert len(completion.sampling_mask) == len(completion.response_ids)
+        assert all(i in kept for i, kept in zip(completion.response_ids, completion.sampling_mask, strict=True))
+        assert all(np.all(np.diff(kept) > 0) for kept in completion.sampling_mask)
+
+
+def test_edges_of_the_arguments() -> None:
+    engine = make()
+    assert engine.generate([], 4, SamplingParams(), seed=0) == []
+    [[one]] = engine.generate(prompts([3]), 1, SamplingParams(max_tokens=1), seed=0)
+    assert len(one.response_ids) == 1
+    [[last]] = engine.generate(prompts([100]), 1, SamplingParams(max_tokens=28, ignore_stop=True), seed=0)
+    assert len(last.response_ids) == 28  # exactly the context
+
+
+@pytest.mark.parametrize(
+    ("asked", "samples", "sampling", "words"),
+    [
+        ([prompt(range(2, 60), "long-one")], 1, SamplingParams(max_tokens=71), ["'long-one'", "58", "71", "128"]),
+        ([prompt([SIZE], "odd")], 1, SamplingParams(), ["'odd'", str(SIZE)]),
+    ],
+)
+def test_bad_arguments_are_named(asked, samples, sampling, words) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        make().generate(asked, samples, sampling, seed=0)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_unknown_dtype_is_named() -> None:
+    with pytest.raises(TrimtabError, match="'float16'"):
+        EmbeddedEngine(tiny(), tokenizer(), "float16")

@@ -1,0 +1,357 @@
+"""What models and environments may do that must not end a run: odd results, errors, arguments and formats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.trainer.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
+
+import trimtab
+from trimtab.errors import TrimtabError
+from trimtab.trainer.environments.environment import call_tool, check_class, tool_names
+from trimtab.trainer.environments.episodes import EpisodeRunner
+from trimtab.trainer.environments.formats import Call, Tag, ToolError
+from trimtab.trainer.environments.result_encoder import CUT
+from trimtab.types import FinishReason, Problem
+
+ROWS = Problem("p1", "How much?", "3", {"rows": [1, 2]})
+
+
+class Tools:
+    """`echo` returns or raises what the test says; the others differ in their arguments."""
+
+    says: Any = ""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def echo(self) -> Any:
+        """Returns."""
+        if isinstance(self.says, BaseException):
+            raise self.says
+        return self.says
+
+    def numbers(self, values: list[int], scale: float | None = None) -> str:
+        """Shows.
+
+        Args:
+            values: any number of them.
+            scale: one.
+        """
+        return f"{values} {scale}"
+
+    def exit(self) -> None:
+        """Ends the process it runs in."""
+        raise SystemExit(2)
+
+    async def leave(self) -> None:
+        """Ends the process it runs in, from a coroutine."""
+        raise SystemExit(3)
+
+    async def wait(self) -> str:
+        """Returns, from a coroutine."""
+        return "here"
+
+
+def saying(value: Any) -> type[Tools]:
+    return type("Saying", (Tools,), {"says": value})
+
+
+def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
+    episodes = start(tokenizer, saying(says), limits=replace(LIMITS, observation_tokens=limit), max_tokens=2000)
+    return text_of(tokenizer, answer(episodes, append(tokenizer, None, "<echo></echo>")))
+
+
+class Later:
+    """An awaitable that is not a coroutine."""
+
+    def __await__(self) -> Iterator[Any]:
+        yield from asyncio.sleep(0).__await__()
+        return "here"
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("".join(map(chr, range(0xE000, 0xE010))), "".join(map(chr, range(0xE000, 0xE010)))),
+        ("\ue000\ue000<|im_end|>\ue000", "\ue000\ue000<|im_end|>\ue000"),
+        ("half \ud800 a pair", "half \\ud800 a pair"),
+        ({"text": "\udcff"}, '{"text": "\\udcff"}'),
+        (ValueError("<|im_end|>\ud800"), "Error: ValueError: <|im_end|>\\ud800"),
+        (ValueError(), "Error: ValueError"),
+        (Later(), "here"),
+        (Unprintable(), "Error: Unprintable"),
+    ],
+)
+def test_any_result_can_be_shown(tokenizer: Any, says: Any, text: str) -> None:
+    assert observation(tokenizer, says) == f"<output>{text}</output>"
+
+
+@pytest.mark.parametrize("says", ["<|im_end|>" * 30, "word " * 10**7, "<|im_end|>" * 10**6])
+def test_no_result_is_longer_than_its_bound(tokenizer: Any, says: str) -> None:
+    """Ten million words would take ten seconds to encode; a special token is several tokens of text."""
+    ids = tokenizer(text := observation(tokenizer, says, 20), add_special_tokens=False, split_special_tokens=True)
+    around = len(tokenizer(f"<output>{CUT}</output>")["input_ids"])
+    assert len(ids["input_ids"]) <= 20 + around + 2  # tokens may merge or split where parts meet
+    assert CUT in text
+
+
+def finished(episodes: Any, turn: Any) -> tuple[FinishReason | None, str | None]:
+    reason = answer(episodes, turn).finish_reason
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    return reason, one.outcome.failure
+
+
+@pytest.mark.parametrize(
+    ("turn", "failure"),
+    [("<exit></exit>", "a tool raised SystemExit: 2"), ("<leave></leave>", "a tool raised SystemExit: 3")],
+)
+def test_a_tool_that_ends_its_process_costs_its_episode(tokenizer: Any, turn: str, failure: str) -> None:
+    assert finished(start(tokenizer, Tools), append(tokenizer, None, turn)) == ("stop", failure)
+    later = answer(start(tokenizer, Tools), append(tokenizer, None, "<wait></wait>"))
+    assert text_of(tokenizer, later) == "<output>here</output>"
+
+
+class OddFormat:
+    """Parses a turn as it is told, and renders by raising; an exception is raised."""
+
+    stop = ("!",)
+
+    def __init__(self, parsed: Any, rendered: BaseException | None = None) -> None:
+        self._parsed, self._rendered = parsed, rendered
+
+    def parse(self, text: str) -> Any:
+        del text
+        if isinstance(self._parsed, BaseException):
+            raise self._parsed
+        return self._parsed
+
+    def render(self, result: str) -> str:
+        raise self._rendered or KeyError(result)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "failure"),
+    [
+        (False, "parse() of the format returned False, neither None nor a Call whose arguments are a text or a"),
+        ("", "parse() of the format returned '', neither None nor a Call"),
+        (("echo", ""), "parse() of the format returned ('echo', ''), neither None nor a Call"),
+        ({}, "parse() of the format returned {}, neither None nor a Call"),
+        (Call("echo", None), "parse() of the format returned Call(tool='ec...rguments=None), neither"),  # pyright: ignore[reportArgumentType]
+        (IndexError("no call"), "parse() of the format raised IndexError: no call"),
+        (SystemExit(5), "parse() of the format raised SystemExit: 5"),
+        (Call("echo", ""), "render() of the format raised KeyError: ''"),
+    ],
+)
+def test_a_format_that_fails_costs_its_episode(tokenizer: Any, parsed: Any, failure: str) -> None:
+    reason, said = finished(start(tokenizer, Tools, form=OddFormat(parsed)), append(tokenizer, None, "a!"))
+    assert reason == "stop"
+    assert str(said).startswith(failure)
+
+
+def test_a_format_that_leaves_costs_its_episode_and_one_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
+    turn = append(tokenizer, None, "a!")
+    leaves = start(tokenizer, Tools, form=OddFormat(Call("echo", ""), SystemExit(5)))
+    assert finished(leaves, turn) == ("stop", "render() of the format raised SystemExit: 5")
+    refused = TrimtabError("this template cannot be continued")
+    with pytest.raises(TrimtabError, match="cannot be continued"):
+        answer(start(tokenizer, Tools, form=OddFormat(Call("echo", ""), refused)), turn)
+
+
+def test_a_constructor_that_raises_costs_its_episode(tokenizer: Any) -> None:
+    made: list[Any] = []
+
+    def sometimes() -> Tools:
+        made.append(None)
+        if len(made) == 1:
+            raise OSError("no connection")
+        return Tools()
+
+    episodes = start(tokenizer, type("First", (Tools,), {"__new__": lambda _: sometimes()}))
+    turn = append(tokenizer, None, "5")
+    answer(episodes, turn)
+    [group] = episodes.finish([[turn, turn]])
+    failures = {one.outcome.failure for one in group if one.outcome is not None}
+    assert failures == {None, "the constructor raised OSError: no connection"}
+    episodes.close()
+
+
+def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) -> None:
+    made: list[Counter] = []
+
+    class Begins(Counter):
+        closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def reset(self, **row: Any) -> str:
+            del row
+            return "text that no prompt shows"
+
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: encode(ROWS, tokenizer))
+    with pytest.raises(TrimtabError, match="is not in the prompt"):
+        runner.start([encode(ROWS, tokenizer)], 2, reset_seeds=[0])
+    assert [one.closed for one in made] == [True, True]
+
+
+def test_a_prompt_that_reset_makes_too_long_costs_its_episode(tokenizer: Any) -> None:
+    texts = iter([" Begin.", " word" * 30])
+
+    class Begins(Counter):
+        def reset(self, **row: Any) -> str:
+            super().reset(**row)
+            return next(texts)
+
+    problem = Problem("p1", "How much?", "3")
+    length = len(encode(replace(problem, question=problem.question + " word" * 30), tokenizer).ids)
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, encode, length - 1)
+    episodes = runner.start([encode(problem, tokenizer)], 2, reset_seeds=[0])
+    assert sorted(len(prompt.text) for prompt in episodes.prompts) == [27, 34]
+    turn = append(tokenizer, None, "5")
+    [group] = episodes.finish([[turn], [turn]])
+    failures = {one.outcome.failure for one in group if one.outcome is not None}
+    assert failures == {
+        None,
+        f"what reset returned makes a prompt of {length} tokens, and the context holds {length - 1} besides "
+        "max_tokens = 200",
+    }
+
+
+def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) -> None:
+    seen: list[list[int]] = []
+
+    class Empties(Counter):
+        def reset(self, **row: Any) -> None:
+            seen.append(list(row["rows"]))
+            row["rows"].clear()
+
+    runner = EpisodeRunner(Empties, Tag(("add",)), LIMITS, tokenizer, 200, encode)
+    for _ in range(2):
+        runner.start([encode(ROWS, tokenizer)] * 2, 2, reset_seeds=[0, 0])
+    assert seen == [[1, 2]] * 8
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "returned nan, not a finite number"),
+        (None, "returned None, not a finite number"),
+        ("1.0", "returned '1.0', not a finite number"),
+        (b"1", "returned b'1', not a finite number"),
+        (10**400, "not a finite number"),
+        (Unprintable(), "not a finite number"),
+        (-1e308, "returned -1e+308, above 1e+18"),
+    ],
+)
+def test_an_unusable_reward_costs_its_episode(tokenizer: Any, value: Any, said: str) -> None:
+    kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
+    failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]
+    assert str(failure).startswith("get_reward returned ")
+    assert str(failure).endswith(said)
+    assert len(str(failure)) < 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ("[1, 2]", "[1, 2] None"),
+        ({"values": [1, "2"]}, "[1, 2] None"),
+        ({"values": [], "scale": "3"}, "[] 3.0"),
+        ({"values": [], "scale": None}, "[] None"),
+    ],
+)
+def test_arguments_that_fit(arguments: Any, result: str) -> None:
+    assert call_tool(Tools(), Call("numbers", arguments)) == result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("three", 'numbers: values = "three": Input should be a valid list'),
+        (
+            {"values": [1, "x"]},
+            'numbers: values.1 = "x": Input should be a valid integer, unable to parse string as an integer',
+        ),
+        ({"values": {}}, "numbers: values = {}: Input should be a valid list"),
+        ({}, "numbers: missing a required argument: 'values'"),
+        ({"values": [], "by": 2}, "numbers: got an unexpected keyword argument 'by'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_line(arguments: Any, line: str) -> None:
+    with pytest.raises(ToolError) as error:
+        call_tool(Tools(), Call("numbers", arguments))
+    assert str(error.value) == line
+
+
+def test_what_an_instance_holds_is_not_a_tool() -> None:
+    """Neither is it shown to the model, nor may it be called; a property is not evaluated."""
+
+    class Holding(Tools):
+        def __init__(self) -> None:
+            self.solve = lambda: "the solution"
+
+        @property
+        def broken(self) -> str:
+            raise OSError
+
+    names = tool_names(Holding)
+    assert "solve" not in names
+    with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, exit, leave, numbers, wait"):
+        call_tool(Holding(), Call("solve", ""))
+    assert call_tool(Holding(), Call("echo", "")) == ""
+
+
+def test_only_functions_of_a_class_are_tools() -> None:
+    class Mixed(Tools):
+        parser = int
+
+        class Config:
+            pass
+
+        @staticmethod
+        def twice(text: str) -> str:
+            """Repeats.
+
+            Args:
+                text: what is repeated.
+            """
+            return text * 2
+
+    check_class(Mixed, "Mixed")
+    assert tool_names(Mixed) == ["echo", "exit", "leave", "numbers", "twice", "wait"]
+    assert call_tool(Mixed(), Call("twice", "ab")) == "abab"
+
+
+def nothing(self: Any) -> None: ...
+def question(self: Any, question: str) -> None: ...
+def by_position(self: Any, id: str, question: str, answer: str, /) -> None: ...
+def whole(self: Any, id: str, question: str, answer: str) -> None: ...
+def level(self: Any, level: int, **row: Any) -> None: ...
+def row(self: Any, **row: Any) -> None: ...
+
+
+@pytest.mark.parametrize("reset", [nothing, question, by_position])
+def test_reset_that_does_not_take_a_row_is_refused(reset: Any) -> None:
+    message = r"environment 'Broken': reset does not take .*'id'.*: write reset\(self, \*\*row\)"
+    with pytest.raises(TrimtabError, match=message):
+        check_class(type("Broken", (Tools,), {"reset": reset}), "Broken")
+
+
+@pytest.mark.parametrize("reset", [whole, level, row, classmethod(row)])
+def test_reset_that_takes_a_row_is_accepted(reset: Any) -> None:
+    check_class(type("Good", (Tools,), {"reset": reset}), "Good")
+
+
+def test_an_instance_in_place_of_the_class_is_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"^environment is a class, not an instance of Tools$"):
+        trimtab.train("laboratory", environment=Tools())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,252 @@
+"""Counts, failures and reports of an evaluation, with a scripted engine and a hand-made task."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.support.characters import Characters, response_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.trajectories import multi_turn
+
+from trimtab.errors import TrimtabError
+from trimtab.safe_text import markdown_text
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.evaluation import evaluate
+from trimtab.trainer.evaluation.result_store import PartFile, results_folder
+from trimtab.types import EpisodeOutcome, SamplingParams
+
+TASK = tasks.build("arithmetic", holdout=3)
+FOUR = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, stop=TASK.stop)
+
+
+def script(*wrong_ones):
+    """Problem i gets 4 samples, of which the first `wrong_ones[i]` are wrong; its last right one is cut if i == 1."""
+    lines = {}
+    for index, (problem, wrong) in enumerate(zip(TASK.test, wrong_ones, strict=True)):
+        right = [response_of(f" {problem.answer}")] * (4 - wrong)
+        if index == 1:
+            right[-1] = response_of(f" {problem.answer}", "length")
+        lines[problem.id] = [response_of(" 7")] * wrong + right
+    return FakeEngine(lines)
+
+
+def measured(engine, specs=(), samples=4, sampling=FOUR, **more):
+    with rewards.build(specs, TASK) as scorer:
+        return evaluate(
+            engine, Characters(), TASK, scorer, problems=TASK.test, samples=samples, sampling=sampling, seed=0, **more
+        )
+
+
+def test_accuracy_pass_at_k_and_lengths_by_hand():
+    result = measured(script(4, 1, 0))
+    assert [(p.id, p.correct, p.scored) for p in result.problems] == [
+        (problem.id, correct, 4) for problem, correct in zip(TASK.test, (0, 2, 4), strict=True)
+    ]
+    assert result.accuracy == pytest.approx((0 + 2 / 4 + 1) / 3)
+    assert result.pass_ks == (1, 2, 4)
+    assert result.pass_at(1) == pytest.approx(result.accuracy)
+    assert result.pass_at(2) == pytest.approx((0 + 5 / 6 + 1) / 3)
+    assert result.pass_at(4) == pytest.approx(2 / 3)
+    assert result.truncated == pytest.approx(1 / 12)
+    assert (result.failures, result.errors) == (0, ())
+    lengths = [len(f" {problem.answer}") for problem in TASK.test]
+    assert result.tokens == pytest.approx((4 * 2 + 2 + 3 * lengths[1] + 4 * lengths[2]) / 12)
+
+
+def test_lengths_count_sampled_tokens():
+    class Conversations(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None, turns=None, abort=None):  # noqa: ARG002
+            return [[multi_turn(0, "a..b").completion] * samples for _ in prompts]
+
+    assert measured(Conversations({})).tokens == 2
+
+
+class Episodes(FakeEngine):
+    """Each problem has four episodes: one of two calls raises; a void one; no call; one whose environment fails."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def generate(self, prompts, samples, sampling, *, seed, prefixes=None):  # noqa: ARG002
+        return [[replace(response_of(" 7"), outcome=one) for one in outcomes(prompt)[:samples]] for prompt in prompts]
+
+
+def outcomes(prompt):
+    return [
+        EpisodeOutcome(prompt, calls=2, tool_errors=1, reward=1.0, tool_error="KeyError: 'x'"),
+        EpisodeOutcome(prompt, calls=1, void=True, reward=0.0),
+        EpisodeOutcome(prompt, reward=0.0),
+        EpisodeOutcome(prompt, calls=1, tool_errors=1, failure="a tool did not return"),
+    ]
+
+
+EPISODE = {"calls": 1.0, "tool_errors": 0.5, "void": 0.25, "failed": 3}
+
+
+def test_calls_tool_errors_void_and_failed_episodes_are_counted(tmp_path):
+    result = measured(Episodes())
+    assert result.as_dict()["episodes"] == EPISODE
+    assert (result.accuracy, result.failures) == (pytest.approx(1 / 3), 3)
+    rows = dict(result.rows())
+    assert [rows[name] for name in ("calls an episode", "tool errors", "void", "failed episodes")] == [
+        "1.00", "50.0%", "25.0%", "3"
+    ]  # fmt: skip
+    with results_folder(tmp_path, {"samples": 3}):
+        stored = measured(Episodes(), samples=3, store=PartFile(tmp_path, "m", {}))
+    assert stored.as_dict()["episodes"] == {
+        "calls": 1.0,
+        "tool_errors": pytest.approx(1 / 3),
+        "void": 1 / 3,
+        "failed": 0,
+    }
+    with results_folder(tmp_path, {"samples": 3}):
+        again = measured(FakeEngine({}), samples=3, store=PartFile(tmp_path, "m", {}))
+    assert again == stored, "read from the folder, without a response"
+
+
+def test_episodes_without_a_call_have_no_tool_errors():
+    assert EpisodeCounts.of([EpisodeOutcome(None)]).as_dict() == {"calls": 0, "tool_errors": 0, "void": 0, "failed": 0}
+
+
+def test_without_an_environment_there_are_no_counts_of_episodes():
+    result = measured(script(4, 1, 0))
+    assert result.as_dict()["episodes"] is None
+    assert not {"calls an episode", "void"} & dict(result.rows()).keys()
+
+
+def test_the_first_reward_alone_decides_what_is_correct():
+    specs = [("exact", 1.0, 5.0, {}), ("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 4})]
+    result = measured(script(4, 1, 0), specs)
+    assert result.accuracy == pytest.approx(0.5)
+    assert result.reward < 0.5
+
+
+def test_failures_are_counted_and_are_in_no_average():
+    def picky(completion, problem):
+        if completion == " 7" and problem.id == TASK.test[1].id:
+            raise ValueError("cannot judge this")
+        return float(completion.strip() == problem.answer)
+
+    result = measured(script(2, 1, 0), [(picky, 1.0, 5.0, {})])
+    assert [(p.correct, p.scored) for p in result.problems] == [(2, 4), (3, 3), (4, 4)]
+    assert result.failures == 1
+    assert "reward 'picky' raised ValueError: cannot judge this" in result.errors[0]
+    assert result.pass_ks == (1, 2)
+    with pytest.raises(TrimtabError, match="has 3 scored samples"):
+        result.pass_at(4)
+    assert "failed rewards" in result.markdown()
+    with pytest.raises(TrimtabError, match=r"not one sample could be scored.*cannot judge"):
+        measured(script(4, 3, 4), [(always, 1.0, 5.0, {})])
+
+
+def always(completion, problem):  # noqa: ARG001
+    raise ValueError("cannot judge")
+
+
+def test_reports_agree_and_are_plain_data():
+    result = measured(script(4, 1, 0))
+    data = json.loads(json.dumps(result.as_dict()))
+    assert data["accuracy"] == pytest.approx(0.5)
+    assert data["accuracy_low"] <= 0.5 <= data["accuracy_high"]
+    assert data["pass"]["2"] == pytest.approx(result.pass_at(2))
+    assert data["pass_low"]["4"] <= data["pass"]["4"] <= data["pass_high"]["4"]
+    assert data["counts"][1] == [TASK.test[1].id, 2, 4]
+    markdown = result.markdown()
+    assert "| accuracy (avg@4) | 0.500" in markdown
+    assert all(markdown_text(value) in markdown for name, value in result.rows())
+
+
+def test_progress_and_seeds_of_calls():
+    seeds = []
+
+    class Listening(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
+            seeds.append(seed)
+            return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+
+    task = tasks.build("arithmetic", holdout=130)
+    engine = Listening({problem.id: [response_of(" 7")] for problem in task.test})
+    steps = []
+    with rewards.build([], task) as scorer:
+        evaluate(
+            engine, Characters(), task, scorer, problems=task.test, sampling=GREEDY, seed=3,
+            progress=lambda done, count: steps.append((done, count)),
+        )  # fmt: skip
+    assert steps == [(64, 130), (128, 130), (130, 130)]
+    assert len(set(seeds)) == 3
+
+
+def test_many_samples_are_drawn_in_small_calls():
+    """512 samples x 128 problems at once would hold 65,536 responses."""
+    calls = []
+
+    class Counting(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
+            calls.append(len(prompts) * samples)
+            return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+
+    task = tasks.build("arithmetic", holdout=5)
+    engine = Counting({problem.id: [response_of(" 7")] for problem in task.test})
+    with rewards.build([], task) as scorer:
+        result = evaluate(
+            engine, Characters(), task, scorer, problems=task.test, samples=512, sampling=FOUR, seed=0
+        )  # fmt: skip
+    assert calls == [1024, 1024, 512]
+    assert [problem.scored for problem in result.problems] == [512] * 5
+
+
+class Listing(FakeEngine):
+    """Remembers which problems it was asked."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.asked = []
+
+    def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
+        self.asked.append([prompt.problem.id for prompt in prompts])
+        return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+
+
+def test_prompts_that_do_not_fit_are_not_sampled_and_count_as_wrong():
+    """One in the first batch of 64 and the whole second batch; a token a byte."""
+    task = tasks.build("arithmetic", holdout=70)
+    long = [problem for index, problem in enumerate(task.test) if index in (1, 64, 65, 66, 67, 68, 69)]
+    padded = [replace(problem, question=f"{'very ' * 20}{problem.question}") for problem in long]
+    problems = [dict(zip([p.id for p in long], padded, strict=True)).get(p.id, p) for p in task.test]
+    room = max(len(task.prompt_text(p, Characters())) for p in task.test)
+    engine = Listing({problem.id: [response_of(f" {problem.answer}")] for problem in problems})
+    with rewards.build([], task) as scorer:
+        result = evaluate(
+            engine, Characters(), task, scorer, problems=problems, samples=2, sampling=FOUR, seed=0,
+            context=room + FOUR.max_tokens,
+        )  # fmt: skip
+    assert engine.asked == [[p.id for p in problems[:64] if p not in padded]], "a batch of long ones asks nobody"
+    assert [(p.id, p.correct, p.scored) for p in result.problems] == [
+        (problem.id, 0 if problem in padded else 2, 2) for problem in problems
+    ]
+    assert (result.too_long, result.accuracy, result.truncated) == (7, pytest.approx(63 / 70), 0.0)
+    assert result.as_dict()["too_long"] == 7
+    assert ("prompts too long, counted as wrong", "7") in result.rows()
+
+
+def test_prompts_may_be_as_long_as_the_context_less_the_response():
+    [room] = {len(TASK.prompt_text(problem, None)) for problem in TASK.test}
+    assert measured(script(0, 0, 0), context=room + 8).too_long == 0
+    message = f"the shortest of 3 has {room} tokens, max_tokens is 8 and the model's context holds {room + 7};"
+    with pytest.raises(TrimtabError, match=message):
+        measured(script(0, 0, 0), context=room + 7)
+
+
+def test_no_problems_are_refused():
+    with rewards.build([], TASK) as scorer, pytest.raises(TrimtabError, match="no problems to evaluate on"):
+        evaluate(script(0, 0, 0), Characters(), TASK, scorer, problems=[], sampling=GREEDY, seed=0)
+
+
+@pytest.mark.e2e
+def test_importing_evaluation_loads_neither_torch_nor_the_trainer():
+    code = "import sys, trimtab.trainer.evaluation; print(sorted(m for m in sys.modules if m == 'torch' or 'training' in m))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,191 @@
+"""Which runs a grid has, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.config import load_config
+from trimtab.trainer.lab.experiment import (
+    METHODS,
+    REGIMES,
+    SEEDS,
+    ExperimentPlan,
+    PlannedRun,
+    parse_method,
+    plan_experiment,
+)
+from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.lab.runner import cost
+
+OUT = Path("out")
+
+
+def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> ExperimentPlan:
+    return plan_experiment(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
+
+
+def by_name(result: ExperimentPlan) -> dict[str, PlannedRun]:
+    return {cell.name: cell for cell in result.runs}
+
+
+def test_every_method_meets_every_regime_with_every_seed() -> None:
+    cells = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
+    assert list(cells) == [
+        "on-policy/dapo/seed0",
+        "stale-32+int3/dapo/seed0",
+        "on-policy/icepop_weight_max_3/seed0",
+        "stale-32+int3/icepop_weight_max_3/seed0",
+        "on-policy/dapo/seed1",
+        "stale-32+int3/dapo/seed1",
+        "on-policy/icepop_weight_max_3/seed1",
+        "stale-32+int3/icepop_weight_max_3/seed1",
+    ]
+    config = cells["stale-32+int3/icepop_weight_max_3/seed1"].config
+    assert (config.seed, config.trainer.sync_every, config.engine.quantize) == (1, 32, "int3")
+    assert (config.objective.name, config.objective.keywords) == ("icepop", {"weight_max": 3})
+    assert config.out == "out/stale-32+int3/icepop_weight_max_3/seed1"
+    assert (config.log.trajectories_every, config.threads) == (0, 1)
+
+
+def test_a_method_starts_from_its_own_defaults_even_where_the_recipe_has_the_same_one() -> None:
+    (cell,) = planned(["token-tis"], ["on-policy"]).runs
+    assert cell.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
+
+
+def test_methods_of_a_regime_have_equal_updates_and_rate() -> None:
+    cells = planned(list(METHODS), list(REGIMES)).runs
+    for name in REGIMES:
+        here = [cell.config for cell in cells if cell.regime.name == name]
+        assert len(here) == len(METHODS)
+        assert len({(c.trainer.steps, c.trainer.epochs, c.trainer.minibatches, c.optim.lr) for c in here}) == 1
+
+
+def test_the_default_grid_fits_into_forty_five_minutes_of_two_threads() -> None:
+    cells = planned(list(METHODS), list(REGIMES), seeds=SEEDS).runs
+    assert len(METHODS) >= 10
+    assert len(cells) == len(METHODS) * 4 * 5
+    assert sum(cost(cell.config) for cell in cells) / 2 < 45 * 60
+
+
+def test_keywords_of_a_method() -> None:
+    table = 'mask=[{kind="opsm",delta=0.05},{kind="veto",min=0.1}],weight={level="token",max=3.0},kl=\'k1,a=2\''
+    assert parse_method(f"grpo:{table},kl_coef=0.1").overrides == (
+        'objective.mask=[{kind="opsm",delta=0.05},{kind="veto",min=0.1}]',
+        'objective.weight={level="token",max=3.0}',
+        "objective.kl='k1,a=2'",
+        "objective.kl_coef=0.1",
+    )
+    method = parse_method("m2po:form=mask,perturbation.std=0.01,tau=[1,2]")
+    assert method.objective == "m2po"
+    assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")
+
+
+def test_a_method_of_one_s_own_is_named_as_in_recipes() -> None:
+    own = "tests.unit.objectives.own_rule:dppo"
+    plain, changed = parse_method(own), parse_method(f"{own}:divergence_max=0.1,perturbation.std=0.01")
+    assert plain.objective == changed.objective == own
+    assert plain.overrides == ()
+    assert changed.overrides == ("objective.divergence_max=0.1", "perturbation.std=0.01")
+    assert plain.folder == "tests.unit.objectives.own_rule_dppo"
+
+
+def test_the_folder_of_a_method_is_a_file_name() -> None:
+    assert parse_method("m2po:form=mask,tau=[1,2]").folder == "m2po_form_mask_tau_1_2_"
+    long = [f"grpo:mask=[{','.join([one] * 12)}]" for one in ('{kind="veto",min=0.1}', '{kind="veto",min=0.2}')]
+    first, second = (parse_method(spec).folder for spec in long)
+    assert max(len(first), len(second)) <= 120
+    assert first != second
+    last = [parse_method(long[0][:-2] + end).folder for end in ("}]", "},{kind='opsm'}]")]
+    assert last[0] == first != last[1]
+
+
+@pytest.mark.parametrize("spec", ["icepop:weight_max", "icepop:3", ":a=1", "", "icepop:=3"])
+def test_a_method_that_cannot_be_read_is_refused(spec: str) -> None:
+    with pytest.raises(TrimtabError, match=r"write it as|section\.key=value|is not KEY=VALUE"):
+        parse_method(spec)
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (["seed=3"], "seed belongs to the experiment, use --seeds"),
+        (["objective.name=grpo"], "objective.name belongs to the experiment, use --methods"),
+        (["base=quickstart"], "base belongs to the experiment, use --model"),
+        (["trainer.sync_every=4"], "trainer.sync_every is set by regime 'stale-32'"),
+        (["trainer.step=4"], "unknown key 'trainer.step'"),
+        (["unset=prefix"], "methods start from their own defaults; set prefix to"),
+    ],
+)
+def test_a_changed_key_that_is_not_free_is_refused_by_name(sets: list[str], line: str) -> None:
+    with pytest.raises(TrimtabError, match=line):
+        planned(["dapo"], ["stale-32"], sets=sets)
+
+
+def test_budgets_may_be_changed_and_evaluations_follow() -> None:
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).runs
+    assert (cell.config.trainer.steps, cell.config.optim.lr, cell.config.eval.every) == (40, 1e-3, 8)
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).runs
+    assert cell.config.eval.every == 3
+
+
+def test_words_named_twice_are_refused() -> None:
+    with pytest.raises(TrimtabError, match="method 'dapo' is named twice"):
+        planned(["dapo", "dapo"], ["on-policy"])
+    with pytest.raises(TrimtabError, match="regime 'int3' is named twice"):
+        planned(["dapo"], ["int3", "int3"])
+
+
+def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:
+    plan = planned(["soup", "dapo"], ["on-policy", "stale-32"])
+    assert [cell.name for cell in plan.runs] == [
+        "on-policy/soup/seed0",
+        "on-policy/dapo/seed0",
+        "stale-32/dapo/seed0",
+    ]
+    (refused,) = plan.skipped
+    assert (refused.method.spec, refused.regime.name) == ("soup", "stale-32")
+    assert "trainer.sync_every" in refused.reason
+
+
+def test_a_method_that_fits_nowhere_is_a_mistake() -> None:
+    with pytest.raises(TrimtabError, match=r"method 'dapo:weight_max=3': objective 'dapo' has no keyword"):
+        planned(["dapo:weight_max=3"], ["on-policy", "int3"])
+
+
+def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
+    (cell,) = planned(["dapo"], ["int3+stale-8"], model="some/model").runs
+    config = cell.config
+    assert (config.model.path, config.task.name, config.trainer.steps, config.optim.lr) == (
+        "some/model",
+        "arithmetic",
+        30,
+        1e-5,
+    )
+    assert (config.engine.quantize, config.trainer.sync_every) == ("int3", 8)
+    with pytest.raises(TrimtabError, match="regime 'moe' has its own model"):
+        planned(["dapo"], ["moe"], model="some/model")
+
+
+def test_the_laboratory_in_several_turns_has_its_own_recipe_and_budget() -> None:
+    (cell,) = planned(["seq-alp:perturbation.layers=0-2"], ["stale-8+int4"], model="laboratory-tools").runs
+    config, recipe = cell.config, load_config("laboratory-tools")
+    assert (config.model.path, config.task.name) == ("laboratory-tools", "swap-sort")
+    assert config.environment == recipe.environment is not None
+    assert (config.trainer.steps, config.optim) == (recipe.trainer.steps, recipe.optim)
+    assert (config.engine.quantize, config.trainer.sync_every) == ("int4", 8)
+
+
+def test_the_laboratory_of_long_responses_has_the_budgets_in_proportion() -> None:
+    recipe = load_config("laboratory-long")
+    steps, rate = recipe.trainer.steps, recipe.optim.lr
+    regimes = ["on-policy", "stale-32", "reuse-16"]
+    cells = [cell.config for cell in planned(["grpo"], regimes, model="laboratory-long").runs]
+    assert all((cell.model.path, cell.task) == ("laboratory-long", recipe.task) for cell in cells)
+    warm = [cell.config.sft.seed for cell in planned(["grpo"], ["on-policy"], 4, model="laboratory-long").runs]
+    assert warm == [0, 1, 2, 0]
+    # Of `laboratory`: 80 steps at 1e-4, 128 at 5e-5, and 16 of 16 updates at 1e-4.
+    assert [cell.trainer.steps for cell in cells] == [steps, round(steps * 1.6), round(steps * 0.2)]
+    assert [cell.optim.lr for cell in cells] == pytest.approx([rate, rate / 2, rate])

@@ -1,0 +1,158 @@
+"""The head on its own: hand numbers, finite differences, extreme logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trimtab.trainer.models import fused_head
+from trimtab.trainer.models.architecture import ModelParts
+from trimtab.trainer.models.matmul import product
+
+
+@pytest.fixture(autouse=True, params=[0, fused_head.KEPT_LOGITS], ids=["recomputed", "kept"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "KEPT_LOGITS", request.param)
+    monkeypatch.setattr(fused_head, "TILE_TOKENS", 2)
+    monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 3)
+
+
+def parts(weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> ModelParts:
+    return ModelParts(nn.Identity(), weight, bias, softcap)
+
+
+def test_tiles_of_an_accelerator_are_larger() -> None:
+    for device, size in (("cpu", 3), ("cuda", 12)):
+        tiles = fused_head._tiles(13, 3, torch.device(device))
+        assert [(tile.start, tile.stop) for tile in tiles] == [(i, min(i + size, 13)) for i in range(0, 13, size)]
+
+
+def test_hand_numbers() -> None:
+    """Logits (0, ln 2, ln 3, ln 2) have probabilities 1/8, 2/8, 3/8, 2/8."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]])
+    logp, entropy, *_ = fused_head.token_scores(torch.ones(4, 1), torch.arange(4), parts(weight), entropy=True)
+    assert logp.tolist() == pytest.approx([math.log(p / 8) for p in (1, 2, 3, 2)], abs=1e-6)
+    expected = -sum(p / 8 * math.log(p / 8) for p in (1, 2, 3, 2))
+    assert entropy is not None
+    assert entropy.tolist() == pytest.approx([expected] * 4, abs=1e-6)
+
+
+def test_temperature_hand_numbers() -> None:
+    """At temperature 1/2 probabilities are squared: 1, 4, 9, 4 of 18; keeping the first two leaves 1 and 4 of 5."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]])
+    ids = torch.tensor([2, 1])
+    logp, *_ = fused_head.token_scores(torch.ones(2, 1), ids, parts(weight), temperature=0.5)
+    assert logp.tolist() == pytest.approx([math.log(9 / 18), math.log(4 / 18)], abs=1e-6)
+    kept = torch.tensor([[2, -1], [0, 1]])
+    logp, entropy, *_ = fused_head.token_scores(
+        torch.ones(2, 1), ids, parts(weight), temperature=0.5, kept=kept, entropy=True
+    )
+    assert logp.tolist() == pytest.approx([0.0, math.log(4 / 5)], abs=1e-6)
+    assert entropy is not None
+    assert entropy.tolist() == pytest.approx([0.0, -0.2 * math.log(0.2) - 0.8 * math.log(0.8)], abs=1e-6)
+
+
+def test_the_sum_of_squares_is_that_of_the_distribution() -> None:
+    """Logits (0, ln 2, ln 3, ln 2): (1 + 4 + 9 + 4) / 64; at temperature 1/2 (1 + 16 + 81 + 16) / 18^2."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]], requires_grad=True)
+    for temperature, expected in ((1.0, 18 / 64), (0.5, 114 / 324)):
+        scores = fused_head.token_scores(
+            torch.ones(2, 1), torch.tensor([2, 1]), parts(weight), temperature=temperature, squares=True
+        )
+        assert scores.squares is not None
+        assert scores.squares.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+        assert not scores.squares.requires_grad
+        scores.logp.sum().backward()
+
+
+def test_further_ids_have_their_log_probs_and_gradients() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 3, 7, 2, 5])
+    further = torch.tensor([[1, 0], [3, 7], [-1, 6], [2, -1], [4, 4]])
+    factors = torch.randn(5, 3, dtype=torch.float64)
+    gradients = []
+    for tiled in (True, False):
+        if tiled:
+            logp, _, others, _ = fused_head.token_scores(hidden, ids, parts(weight), temperature=0.7, further=further)
+            assert others is not None
+            assert (others.isneginf() == (further < 0)).all()
+        else:
+            table = (hidden @ weight.T / 0.7).log_softmax(-1)
+            logp, others = table.gather(1, ids[:, None])[:, 0], table.gather(1, further.clamp(min=0))
+        present = torch.where(further >= 0, others, 0.0)
+        loss = (factors * torch.cat([logp[:, None], present], dim=1)).sum()
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_finite_differences(softcap: float | None, restricted: bool) -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 3, 7, 2, 5])
+    kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
+
+    def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        logp, entropy, *_ = fused_head.token_scores(
+            hidden, ids, parts(weight, bias, softcap), temperature=0.7, entropy=True, kept=kept
+        )
+        assert entropy is not None
+        return logp, entropy
+
+    assert torch.autograd.gradcheck(scores, (hidden, weight, bias), fast_mode=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.floats(0.01, 300.0), temperature=st.sampled_from([0.3, 1.0, 2.5]), seed=st.integers(0, 1000))
+def test_extreme_logits_stay_finite_and_right(size: float, temperature: float, seed: int) -> None:
+    """Logits up to thousands: log-prob and entropy as in float64, entropy within [0, ln V]."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(5, 3, generator=generator) * size, torch.randn(8, 3, generator=generator)
+    ids = torch.randint(0, 8, (5,), generator=generator)
+    logp, entropy, *_ = fused_head.token_scores(hidden, ids, parts(weight), temperature=temperature, entropy=True)
+    exact = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
+    scale = 1e-6 * (1 + exact.abs().max())
+    assert entropy is not None
+    assert (logp - exact.gather(1, ids[:, None])[:, 0]).abs().max() < 10 * scale
+    assert (entropy + (exact.exp() * exact).sum(-1)).abs().max() < 10 * scale
+    assert entropy.min() > -10 * scale
+    assert entropy.max() < math.log(8) + 10 * scale
+
+
+def test_a_model_that_diverged_scores_nan() -> None:
+    weight = torch.ones(4, 2)
+    weight[3, 0] = torch.nan
+    logp, *_ = fused_head.token_scores(torch.ones(1, 2), torch.tensor([0]), parts(weight))
+    assert logp.isnan().all()
+
+
+def test_no_gradient_where_none_is_asked() -> None:
+    """A frozen head costs no weight gradient; a frozen backbone no hidden gradient."""
+    hidden, weight = torch.randn(3, 2, requires_grad=True), torch.randn(4, 2)
+    logp, *_ = fused_head.token_scores(hidden, torch.tensor([0, 1, 3]), parts(weight))
+    logp.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    expected = (weight[[0, 1, 3]] - (hidden.detach() @ weight.T).softmax(-1) @ weight).detach()
+    assert torch.allclose(hidden.grad, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_product_takes_views(dtype: torch.dtype) -> None:
+    a, b = torch.randn(5, 7).to(dtype), torch.randn(3, 7).to(dtype)
+    bound = 0.1 if dtype == torch.bfloat16 else 1e-5
+    expected = a.double() @ b.double().T
+    assert (product(a, b).double() - expected).abs().max() < bound
+    assert (product(a.T.contiguous().T, b.T.contiguous().T).double() - expected).abs().max() < bound
+    assert product(a[:0], b).shape == (0, 3)

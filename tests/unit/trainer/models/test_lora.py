@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import peft
+import torch
+
+from trimtab.trainer.models.laboratory import build
+from trimtab.trainer.models.lora import add_lora, named_weights
+
+
+def test_without_adapters_the_names_are_the_models_own() -> None:
+    model, _ = build(0)
+    published = dict(named_weights(model))
+    assert set(published) == set(model.state_dict())
+    assert all(torch.equal(published[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_adapters_are_merged_as_peft_merges_them() -> None:
+    plain, _ = build(0)
+    names = set(plain.state_dict())
+    model = add_lora(build(0)[0], rank=4, alpha=8, targets="all-linear")
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    published = {name: weight.clone() for name, weight in named_weights(model)}
+    assert set(published) == names
+
+    reference = add_lora(build(0)[0], rank=4, alpha=8, targets="all-linear")
+    reference.load_state_dict(model.state_dict())
+    for module in reference.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.merge()
+    merged = {name.replace(".base_layer", ""): weight for name, weight in reference.state_dict().items()}
+    for name, weight in published.items():
+        torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(published[query], plain.state_dict()[query])
+
+
+def test_merging_on_the_fly_leaves_the_base_untouched() -> None:
+    model = add_lora(build(0)[0], rank=2, alpha=16, targets="all-linear")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    list(named_weights(model))
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())

@@ -1,0 +1,418 @@
+"""Experts recorded and replayed: gates of each family, no change by the model's own choice, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPONSES, batch, build, gradients
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.models.routing import (
+    FAMILIES,
+    UNROUTED,
+    RouterInfo,
+    Routes,
+    RoutingLayout,
+    record_routing,
+    replay_routing,
+    router_info,
+    routing_agreement,
+)
+
+BF16 = torch.bfloat16
+KINDS = sorted(FAMILIES)
+EXPERTS, CHOSEN, LAYERS = 4, 2, 2
+# Softmax of these is (.1, .2, .3, .4).
+SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+
+
+def gates_of(model: Any) -> list[Any]:
+    return [layer.mlp.gate for layer in model.model.layers]
+
+
+def other(routes: Routes) -> Routes:
+    """Every expert replaced by its neighbor: a choice as valid, and different."""
+    return Routes(*(torch.where(part == UNROUTED, part, (part + 1) % EXPERTS) for part in routes))
+
+
+def grads(model: Any, logp: Tensor) -> dict[str, Tensor]:
+    return gradients(model, (logp * torch.linspace(-1, 2, logp.numel()).view_as(logp)).sum())
+
+
+@contextmanager
+def masked_routers(model: Any, chosen: Tensor) -> Iterator[None]:
+    """The model's own routers, with the scores of all but the chosen experts at minus infinity."""
+    for index, gate in enumerate(gates_of(model)):
+        allowed = torch.zeros(len(chosen), EXPERTS).scatter_(1, chosen[:, index].long(), 1.0).bool()
+
+        def forward(hidden: Tensor, gate: Any = gate, allowed: Tensor = allowed) -> tuple[Tensor, Tensor, Tensor]:
+            scores = torch.nn.functional.linear(hidden, gate.weight).masked_fill(~allowed, -torch.inf)
+            probabilities = scores.softmax(-1, dtype=torch.float32)
+            top = probabilities.topk(CHOSEN, -1)
+            return scores, top.values.to(scores.dtype), top.indices
+
+        gate.forward = forward
+    yield
+    for gate in gates_of(model):
+        del gate.forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "expected"),
+    [
+        ("mixtral", {}, [[1 / 3, 2 / 3], [0.75, 0.25], [4 / 7, 3 / 7]]),
+        ("olmoe", {}, [[0.2, 0.4], [0.3, 0.1], [0.4, 0.3]]),
+        ("olmoe", {"norm_topk_prob": True}, [[1 / 3, 2 / 3], [0.75, 0.25], [4 / 7, 3 / 7]]),
+        ("qwen3_moe", {"norm_topk_prob": False}, [[0.2, 0.4], [0.3, 0.1], [0.4, 0.3]]),
+        ("qwen3_moe", {"norm_topk_prob": True}, [[1 / 3, 2 / 3], [0.75, 0.25], [4 / 7, 3 / 7]]),
+    ],
+)
+def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[float]]) -> None:
+    """Softmax of all scores, then the chosen: with and without dividing by their sum. The last token is free."""
+    model = build(kind, **change)
+    hidden = torch.zeros(3, model.config.hidden_size)
+    hidden[:, 0] = 1
+    routes = torch.tensor([[1, 3], [2, 0], [UNROUTED, UNROUTED]])[:, None].expand(-1, LAYERS, -1)
+    with torch.no_grad(), replay_routing(model, routes):
+        for gate in gates_of(model):
+            gate.weight.zero_()
+            gate.weight[:, 0] = SCORES
+            scores, gates, chosen = gate(hidden)
+            assert chosen.tolist() == [[1, 3], [2, 0], [3, 2]]
+            assert torch.allclose(gates, torch.tensor(expected))
+            assert torch.allclose(scores, SCORES.expand(3, -1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_gates_by_hand(kind: str) -> None:
+    """They replace the router's own, whether or not these sum to 1, and are constants; a free token keeps its own."""
+    model = build(kind, **({"norm_topk_prob": True} if kind != "mixtral" else {}))
+    hidden = torch.zeros(3, model.config.hidden_size)
+    hidden[:, 0] = 1
+    experts = torch.tensor([[1, 3], [2, 0], [UNROUTED, UNROUTED]], dtype=torch.int16)
+    gates = torch.tensor([[0.9, 0.3], [0.25, 1e-7], [0.0, 0.0]])
+    record = torch.cat([experts, gates.view(torch.int16)], -1)[:, None].expand(-1, LAYERS, -1)
+    with replay_routing(model, record):
+        for gate in gates_of(model):
+            with torch.no_grad():
+                gate.weight.zero_()
+                gate.weight[:, 0] = SCORES
+            _, result, chosen = gate(hidden)
+            assert chosen.tolist() == [[1, 3], [2, 0], [3, 2]]
+            assert torch.equal(result[:2], gates[:2])
+            assert torch.allclose(result[2], torch.tensor([4 / 7, 3 / 7]))
+            assert not result.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_models_gates_are_what_that_router_would_give(kind: str) -> None:
+    """Own gates change no bit and train no router; with the routers of a sampler the trainer scores as with these."""
+    model = build(kind)
+    with record_routing(model, gates=True) as tape, torch.no_grad():
+        free = score(model, batch())
+    places = batch().places
+    layout = RoutingLayout(places.prompt, places.run, (batch().prompt_ids.shape, batch().response_ids.shape))
+    own = layout.unflatten(tape.take())
+    replayed = score(model, batch(), routes=own)
+    assert torch.equal(replayed.logp, free.logp)
+    result = grads(model, replayed.logp)
+    assert not [name for name in result if name.endswith("gate.weight")]
+    assert all(gate.weight.grad is None for gate in gates_of(model))
+    trained = [gate.weight.clone() for gate in gates_of(model)]
+    with torch.no_grad():
+        for gate in gates_of(model):
+            gate.weight += 0.1 * torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(0))
+        with record_routing(model, gates=True) as tape:
+            sampler = score(model, batch())
+        record = layout.unflatten(tape.take())
+        for gate, weight in zip(gates_of(model), trained, strict=True):
+            gate.weight.copy_(weight)
+        assert torch.equal(score(model, batch(), routes=record).logp, sampler.logp)
+        ids = Routes(*(part[..., :CHOSEN] for part in record))
+        assert not torch.allclose(score(model, batch(), routes=ids).logp, sampler.logp, atol=1e-6)
+    assert torch.equal(routing_agreement(ids, record), routing_agreement(ids, ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_there_is_to_replay(kind: str) -> None:
+    assert router_info(build(kind)) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    assert router_info(build("llama")) == RouterInfo(0, 0, 0)
+    half = build("qwen3_moe", decoder_sparse_step=2)
+    assert router_info(half) == RouterInfo(1, EXPERTS, CHOSEN)
+    with pytest.raises(
+        TrimtabError, match=r"mixture of experts \(.*GptOssTopKRouter.*known are mixtral, olmoe, qwen3_"
+    ):
+        router_info(build("gpt_oss", num_local_experts=4, attention="eager"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),  # reentrant, not, or none
+    [(torch.float32, None), (BF16, None), (BF16, True), (BF16, False)],
+)
+def test_replaying_the_models_own_choice_changes_no_bit(
+    kind: str, dtype: torch.dtype, checkpointing: bool | None
+) -> None:
+    model = build(kind, dtype=dtype)
+    free = score(model, batch(), entropy=True, record=True)
+    expected = grads(model, free.logp)
+    if checkpointing is not None:
+        model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    again = score(model, batch(), entropy=True, routes=free.routes, record=True)
+    assert torch.equal(free.logp, again.logp)
+    assert torch.equal(free.entropy, again.entropy)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(free.routes, again.routes, strict=True))  # type: ignore[arg-type]
+    result = grads(model, again.logp)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
+    assert all(gate.weight.grad.abs().max() > 0 for gate in gates_of(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_under_autocast_changes_no_bit(kind: str) -> None:
+    model = build(kind)
+    with torch.autocast("cpu", BF16):
+        free = score(model, batch(), record=True)
+        again = score(model, batch(), routes=free.routes)
+    assert torch.equal(free.logp, again.logp)
+    assert not torch.equal(free.logp, score(model, batch()).logp)
+    expected, result = grads(model, free.logp), grads(model, again.logp)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) -> None:
+    """Softmax over all, chosen and renormalised, is the softmax of a router without other experts; gradients too."""
+    changes: dict[str, Any] = {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
+    model = build(kind, **changes)
+    free = score(model, batch(), record=True)
+    routes = other(free.routes)  # type: ignore[arg-type]
+    result = score(model, batch(), routes=routes)
+    assert (result.logp - free.logp).abs().max() > 1e-3
+    flat = layout(batch().prompt_mask, batch_run()).flatten(routes)
+    with masked_routers(model, flat):
+        reference = score(model, batch()).logp
+        expected_grads = grads(model, reference)
+    assert torch.allclose(result.logp, reference, atol=1e-5)
+    ours = grads(model, result.logp)
+    assert ours.keys() == expected_grads.keys()
+    for name, expected in expected_grads.items():
+        assert (ours[name] - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-8, name
+    assert all(ours[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0 for layer in range(LAYERS))
+
+
+def batch_run() -> Tensor:
+    """Response tokens that are run: all but each row's last."""
+    mask = batch().response_mask
+    return mask & (mask.cumsum(-1) < mask.sum(-1, keepdim=True))
+
+
+def test_a_packed_row_records_what_each_response_alone_does() -> None:
+    model = build("olmoe")
+    routes = score(model, batch(), record=True).routes
+    assert routes is not None
+    assert routes.prompts.dtype == torch.int16
+    assert torch.equal((routes.prompts != UNROUTED).all((-1, -2)), batch().prompt_mask)
+    assert torch.equal((routes.responses != UNROUTED).all((-1, -2)), batch_run())
+    assert routing_agreement(routes, routes).tolist() == [42, 42]
+    for row, (response, index) in enumerate(zip(RESPONSES, PROMPT_INDEX, strict=True)):
+        ids = PROMPTS[index] + response[:-1]
+        with torch.no_grad(), record_routing(model) as tape:
+            model(torch.tensor([ids]), use_cache=False)
+        packed = torch.cat([routes.prompts[index][batch().prompt_mask[index]], routes.responses[row][batch_run()[row]]])
+        assert torch.equal(tape.take().sort(-1).values, packed.sort(-1).values)
+
+
+def test_record_under_replay_is_the_routers_own_choice() -> None:
+    """In the first layer nothing has happened yet: it is the free choice there, whatever is replayed."""
+    model = build("qwen3_moe")
+    free = score(model, batch(), record=True).routes
+    assert free is not None
+    own = score(model, batch(), routes=other(free), record=True).routes
+    assert own is not None
+    assert torch.equal(own.prompts[..., 0, :], free.prompts[..., 0, :])
+    assert torch.equal(own.responses[..., 0, :], free.responses[..., 0, :])
+    assert not torch.equal(own.responses[..., 1, :], free.responses[..., 1, :])
+
+
+def test_what_padding_and_last_tokens_hold_is_not_read() -> None:
+    model = build("olmoe")
+    free = score(model, batch(), record=True)
+    assert free.routes is not None
+    spoiled = Routes(*(torch.where(part == UNROUTED, 99, part) for part in free.routes))
+    assert torch.equal(score(model, batch(), routes=spoiled).logp, free.logp)
+
+
+def test_free_tokens_go_where_their_router_sends_them() -> None:
+    model = build("mixtral")
+    free = score(model, batch(), record=True)
+    assert free.routes is not None
+    nothing = Routes(*(torch.full_like(part, UNROUTED) for part in free.routes))
+    assert torch.equal(score(model, batch(), routes=nothing).logp, free.logp)
+    # Rows are independent: a row whose entries, and whose prompt's, are its own keeps its bits.
+    mixed = Routes(free.routes.prompts, other(free.routes).responses)
+    mixed.responses[1] = UNROUTED
+    logp = score(model, batch(), routes=mixed).logp
+    assert torch.allclose(logp[1], free.logp[1], atol=1e-6)
+    assert (logp[0] - free.logp[0]).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft, of the stacked experts it leaves out
+def test_adapters_on_everything_replay() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    free = score(model, batch(), record=True)
+    again = score(model, batch(), routes=free.routes)
+    assert torch.equal(free.logp, again.logp)
+    assert (score(model, batch(), routes=other(free.routes)).logp - free.logp).abs().max() > 1e-3  # type: ignore[arg-type]
+
+
+def test_adapters_on_a_router_replay() -> None:
+    """The router's own weight is adapted: it is wrapped, and still the one that is asked."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"], task_type="CAUSAL_LM")
+    model: Any = get_peft_model(build("qwen3_moe"), adapters)
+    assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    free = score(model, batch(), record=True)
+    again = score(model, batch(), routes=free.routes)
+    assert torch.equal(free.logp, again.logp)
+    again.logp.sum().backward()
+    trained = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
+    assert len(trained) == LAYERS
+    assert all(grad is not None and grad.abs().max() > 0 for grad in trained)
+
+
+def routes_of(tokens: int, choice: tuple[int, int] = (0, 1)) -> Tensor:
+    return torch.tensor(choice).expand(tokens, LAYERS, -1).clone()
+
+
+IDS = torch.tensor([[5, 9, 11, 7]])
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (routes_of(4)[:, :1], r"shape \(4, 1, 2\) are not those of 2 mixture layers with 2 experts"),
+        (routes_of(4)[..., :1], r"shape \(4, 2, 1\) are not those"),
+        (routes_of(3), "routes of 3 tokens do not belong to this forward, which runs 4"),
+        (routes_of(4, (0, 4)), r"choice \[0, 4\] of token 0 in mixture layer 0 is not among experts 0-3"),
+        (routes_of(4, (-2, 1)), r"choice \[-2, 1\] of token 0 in mixture layer 0 is not among"),
+        (routes_of(4, (UNROUTED, 1)), r"choice \[-1, 1\] of token 0 in mixture layer 0 is not among"),
+        (routes_of(4, (2, 2)), r"choice \[2, 2\] of token 0 in mixture layer 0 names an expert twice"),
+    ],
+)
+def test_foreign_routes_are_refused(routes: Tensor, message: str) -> None:
+    model = build("qwen3_moe")
+    with pytest.raises(TrimtabError, match=message), replay_routing(model, routes):
+        model(IDS)
+
+
+def test_the_place_of_a_foreign_choice_is_named() -> None:
+    routes = routes_of(4)
+    routes[2, 1, 0] = 7
+    with (
+        pytest.raises(TrimtabError, match=r"choice \[7, 1\] of token 2 in mixture layer 1"),
+        replay_routing(build("olmoe"), routes),
+    ):
+        pass
+
+
+def test_routes_of_another_batch_are_refused() -> None:
+    model = build("qwen3_moe")
+    routes = score(model, batch(), record=True).routes
+    assert routes is not None
+    with pytest.raises(TrimtabError, match=r"routes of \(3, 6\) prompt and \(4, 7\) response tokens for tokens of"):
+        score(model, batch(), routes=Routes(routes.prompts, routes.responses[1:]))
+
+
+@pytest.mark.parametrize("use", [lambda model: replay_routing(model, routes_of(4)), record_routing])
+def test_dense_models_have_nothing_to_replay(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(TrimtabError, match="this model has no experts"), use(build("llama")):
+        pass
+    with pytest.raises(TrimtabError, match="this model has no experts"):
+        score(build("llama"), batch(), record=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_each_layer_runs_exactly_once(checkpointing: bool) -> None:
+    model = build("mixtral").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with replay_routing(model, routes_of(4)):
+        model(IDS)
+        with pytest.raises(TrimtabError, match="layer 0 runs a second time"):
+            model(IDS)
+    with (
+        pytest.raises(TrimtabError, match="mixture layers 0, 1 was never replayed"),
+        replay_routing(model, routes_of(4)),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), replay_routing(model, routes_of(4)):  # not hidden by an error of replay
+        raise ZeroDivisionError
+    with torch.no_grad():
+        free = model(IDS).logits
+        with record_routing(model) as tape:
+            assert torch.equal(model(IDS).logits, free)  # nothing stays behind
+        assert len(tape.take()) == 4
+
+
+def test_a_tape_is_cut_by_take() -> None:
+    model = build("olmoe")
+    with record_routing(model) as tape:
+        assert tape.take().shape == (0, LAYERS, CHOSEN)
+        model(IDS)
+        first = tape.take()
+        model(IDS[:, :3])
+        model(IDS[:, :2])
+    rest = tape.take()
+    assert first.shape == (4, LAYERS, CHOSEN)
+    assert torch.equal(rest, torch.cat([first[:3], first[:2]]))
+    with record_routing(model) as tape:
+        model.model.layers[0].mlp(torch.zeros(1, 5, model.config.hidden_size))
+    with pytest.raises(TrimtabError, match=r"routing of \[0, 5\] tokens"):
+        tape.take()
+
+
+def test_agreement_by_hand() -> None:
+    """Order does not matter, what is unknown to either does not count."""
+    one = Routes(torch.tensor([[[[0, 1]], [[2, 3]]]]), torch.tensor([[[[0, 2]], [[UNROUTED, UNROUTED]]]]))
+    two = Routes(torch.tensor([[[[1, 0]], [[2, 1]]]]), torch.tensor([[[[2, 0]], [[1, 0]]]]))
+    assert routing_agreement(one, two).tolist() == [2, 3]
+    assert routing_agreement(one, one).tolist() == [3, 3]
+
+
+def layout(*masks: Tensor) -> RoutingLayout:
+    prompt, run = (mask.flatten().nonzero()[:, 0] for mask in masks)
+    return RoutingLayout(prompt, run, (masks[0].shape, masks[1].shape))
+
+
+@given(
+    prompts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    responses=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+def test_order_of_a_forward_and_back(prompts: list[int], responses: list[int]) -> None:
+    lengths = torch.tensor(responses)
+    prompt_mask = torch.arange(4) >= 4 - torch.tensor(prompts)[:, None]
+    run = torch.arange(5) < lengths[:, None] - 1
+    random = torch.randint(0, EXPERTS, (2, 8, 5, LAYERS, CHOSEN), dtype=torch.int16)
+    routes = Routes(
+        random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], UNROUTED),
+        random[1, : len(responses)].masked_fill(~run[..., None, None], UNROUTED),
+    )
+    places = layout(prompt_mask, run)
+    flat = places.flatten(routes)
+    assert flat.shape == (sum(prompts) + int(run.sum()), LAYERS, CHOSEN)
+    back = places.unflatten(flat)
+    assert torch.equal(back.responses, routes.responses)
+    assert torch.equal(back.prompts, routes.prompts)

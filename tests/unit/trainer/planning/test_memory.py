@@ -1,0 +1,169 @@
+"""Memory of a training rank: constants of the code it describes, hand numbers, what sharding changes, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trimtab.trainer.models import fused_head, packed_attention
+from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.planning import estimates
+from trimtab.trainer.planning.estimates import Rank, host_memory, layer_activations, rank_memory
+from trimtab.trainer.planning.inputs import SHAPES, Shape
+
+TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
+ROWS, PROMPT, RESPONSE = 24, 16, 41
+SMALL = Shape("small", 3, 96, 6, 2, 16, 256, 300, tied=False)
+ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
+
+
+def test_the_constants_are_those_of_the_code() -> None:
+    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == estimates.HEAD_TILE
+    ours = (estimates.BLOCK_SCORES, estimates.BLOCK_QUERIES, estimates.MAX_SAVED_SCORES)
+    assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
+    assert estimates.KEPT_LOGITS == fused_head.KEPT_LOGITS
+    assert packed_attention.ACCELERATED == fused_head.ACCELERATED**2 == estimates.ACCELERATED
+
+
+def test_sixteen_bytes_for_a_parameter() -> None:
+    result = rank_memory(TINY, ONE)
+    assert result["weights"] + result["gradients"] + result["optimizer"] == 16 * TINY.parameters
+
+
+def test_a_layer_by_hand() -> None:
+    # float32: two residuals and two norms of 4; bfloat16: five rounded inputs of 4, queries and output of 4, keys and
+    # values of 2, and four times the network's 8.
+    assert layer_activations(TINY, ONE) == 4 * 4 * 4 + 2 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+    # In float32 a CPU pads the input of every product anew.
+    assert layer_activations(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+
+
+def test_few_probabilities_are_kept_and_many_computed_again() -> None:
+    short = rank_memory(TINY, ONE)["kept"]
+    # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers. 80 times 10 logits.
+    assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100 + 2 * 800
+    long = replace(ONE, response=4000)
+    assert rank_memory(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100 + 2 * 800
+    # Of more than 2**28 bytes none is kept.
+    many = replace(long, scored=2**24)
+    assert rank_memory(TINY, many)["kept"] == rank_memory(TINY, long)["kept"] - 2 * 800
+
+
+def test_checkpointing_keeps_one_input_for_each_layer() -> None:
+    with_, without = (rank_memory(TINY, replace(ONE, recompute=on)) for on in (True, False))
+    assert with_["kept"] == (2 + 3) * 4 * 4 * 100 + 2 * 800
+    assert with_["layer"] - without["layer"] == layer_activations(TINY, ONE) * 100
+    assert with_["kept"] < without["kept"]
+
+
+def test_ranks_share_weights_but_not_activations() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    two, four = (rank_memory(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
+    for term in ("weights", "gradients", "optimizer"):
+        assert two[term] == 2 * four[term]
+    for term in ("copies", "kept", "layer", "attention", "head"):
+        assert two[term] == four[term]
+
+
+def test_copies_by_hand() -> None:
+    # One rank under autocast: all layers in bfloat16. Several: two layers of 152 parameters and a gradient in bfloat16,
+    # one reduced in float32, and the embedding in float32 (its gradient is the head's term).
+    assert rank_memory(TINY, ONE)["copies"] == 2 * 152 * 2
+    assert rank_memory(TINY, replace(ONE, compute=4))["copies"] == 0
+    assert rank_memory(TINY, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 40 * 4
+    untied = replace(TINY, tied=False)
+    assert rank_memory(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
+
+
+def test_offload_moves_the_weights_to_the_host() -> None:
+    rank = replace(ONE, ranks=4, offload=True)
+    assert rank_memory(TINY, rank)["weights"] == 0
+    # Two publications in float32 wait there anyway.
+    assert (host_memory(TINY, ONE), host_memory(TINY, rank)) == (8 * TINY.parameters, (8 + 16) * TINY.parameters)
+
+
+def test_no_term_holds_tokens_times_vocabulary() -> None:
+    """Twice the vocabulary costs one more gradient of the head, whatever the tokens."""
+    double = replace(TINY, vocabulary=20)
+    for tokens in (100, 10_000):
+        rank = replace(ONE, tokens=tokens, scored=tokens)
+        assert rank_memory(double, rank)["head"] - rank_memory(TINY, rank)["head"] == 4 * 10 * 4
+
+
+def test_blocks_are_larger_on_an_accelerator() -> None:
+    # 4 rows of 2 heads x 20 x 40 scores fit either; one tile of the head is 2**20 numbers on a CPU, three are held.
+    ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))
+    assert ours["head"] - cpu["head"] == 3 * 4 * 15 * 2**20
+    assert ours["attention"] == cpu["attention"]
+    many = replace(ONE, rows=1000)
+    assert rank_memory(TINY, replace(many, cpu=True))["attention"] < rank_memory(TINY, many)["attention"]
+
+
+def test_attention_of_long_rows_grows_with_their_length() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    once, twice = (rank_memory(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
+    # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
+    assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
+    assert twice < 2 * once
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_everything_grows_with_the_row(recompute: bool) -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
+    totals = [sum(rank_memory(shape, rank).values()) for rank in rows]
+    assert totals == sorted(totals)
+
+
+def model(kind: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=SMALL.hidden,
+        intermediate_size=SMALL.intermediate,
+        num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv,
+        head_dim=SMALL.size,
+        vocab_size=SMALL.vocabulary,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = packed_attention.PACKED_IMPLEMENTATION
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def kept(model: PreTrainedModel) -> int:
+    """Bytes of every storage saved in a forward, parameters not counted."""
+    numbers = np.random.default_rng(0)
+    batch = TokenBatch.pack(
+        [numbers.integers(SMALL.vocabulary, size=PROMPT)],
+        list(numbers.integers(SMALL.vocabulary, size=(ROWS, RESPONSE))),
+        [0] * ROWS,
+        pad_id=0,
+    )
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    result: dict[int, Any] = {}  # the storages themselves: a freed address would be used again
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            result[storage.data_ptr()] = storage
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
+        score(model, batch)
+    return sum(storage.nbytes() for storage in result.values())
+
+
+@pytest.mark.parametrize(("kind", "norm"), [("llama", False), ("qwen2", False), ("qwen3", True)])
+def test_the_formula_counts_what_autograd_saves(kind: str, norm: bool) -> None:
+    shape = replace(SMALL, qk_norm=norm, qkv_bias=kind == "qwen2")
+    # A response's last token predicts nothing and is not run.
+    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
+    computed = rank_memory(shape, rank)
+    assert computed["kept"] + computed["copies"] == pytest.approx(kept(model(kind)), rel=0.03)

@@ -1,0 +1,258 @@
+"""Dynamic sampling, pending groups and what cannot be used, with scripted completions and real rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.support.fake_engine import FakeEngine
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.config import load_config
+from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.models.laboratory import build
+from trimtab.trainer.rollout.buffer import Buffer
+from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats, oldest
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.schedule import STALE
+from trimtab.trainer.rollout.source import SyncSource
+from trimtab.types import Completion, EpisodeOutcome, SamplingParams
+
+_, TOKENIZER = build(0)
+TASK = tasks.build("sort", digits=3, holdout=8)
+UPDATES = 5
+
+
+@pytest.fixture
+def scorer() -> Iterator[rewards.Scorer]:
+    with rewards.build([], TASK) as built:
+        yield built
+
+
+def right(index: int) -> str:
+    return TASK.train[index].answer
+
+
+def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **trainer: object) -> SyncSource:
+    config = load_config({"trainer": {"prompts": 2, "samples": 2, **trainer}})
+    stream = PromptStream(TASK, TOKENIZER, seed=0)
+    engine = FakeEngine(script, tokenizer=TOKENIZER)
+    engine.update_weights([], UPDATES)
+    collector = Collector(config, stream, engine, scorer, SamplingParams(max_tokens=4, stop=(".",)))
+    return SyncSource(collector, Buffer(config.trainer))
+
+
+def order(count: int) -> list[int]:
+    """Indices of the first problems of the stream."""
+    ids = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(count)]
+    return [int(name.rpartition("-")[2]) for name in ids]
+
+
+def script_for(signal: list[bool]) -> dict[str, list[str | Completion]]:
+    """Per prompt of the stream: one right and one wrong answer, or two right ones (no signal)."""
+    lines: dict[str, list[str | Completion]] = {}
+    for index, informative in zip(order(len(signal)), signal, strict=True):
+        lines[TASK.train[index].id] = [right(index), "999." if informative else right(index)]
+    return lines
+
+
+def test_groups_come_in_order_and_are_numbered(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([True, False, True, True]))
+    first, stats = source.take(UPDATES, batches_left=1)
+    second, _ = source.take(UPDATES, batches_left=1)
+    assert [trajectory.group for group in first + second for trajectory in group] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [trajectory.reward for trajectory in first[0]] == [1.0, 0.0]
+    assert (stats.no_signal, stats.groups) == (1, 2)
+    assert stats.generated == 4
+
+
+def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([False, True, False, True]), dynamic_sampling=True)
+    groups, stats = source.take(UPDATES, batches_left=1)
+    assert [group[0].group for group in groups] == [1, 3]
+    assert (stats.no_signal, stats.groups) == (2, 4)
+    assert stats.refilled == 2
+    assert source.collector.stream.position == 4
+
+
+def test_groups_have_signal_where_the_whole_batch_is_compared(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([False, True]))
+    source.buffer = Buffer(source.collector.config.trainer, relative_to_group=False)
+    groups, stats = source.take(UPDATES, batches_left=1)
+    assert [group[0].group for group in groups] == [0, 1]
+    assert (stats.no_signal, stats.groups) == (0, 2)
+
+
+def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([False] * 6 + [True]), dynamic_sampling=True, refill_rounds=3)
+    groups, stats = source.take(UPDATES, batches_left=1)
+    assert source.collector.stream.position == 6
+    # Nothing but equal rewards: the batch still carries KL and entropy, it is not empty.
+    assert [group[0].group for group in groups] == [0, 1]
+    assert stats.no_signal == 6
+
+
+def test_surplus_of_oversampling_waits_for_the_next_step(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([True] * 6), dynamic_sampling=True, oversample=2.0)
+    first, _ = source.take(UPDATES, batches_left=1)
+    assert [group[0].group for group in first] == [0, 1]
+    assert source.buffer.schedule.ready() == [2, 3]
+    second, stats = source.take(UPDATES, batches_left=1)
+    assert [group[0].group for group in second] == [2, 3]
+    assert stats.generated == 0
+
+
+def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=0)
+    source.take(UPDATES, batches_left=1)
+    source.publish([], UPDATES + 2)
+    groups, stats = source.take(UPDATES + 2, batches_left=1)
+    assert [group[0].group for group in groups] == [4, 5]
+    assert stats.stale == 4
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, -9999.0])
+def test_log_probs_of_no_sampled_token_cost_their_sample_only(scorer: rewards.Scorer, value: float) -> None:
+    (index, other) = order(2)
+    ids = np.array(TOKENIZER(right(index))["input_ids"], dtype=np.int64)
+    broken = Completion(ids, np.array([-1, value, -1, -1], dtype=np.float32), np.zeros(4, np.int64), "stop", "")
+    source = feed(scorer, {TASK.train[index].id: [broken, right(index)], TASK.train[other].id: [right(other)]})
+    groups, stats = source.take(UPDATES, batches_left=1)
+    assert [len(group) for group in groups] == [1, 2]
+    assert stats.dropped == 1
+    assert "non-finite log-prob" in stats.errors[0]
+
+
+def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer) -> None:
+    script = script_for([True, True])
+    name = TASK.train[order(1)[0]].id
+    script[name] = ["12345678", "99."]
+    source = feed(scorer, script, mask_truncated=True)
+    (group, _), _ = source.take(UPDATES, batches_left=1)
+    assert group[0].completion.finish_reason == "length"
+    assert not group[0].loss_mask.any()
+    assert group[1].loss_mask.all()
+
+
+def conversation(index: int, logp: list[float], version: int) -> Completion:
+    """Two sampled tokens, an observation of one token, one sampled token."""
+    sampled = np.array([True, True, False, True])
+    return Completion(
+        np.array(TOKENIZER(right(index))["input_ids"], dtype=np.int64),
+        np.array(logp, dtype=np.float32),
+        np.where(sampled, version, -1),
+        "stop",
+        right(index),
+        loss_mask=sampled,
+    )
+
+
+def scored(
+    scorer: rewards.Scorer, completions: list[list[Completion]], void: str | None = None, **trainer: object
+) -> tuple[list[Group], RolloutStats]:
+    """The groups of completions of the first prompts of the stream; with `void`, of episodes."""
+    source, stats = feed(scorer, {}, **trainer), RolloutStats()
+    if void is not None:
+        sections = {"sampling": {"max_tokens": 4}, "environment": {"name": "swap", "void": void}}
+        source.collector.config = load_config({"trainer": trainer, **sections})
+    request = source.buffer.reserve(len(completions), UPDATES)
+    prompts = source.collector.stream.take(len(completions))
+    return source.collector.score_groups(request, prompts, completions, stats), stats
+
+
+def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> None:
+    (index,) = order(1)
+    good = conversation(index, [-1, -2, np.nan, -3], 4)
+    broken = conversation(index, [-1, -2, -3, np.nan], 4)
+    groups, stats = scored(scorer, [[good, broken]])
+    (kept,) = groups[0]
+    assert kept.loss_mask.tolist() == [True, True, False, True]
+    assert not kept.off_policy
+    assert oldest(groups[0]) == 4, "the version of an observation is -1"
+    assert (stats.dropped, stats.generated, stats.response_tokens) == (1, 2, 6)
+
+
+def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:
+    cut = replace(conversation(order(1)[0], [-1, -2, np.nan, -3], 4), finish_reason="length")
+    (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
+    assert not group[0].loss_mask.any()
+    assert oldest(group) == 4
+
+
+def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([True, True]))
+    source.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
+    with pytest.raises(TrimtabError, match="sampling masks"):
+        source.take(UPDATES, batches_left=1)
+
+
+def test_raw_log_probs_at_another_temperature_are_refused(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([True, True]))
+    source.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
+    with pytest.raises(TrimtabError, match="raw"):
+        source.take(UPDATES, batches_left=1)
+
+
+def test_the_stream_is_a_function_of_seed_and_position() -> None:
+    stream = PromptStream(TASK, TOKENIZER, seed=0)
+    first = [prompt.problem.id for prompt in stream.take(3)]
+    again = PromptStream(TASK, TOKENIZER, seed=0, position=1)
+    assert [prompt.problem.id for prompt in again.take(2)] == first[1:]
+    other = PromptStream(TASK, TOKENIZER, seed=1)
+    assert [prompt.problem.id for prompt in other.take(3)] != first
+
+
+def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, {})
+    request = source.buffer.reserve(1, UPDATES)
+    (prompt,) = source.collector.stream.take(1)
+    stats = RolloutStats()
+    one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    groups = source.collector.score_groups(request, [prompt], [[one, one]], stats)
+    source.buffer.schedule.drop(request.first, STALE)
+    source.buffer.deliver(request, groups, stats)
+    assert stats.discarded_lengths == [3, 3]
+
+
+@pytest.mark.parametrize(("void", "trained"), [("mask", 2), ("keep", 3)])
+def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
+    scorer: rewards.Scorer, void: str, trained: int
+) -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    outcomes = [
+        EpisodeOutcome(prompt, calls=2, reward=1.0),
+        EpisodeOutcome(prompt, calls=1, tool_errors=1, reward=0.0),
+        EpisodeOutcome(prompt, void=True, reward=0.5),
+    ]
+    completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
+    (group,), stats = scored(scorer, completions, void, samples=3)
+    assert [one.reward for one in group] == [1.0, 0.0, 0.5]
+    sampled = [True, True, False, True]
+    assert [one.loss_mask.tolist() for one in group] == [sampled] * trained + [[False] * 4] * (3 - trained)
+    assert stats.episodes == EpisodeCounts(episodes=3, calls=3, tool_errors=1, void=1, failed=0)
+
+
+def test_a_batch_whose_calls_all_failed_says_why() -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    failing = EpisodeOutcome(prompt, calls=2, tool_errors=2, reward=0.0, tool_error="AttributeError: no attribute x")
+    stats = RolloutStats()
+    stats.episodes += EpisodeCounts.of([failing])
+    stats.episodes += EpisodeCounts.of([EpisodeOutcome(prompt, reward=0.0)])
+    assert stats.messages() == ["all 2 calls of tools failed, the first: AttributeError: no attribute x"]
+    stats.episodes += EpisodeCounts.of([EpisodeOutcome(prompt, calls=1, reward=0.0)])
+    assert stats.messages() == []
+
+
+def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    outcomes = [EpisodeOutcome(prompt, failure="reset raised"), EpisodeOutcome(prompt, reward=1.0)]
+    completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
+    (group,), stats = scored(scorer, completions, "mask")
+    assert [one.reward for one in group] == [1.0]
+    assert (stats.episodes.episodes, stats.episodes.failed, stats.failed_rewards) == (2, 1, 1)
+    assert "reset raised" in stats.errors[0]

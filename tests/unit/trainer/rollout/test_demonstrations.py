@@ -1,0 +1,225 @@
+"""External traces: the tokens an engine would have returned, which of them fit, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer import rewards, tasks
+from trimtab.trainer.config import DemonstrationConfig
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.stopping import StopChecker, eos_ids
+from trimtab.trainer.models.load import load
+from trimtab.trainer.rollout.demonstrations import Demonstrations, encode_demonstration
+from trimtab.trainer.tasks.task import BuiltTask
+from trimtab.trainer.tasks.templates import Plain
+from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, SamplingParams
+
+PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab"]
+EOS = 1
+SORT = tasks.build("sort", digits=3, holdout=8)
+SAMPLING = SamplingParams(max_tokens=4, stop=(".",))
+
+
+def tokenizer(end: str | None) -> PreTrainedTokenizerFast:
+    """Pieces of one or two letters, so that a response may be written in more than one way."""
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("ab|."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", eos_token=end)
+
+
+PIECE_TOKENIZER = tokenizer("<eos>")
+
+
+def loaded():
+    return load("laboratory", dtype=torch.float32)
+
+
+def pieces(*names: str) -> list[int]:
+    return [PIECES.index(name) for name in names]
+
+
+def problem(name: str, question: str = "?", answer: str = "a") -> Problem:
+    return Problem(name, question, answer)
+
+
+def prompt(of: Problem, length: int = 2) -> Prompt:
+    return Prompt(of, "?", np.ones(length, dtype=np.int64))
+
+
+def task(*train: Problem, stop: tuple[str, ...] = ("\n",)) -> BuiltTask:
+    return BuiltTask("letters", train, [], Plain(), (RewardSpec("exact"),), stop, 8)
+
+
+def traces_file(path: Path, rows: Sequence[Any]) -> DemonstrationConfig:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return DemonstrationConfig(path=str(path))
+
+
+def experts(
+    source: DemonstrationConfig, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None
+) -> Demonstrations:
+    return Demonstrations.load(
+        source, of, PIECE_TOKENIZER, SamplingParams(max_tokens=max_tokens, stop=of.stop), context
+    )
+
+
+def texts(result: Sequence[Any]) -> list[str]:
+    return [trace.text for trace in result]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "ids", "shown"),
+    [
+        (("\n",), "ab", ("ab", "\n"), "ab"),  # the stop a sampler would have drawn
+        (("\n",), "ab\n", ("ab", "\n"), "ab"),
+        (("\n",), "ab\n\n", ("ab", "\n"), "ab"),
+        (("\n", "c"), "abca", ("ab", "c"), "ab"),
+        (("\n",), "ab<eos>", ("ab", "<eos>"), "ab"),  # ended by the end token, as a sampler may
+        (("\n",), "a<eos>b\n", ("a", "<eos>"), "a"),
+        ((), "ab", ("ab", "<eos>"), "ab"),
+        ((), "ab\n", ("ab", "\n", "<eos>"), "ab\n"),
+        ((), "ab<eos>c", ("ab", "<eos>"), "ab"),
+    ],
+)
+def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
+    sampling = SamplingParams(max_tokens=8, stop=stop)
+    trace = encode_demonstration(text, PIECE_TOKENIZER, sampling)
+    assert trace.response_ids.tolist() == pieces(*ids)
+    assert trace.text == shown
+    rule = StopChecker(PIECE_TOKENIZER, (EOS,), sampling)
+    grown = [trace.response_ids[:n].tolist() for n in range(1, len(ids) + 1)]
+    assert rule.ended(grown) == [False] * (len(ids) - 1) + [True]
+
+
+def test_nothing_is_claimed_about_who_wrote_it():
+    trace = encode_demonstration("ab", PIECE_TOKENIZER, SamplingParams(stop=("\n",)))
+    assert np.isnan(trace.logp_behavior).all()
+    assert trace.logp_behavior.dtype == np.float32
+    assert trace.policy_version.tolist() == [EXTERNAL_VERSION, EXTERNAL_VERSION]
+    assert (trace.entropy, trace.sampling_mask, trace.finish_reason) == (None, None, "stop")
+
+
+def test_a_sampled_response_written_down_comes_back_token_for_token():
+    """A real engine on the (untrained) laboratory model, ended by a stop string and by the end token."""
+    model, words, _ = loaded()
+    engine = EmbeddedEngine(model, words, torch.float32)
+    sampling = SamplingParams(max_tokens=40, stop=("9",))
+    prompts = [tasks.encode(SORT, SORT.train[index], words) for index in range(4)]
+    ended = [c for group in engine.generate(prompts, 8, sampling, seed=0) for c in group if c.finish_reason == "stop"]
+    assert {int(completion.response_ids[-1]) for completion in ended} == {
+        9,
+        *eos_ids(words, model.config, model.generation_config),
+    }
+    for completion in ended:
+        whole = words.decode(completion.response_ids)
+        trace = encode_demonstration(whole, words, sampling)
+        assert trace.response_ids.tolist() == completion.response_ids.tolist()
+        assert trace.text == completion.text
+
+
+def test_gold_traces_are_right_answers():
+    words = loaded().tokenizer
+    source = Demonstrations.load(DemonstrationConfig(), SORT, words, SAMPLING, 64)
+    request = tasks.encode(SORT, SORT.train[5], words)
+    (trace,) = source.take(request, 1, turn=0)
+    assert words.decode(trace.response_ids) == SORT.train[5].answer
+    with rewards.build([], SORT) as scorer:
+        assert [score.total for score in scorer.score([(request.problem, trace)])] == [1.0]
+    assert (source.dropped, source.missing) == (0, 0)
+
+
+def test_a_task_without_written_answers_has_no_gold():
+    source = experts(DemonstrationConfig(), task(problem("x", answer="")))
+    assert source.take(prompt(problem("x", answer="")), 1, turn=0) == []
+    assert (source.dropped, source.missing) == (0, 1)
+
+
+def test_what_exceeds_the_response_limit_or_the_context_is_dropped_and_counted():
+    request = prompt(problem("x", answer="aba"), length=5)  # "ab" "a" and the stop: three tokens
+    for max_tokens, context, fits in ((3, None, True), (2, None, False), (8, 8, True), (8, 7, False), (2, 8, False)):
+        source = experts(DemonstrationConfig(), task(request.problem), max_tokens=max_tokens, context=context)
+        assert len(source.take(request, 1, turn=0)) == fits
+        assert (source.dropped, source.missing) == (not fits, 0)
+
+
+def test_rows_are_found_by_id_before_question(tmp_path):
+    known = [problem("x", "one"), problem("one", "two"), problem("y", "three")]
+    rows = [{"prompt": "one", "response": "a", "source": "ignored"}, {"prompt": " three\n", "response": "b"}]
+    source = experts(traces_file(tmp_path / "t.jsonl", rows), task(*known))
+    assert [texts(source.take(prompt(request), 1, turn=0)) for request in known] == [["a"], ["a"], ["b"]]
+    rows.append({"prompt": "x", "response": "c"})
+    source = experts(traces_file(tmp_path / "t.jsonl", rows), task(*known))
+    assert texts(source.take(prompt(known[0]), 1, turn=0)) == ["c"]
+    assert source.take(prompt(problem("z", "four")), 1, turn=0) == []
+    assert (source.dropped, source.missing) == (0, 1)
+
+
+def test_several_traces_of_a_prompt_take_turns(tmp_path):
+    request = prompt(problem("x"))
+    rows = [{"prompt": "x", "response": text} for text in ("a", "b", "c")]
+    source = experts(traces_file(tmp_path / "t.jsonl", rows), task(request.problem))
+    assert [texts(source.take(request, 1, turn)) for turn in range(4)] == [["a"], ["b"], ["c"], ["a"]]
+    assert [texts(source.take(request, 2, turn)) for turn in range(3)] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    assert texts(source.take(request, 5, turn=1)) == ["c", "a", "b"]  # none twice in a group
+    assert texts(source.take(request, 1, turn=2)) == ["c"]  # a function of its arguments: resuming repeats it
+
+
+def test_a_dropped_trace_leaves_its_place_to_the_next(tmp_path):
+    request = prompt(problem("x"))
+    rows = [{"prompt": "x", "response": text} for text in ("aaaaaaaa", "b")]
+    source = experts(traces_file(tmp_path / "t.jsonl", rows), task(request.problem), max_tokens=4)
+    assert texts(source.take(request, 1, turn=0)) == ["b"]
+    assert (source.dropped, source.missing) == (1, 0)
+    assert texts(source.take(request, 1, turn=1)) == ["b"]  # not due: not read
+    assert source.dropped == 1
+    assert texts(source.take(request, 2, turn=0)) == ["b"]
+    assert source.dropped == 2
+
+
+GOOD = {"prompt": "x", "response": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([GOOD, "{broken\n"], r"t\.jsonl cannot be read from row 2 on"),
+        ([GOOD, "\n", "[1]\n"], r"t\.jsonl, row 3: a JSON list, not an object"),
+        ([GOOD, {"prompt": "x", "respons": "a"}], r"row 2: no column 'response' \(did you mean 'respons'"),
+        ([{"response": "a"}], r"row 1: no column 'prompt'"),
+        ([GOOD, {"prompt": "x", "response": 5}], r"row 2: column 'response' has no text"),
+        ([GOOD, {"prompt": "x", "response": " \n"}], r"row 2: column 'response' has no text"),
+        ([GOOD, {"prompt": "", "response": "a"}], r"row 2: column 'prompt' has no text"),
+        ([GOOD, {"prompt": "x", "response": "a\nb"}], r"row 2: 'b' follows what ends a sampled response \('\\n' or"),
+        ([GOOD, {"prompt": "x", "response": "a<eos>b"}], r"row 2: 'b' follows what ends"),
+        ([], r"t\.jsonl: no rows"),
+        ([{"prompt": "elsewhere", "response": "a"}], r"t\.jsonl: no prompt is the id or the question .*'letters'"),
+    ],
+)
+def test_unusable_files_are_one_line_with_file_and_row(tmp_path, rows, message):
+    with pytest.raises(TrimtabError, match=message) as error:
+        experts(traces_file(tmp_path / "t.jsonl", rows), task(problem("x")))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(TrimtabError, match=r"cannot read .*none\.jsonl"):
+        experts(DemonstrationConfig(path=str(tmp_path / "none.jsonl")), task(problem("x")))
+    with pytest.raises(TrimtabError, match="unknown kind of file"):
+        experts(DemonstrationConfig(path="golden"), task(problem("x")))
+
+
+def test_responses_without_an_end_are_refused():
+    endless = tokenizer(None)
+    with pytest.raises(TrimtabError, match="no stop string and the tokenizer no end token"):
+        Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, SamplingParams(), None)

@@ -1,0 +1,119 @@
+"""The environment of a recipe: what is refused beside it, and classes that were given in Python."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from trimtab.api import _resolve
+from trimtab.errors import TrimtabError
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.evaluation import Settings, TaskSpec, compare
+from trimtab.trainer.rollout.environment_section import environment_spec, refuse_unused_rewards
+from trimtab.trainer.run import RunParts, check
+from trimtab.types import Problem, RewardSpec
+
+
+class Unscored:
+    """Swaps digits, and leaves the reward to the recipe."""
+
+    def reset(self, **row: Any) -> None:
+        del row
+
+    def swap(self, positions: str) -> str:
+        """Swaps.
+
+        Args:
+            positions: two.
+        """
+        return positions
+
+
+def recipe(*changes: str) -> Config:
+    return load_config("laboratory-tools", ["task.holdout=20", *changes])
+
+
+def mine(completion: str, problem: Problem) -> float:
+    del problem
+    return float(len(completion))
+
+
+def names_of(parts: RunParts) -> list[str]:
+    try:
+        return [reward.name for reward in parts.scorer.rewards]
+    finally:
+        parts.close()
+
+
+@pytest.mark.parametrize("config", [{"base": "laboratory-tools", "environment": {"max_turns": 3}}, "laboratory-tools"])
+def test_a_class_names_the_environment_of_a_recipe(config: Any) -> None:
+    changes = ["environment.format=tag"]
+    section = _resolve(config, changes, Unscored).environment
+    assert section is not None
+    assert section.name == f"{__name__}:Unscored"
+    again = _resolve(load_config(config, [*changes, "environment.name=swap"]), (), Unscored).environment
+    assert again == section
+
+
+def test_a_class_names_the_environment_of_a_recipe_without_one() -> None:
+    section = _resolve(
+        {"base": "quickstart", "environment": {"max_turns": 3}}, ["sampling.max_tokens=64"], Unscored
+    ).environment
+    assert section is not None
+    assert (section.name, section.max_turns) == (f"{__name__}:Unscored", 3)
+
+
+def test_rewards_that_the_environment_would_replace_are_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"'SwapEnvironment' has get_reward\(\).* so reward= would never be called"):
+        check(recipe(), mine, environment=SwapEnvironment)
+    explicit = recipe('reward=[{name="length", max=4}]')
+    with pytest.raises(
+        TrimtabError, match=r"'swap' has get_reward\(\).* so \[\[reward\]\] would never be called: leave"
+    ):
+        check(explicit)
+    with pytest.raises(TrimtabError, match=r"\[\[reward\]\] would never be called"):
+        check(explicit, environment=SwapEnvironment)
+
+
+def test_rewards_that_nobody_gave_or_that_are_used_are_not() -> None:
+    assert names_of(check(recipe())) == ["exact"], "the task's own, which the environment replaces"
+    assert names_of(check(recipe('reward=[{name="length", max=4}]', "reward=[]"))) == ["exact"]
+    assert names_of(check(recipe(), mine, environment=Unscored)) == ["mine"]
+    assert names_of(check(recipe('reward=[{name="length", max=4}]'), environment=Unscored)) == ["length"]
+
+
+def test_an_evaluation_refuses_them_too() -> None:
+    spec = TaskSpec("swap-sort", {"holdout": 20}, (RewardSpec("exact"),), environment=EnvironmentSpec("swap"))
+    with pytest.raises(TrimtabError, match=r"'swap' has get_reward\(\).* \[\[reward\]\] would never be called"):
+        compare(["laboratory-tools"], [spec], Settings())
+
+
+def test_a_server_that_gives_rewards_can_be_told_not_to() -> None:
+    server = BuiltEnvironment(EnvironmentSpec("openenv"), SwapEnvironment, SwapEnvironment)
+    with pytest.raises(TrimtabError, match=r"set environment\.reward = false"):
+        refuse_unused_rewards(server, "[[reward]]")
+    refuse_unused_rewards(server, None)
+
+
+@pytest.mark.parametrize("name", ["__main__:Half", "tests.some:test_a.<locals>.Half"])
+def test_a_class_given_in_python_is_not_found_by_name(name: str) -> None:
+    config = recipe(f'environment.name="{name}"')
+    with pytest.raises(TrimtabError) as caught:
+        environment_spec(config)
+    line = str(caught.value)
+    assert "was given in Python, trimtab.train(environment=Half)" in line
+    assert "--set environment.name=MODULE:Half" in line
+    spec = environment_spec(config, Unscored)
+    assert spec is not None
+    assert spec.name is Unscored
+
+
+def test_a_script_finds_the_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Half", Unscored, raising=False)
+    spec = environment_spec(recipe('environment.name="__main__:Half"'))
+    assert spec is not None
+    assert spec.name == "__main__:Half"

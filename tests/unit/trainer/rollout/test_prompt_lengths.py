@@ -1,0 +1,180 @@
+"""How long prompts are and may be, on texts whose tokens are counted by hand: one character is one token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.trainer.config import load_config
+from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
+from trimtab.trainer.models.laboratory import build
+from trimtab.trainer.rollout.prompts import MAX_SURVEYED, PromptStream, Survey, smallest_context
+from trimtab.trainer.tasks.task import BuiltTask
+from trimtab.trainer.tasks.templates import Plain
+from trimtab.types import Problem, SamplingParams
+
+_, TOKENIZER = build(0)
+
+
+def task(*lengths: int) -> BuiltTask:
+    problems = [Problem(f"p{index}", "1" * length, "1.") for index, length in enumerate(lengths)]
+    return BuiltTask("file", problems, problems, Plain(), (), (".",), 4)
+
+
+def stream(*lengths: int, max_prompt: int | None = None, seed: int = 0) -> PromptStream:
+    return PromptStream(task(*lengths), TOKENIZER, seed, max_prompt=max_prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "contexts", "expected"),
+    [
+        (None, (64, None), 64),
+        (None, (64, 32), 32),
+        (None, (None, None), None),
+        (20, (64, None), 64),
+        (54, (64, None), 64),
+        (100, (None,), None),
+    ],
+)
+def test_the_smallest_context_counts(given: int | None, contexts: tuple[int | None, ...], expected: int | None) -> None:
+    config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
+    assert smallest_context(config, SamplingParams(max_tokens=10), contexts) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "named"),
+    [(55, 10, "max_prompt_tokens = 55 and max_tokens = 10 .* 64 tokens"), (None, 64, "max_tokens = 64 leaves no room")],
+)
+def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
+    config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
+    with pytest.raises(TrimtabError, match=named):
+        smallest_context(config, SamplingParams(max_tokens=most), (64,))
+
+
+def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
+    survey = Survey.of(stream(*range(1, 21), max_prompt=18))
+    assert survey.lines() == [
+        "prompts    1 to 20 tokens, median 11, 95% up to 20 (all 20 problems)",
+        "2 of them are longer than 18 tokens (sampling.max_prompt_tokens) and are never asked; others take their place "
+        "(prompt/dropped)",
+    ]
+    assert survey.metrics() == {
+        "prompt/min": 1,
+        "prompt/median": 11,
+        "prompt/q95": 20,
+        "prompt/max": 20,
+        "prompt/too_long": 0.1,
+    }
+    assert Survey.of(stream(7, 7)).lines() == ["prompts    7 tokens (all 2 problems)"]
+
+
+def test_of_many_problems_a_sample_is_measured() -> None:
+    survey = Survey.of(stream(*[3] * (MAX_SURVEYED + 1)))
+    assert len(survey.lengths) == MAX_SURVEYED
+    assert survey.lines() == ["prompts    3 tokens (2,000 of 2,001 problems)"]
+
+
+def test_a_task_of_long_prompts_only_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="longer than the 4 tokens it may have, the shortest has 5"):
+        Survey.of(stream(5, 6, max_prompt=4))
+
+
+def test_prompts_that_are_too_long_are_replaced() -> None:
+    lengths = [3, 30, 4, 5, 31, 6]
+    plain, limited = stream(*lengths).take(60), stream(*lengths, max_prompt=6)
+    drawn = limited.take(60)
+    assert limited.newly_replaced() == 20, "two of six problems, in each of ten epochs"
+    assert max(len(prompt.ids) for prompt in drawn) == 6
+    kept = [a.problem.id == b.problem.id for a, b in zip(plain, drawn, strict=True) if len(a.ids) <= 6]
+    assert kept == [True] * 40, "the order of all others is as it was"
+    # A resumed run asks from the middle on.
+    again = stream(*lengths, max_prompt=6).at(17, 20)
+    assert [prompt.problem.id for prompt in again] == [prompt.problem.id for prompt in drawn[17:37]]
+
+
+def test_a_search_that_finds_nothing_short_ends() -> None:
+    with pytest.raises(TrimtabError, match="no training problem has a prompt of at most 2 tokens"):
+        stream(3, 3, max_prompt=2).take(1)
+
+
+def test_the_only_short_prompt_of_many_is_found() -> None:
+    """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
+    drawn = stream(*[9] * 1999, 3, max_prompt=4).take(4)
+    assert {prompt.problem.id for prompt in drawn} == {"p1999"}
+
+
+def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
+    """A checkpoint is written while three of the drawn prompts are not yet in the metrics."""
+    whole = stream(3, 30, 4, 31, 5, max_prompt=6)
+    whole.at(0, 20)
+    assert whole.newly_replaced() == 8, "two of five problems, in each of four epochs"
+    whole.at(15, 10)
+    resumed = stream(3, 30, 4, 31, 5, max_prompt=6)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    resumed.at(15, 10)
+    assert (resumed.newly_replaced(), resumed.newly_replaced()) == (2, 0)
+
+
+def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> None:
+    """Two of five do not fit; the engine answers the others, one of them right.
+
+    What training may ask (`max_prompt`) does not matter: `trimtab eval` must give the same number.
+    """
+    from tests.support.fake_engine import FakeEngine
+
+    from trimtab.trainer import rewards
+    from trimtab.types import RewardSpec
+
+    source = stream(3, 30, 4, 31, 5, max_prompt=3)
+    engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
+    config = load_config({"eval": {"problems": 5}})
+    with rewards.build([RewardSpec("exact")], source.task) as scorer:
+        sampling = SamplingParams(max_tokens=4, stop=(".",))
+        names = {"stream": source, "scorer": scorer, "sampling": sampling, "context": 10, "episodes": None}
+        collector = SimpleNamespace(config=config, **names)
+        evaluated = EvalTask(source.task, scorer, problems=5, samples=0)
+        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+        measured = held_out.measure(engine, collector)  # pyright: ignore[reportArgumentType]
+        assert measured == {"eval/file/greedy": pytest.approx(1 / 5), "eval/file/problems": 5}
+    assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
+    assert held_out.lines() == [
+        "2 of 5 held-out problems of file do not fit the context with their response: they count as not solved"
+    ]
+
+
+def test_skipped_problems_are_not_evaluated_and_enough_must_be_left() -> None:
+    collector = SimpleNamespace(stream=stream(9), context=None)
+    test = task(3, 3, 3, 3, 3)
+    for skip, problems, ids in ((0, 2, ["p0", "p1"]), (2, 2, ["p2", "p3"]), (4, 1, ["p4"])):
+        config = load_config({"eval": {"skip": skip, "problems": problems}})
+        [evaluated] = eval_tasks(config, test, None, [])  # pyright: ignore[reportArgumentType]
+        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+        assert [problem.id for problem in held_out.problems] == ids
+    with pytest.raises(TrimtabError, match=r"eval\.skip = 4 and eval\.problems = 2 exceed the 5 held-out"):
+        eval_tasks(load_config({"eval": {"skip": 4, "problems": 2}}), test, None, [])  # pyright: ignore[reportArgumentType]
+
+
+def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
+    sampling = SamplingParams(max_tokens=4)
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=10)
+    evaluated = EvalTask(collector.stream.task, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
+    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+    measured = held_out.measure(None, collector)  # pyright: ignore[reportArgumentType]
+    assert measured == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
+
+
+@pytest.mark.parametrize(("of_run", "of_task", "fitting"), [(55, 4, ["p0", "p2", "p4"]), (4, 59, ["p0", "p4"])])
+def test_problems_of_another_task_have_the_length_of_its_responses(
+    of_run: int, of_task: int, fitting: list[str]
+) -> None:
+    """In a context of 64, responses of 4 tokens leave 60 for a prompt and those of 59 leave 5."""
+    sampling = SamplingParams(max_tokens=of_run)
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=64)
+    other = replace(task(3, 61, 60, 62, 5), name="other", max_tokens=of_task)
+    evaluated = EvalTask(other, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
+    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+    assert [problem.id for problem in held_out.problems] == fitting

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.trajectories import multi_turn, trajectory
+
+from trimtab.trainer.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.trainer.features.sampling_mask import SamplingMask
+from trimtab.types import EXTERNAL_VERSION
+
+CPU = torch.device("cpu")
+
+
+def test_prompts_are_padded_left_and_appear_once() -> None:
+    rows = [
+        trajectory(7, [5, 6], prompt=[1, 2, 3]),
+        trajectory(7, [5], prompt=[1, 2, 3]),
+        trajectory(9, [8, 8, 8], prompt=[4]),
+    ]
+    micro = to_tensors(rows, (0, 1, 2), pad_id=0, device=CPU)
+    assert micro.tokens.prompt_ids.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert micro.tokens.prompt_index.tolist() == [0, 0, 1]
+    assert micro.tokens.response_ids.tolist() == [[5, 6, 0], [5, 0, 0], [8, 8, 8]]
+    assert micro.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
+    assert micro.behavior.tolist() == [[-1, -1, 0], [-1, 0, 0], [-1, -1, -1]]
+    assert not SamplingMask().pack(micro, rows).extras
+
+
+def test_ages_count_steps_and_round_up() -> None:
+    """Four updates a step, now at version 12: tokens of 12, 11, 8, 7, of a policy to come, and of no policy."""
+    row = trajectory(0, [5] * 6)
+    versions = np.array([12, 11, 8, 7, 13, EXTERNAL_VERSION])
+    row = replace(row, completion=replace(row.completion, policy_version=versions))
+    micro = to_tensors([row, trajectory(0, [5])], (0, 1), 0, CPU, version=12, updates_per_step=4)
+    assert micro.age[0].tolist() == [1, 2, 2, 3, 1, 5]
+    assert micro.age[1].tolist() == [4, 1, 1, 1, 1, 1]
+
+
+def test_a_prompt_may_be_computed_for_each_response() -> None:
+    rows = [trajectory(7, [5, 6]), trajectory(7, [5]), trajectory(9, [8], prompt=[4])]
+    micro = to_tensors(rows, (2, 0, 1), 0, CPU, share_prompts=False)
+    assert micro.tokens.prompt_ids.tolist() == [[0, 4], [1, 2], [1, 2]]
+    assert micro.tokens.prompt_index.tolist() == [0, 1, 2]
+
+
+def test_rows_are_taken_in_the_order_asked_for() -> None:
+    rows = [trajectory(0, [5]), trajectory(1, [6], prompt=[9]), trajectory(0, [7])]
+    micro = to_tensors(rows, (1, 2), pad_id=0, device=CPU)
+    assert micro.tokens.response_ids.tolist() == [[6], [7]]
+    assert micro.tokens.prompt_ids.tolist() == [[0, 9], [1, 2]]
+    assert micro.tokens.prompt_index.tolist() == [0, 1]
+
+
+def test_keep_sets_travel_with_their_tokens() -> None:
+    rows = [trajectory(0, [5, 6], kept=[[5, 4], [6]]), trajectory(0, [5], kept=[[5, 3]])]
+    micro = SamplingMask().pack(to_tensors(rows, (0, 1), pad_id=0, device=CPU), rows)
+    assert micro.extras["kept"].tolist() == [[[5, 4], [6, -1]], [[5, 3], [-1, -1]]]
+
+
+def test_external_traces_are_marked_token_by_token_and_keep_their_nan() -> None:
+    sampled, trace = trajectory(0, [5, 6, 7]), trajectory(0, [5, 6], logp=float("nan"))
+    cut = replace(trace, off_policy=True, loss_mask=np.array([True, False]))
+    micro = to_tensors([sampled, trace, cut], (2, 0), pad_id=0, device=CPU)
+    assert micro.off_policy.tolist() == [[True, True, False], [False, False, False]]
+    assert micro.on_policy.tolist() == [[False, False, False], [True, True, True]]
+    assert micro.mask.tolist() == [[True, False, False], [True, True, True]]
+    assert micro.behavior.isnan().tolist() == [[True, True, False], [False, False, False]]
+    plain = to_tensors([sampled, trace, cut], (0,), pad_id=0, device=CPU)
+    assert not plain.off_policy.any()
+    assert torch.equal(plain.on_policy, plain.mask)
+
+
+def test_observations_become_masked_zeros_with_the_number_of_their_turn() -> None:
+    void = replace(multi_turn(0, "a.bc"), loss_mask=np.zeros(4, dtype=np.bool_))
+    micro = to_tensors([multi_turn(0, "ab..cd.e"), void], (0, 1), pad_id=0, device=CPU)
+    assert micro.mask.int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 1], [0] * 8]
+    assert micro.behavior.tolist() == [[-1, -1, 0, 0, -1, -1, 0, -1], [-1, 0, -1, -1, 0, 0, 0, 0]]
+    assert micro.turn.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2], [0, 0, 1, 1, -1, -1, -1, -1]]
+
+
+def test_micro_batches_count_shared_prompts_once_and_padding_fully() -> None:
+    rows = [trajectory(g, [1] * length) for g, length in ((0, 4), (0, 4), (1, 4), (1, 4), (2, 8), (2, 1))]
+    groups = [[0, 1], [2, 3], [4, 5]]
+    # Groups 0 and 1 together: 2 prompts x 2 + 4 rows x 4 = 20 tokens. Group 2 would pad all six rows to 8.
+    assert list(micro_batches(rows, groups, 20)) == [(0, 1, 2, 3), (4, 5)]
+    assert list(micro_batches(rows, groups, 19)) == [(0, 1), (2, 3), (4, 5)]
+    assert list(micro_batches(rows, groups, 6 + 48)) == [(0, 1, 2, 3, 4, 5)]
+
+
+def test_a_group_above_the_budget_is_cut_into_samples() -> None:
+    rows = [trajectory(0, [1] * 10) for _ in range(3)]
+    assert list(micro_batches(rows, [[0, 1, 2]], 22)) == [(0, 1), (2,)]
+    assert list(micro_batches(rows, [[0, 1, 2]], 1)) == [(0,), (1,), (2,)]
+
+
+@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=8), st.integers(1, 200))
+def test_micro_batches_keep_every_row_once_and_in_order(lengths: list[list[int]], budget: int) -> None:
+    rows, groups = [], []
+    for group, members in enumerate(lengths):
+        groups.append(list(range(len(rows), len(rows) + len(members))))
+        rows += [trajectory(group, [1] * length) for length in members]
+    packed = list(micro_batches(rows, groups, budget))
+    assert [row for chosen in packed for row in chosen] == list(range(len(rows)))
+    for chosen in packed:
+        prompts = len({rows[row].group for row in chosen})
+        tokens = 2 * prompts + len(chosen) * max(len(rows[row]) for row in chosen)
+        assert tokens <= budget or len(chosen) == 1
+
+
+def test_minibatches_deal_whole_groups() -> None:
+    groups = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert split_minibatches(groups, 2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]]
+    assert split_minibatches(groups[:1], 3) == [[[0, 1]]]

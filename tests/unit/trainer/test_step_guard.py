@@ -1,0 +1,100 @@
+"""An update is skipped when its loss or its gradient is not finite, each alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.objectives import objective
+from trimtab.objectives.objective import Output
+from trimtab.trainer import sft, tasks
+from trimtab.trainer.batch_preparation import prepare_batch
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.models.laboratory import build
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.optim import NonFiniteUpdateError
+from trimtab.types import Completion, SamplingParams, Trajectory
+
+MODEL, TOKENIZER = build(0)
+TASK = tasks.build("arithmetic")
+
+
+class Planted:
+    """The objective `name` with `added` on the loss of its first micro-batch, which leaves every gradient as it is."""
+
+    def __init__(self, added: float) -> None:
+        self._inner, self._added, self.calls = objective("grpo"), added, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Output:
+        out = self._inner(*args, **keywords)
+        self.calls += 1
+        return out._replace(loss=out.loss + self._added) if self.calls == 1 else out
+
+
+def recipe(*overrides: str) -> Config:
+    data = {"model": {"path": "laboratory", "autocast": "none"}, "objective": {"name": "grpo"}}
+    sizes = ["trainer.prompts=1", "trainer.samples=4", "trainer.micro_batch_tokens=16", "trainer.max_bad_steps=2"]
+    return load_config(data, [*sizes, *overrides])
+
+
+def learner(planted: Planted) -> tuple[Learner, Any]:
+    """A learner and a batch of four responses, each in a micro-batch of its own."""
+    model, params = copy.deepcopy(MODEL), SamplingParams(max_tokens=4)
+    one: Any = Learner(recipe(), model, torch.optim.SGD(model.parameters(), lr=0.1), planted, total_updates=9)  # type: ignore[arg-type]
+    prompt = tasks.encode(TASK, TASK.train[0], TOKENIZER)
+    group = []
+    for index in range(4):
+        ids = np.array([1, 2, 3, index], dtype=np.int64)
+        answer = Completion(ids, np.full(4, -2.5, np.float32), np.zeros(4, np.int64), "stop", "")
+        group.append(Trajectory(prompt, 0, answer, params, np.ones(4, np.bool_), float(index % 2), {}))
+    return one, prepare_batch([group], one, pad_id=0).minibatches
+
+
+def weights(one: Learner) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in one.model.parameters()])
+
+
+@pytest.mark.parametrize("added", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_beside_a_finite_gradient_is_skipped(added: float) -> None:
+    one, batches = learner(planted := Planted(added))
+    before = weights(one)
+    stats = one.update(batches, lambda *_: None)
+    assert planted.calls > 1, "the loss of one micro-batch among several is bad"
+    assert (stats.skipped, stats.grad_norms, one.updates) == (1, [], 0)
+    assert torch.equal(weights(one), before)
+    planted.calls = 0
+    with pytest.raises(NonFiniteUpdateError, match=rf"2 updates in a row were not finite \(loss {added:.4g}, gradient"):
+        one.update(batches, lambda *_: None)
+    assert torch.equal(weights(one), before)
+
+
+def test_a_finite_loss_trains() -> None:
+    one, batches = learner(Planted(1e3))
+    before = weights(one)
+    stats = one.update(batches, lambda *_: None)
+    assert (stats.skipped, len(stats.grad_norms), one.updates) == (0, 1, 1)
+    assert not torch.equal(weights(one), before)
+
+
+def test_a_warm_start_stops_at_a_gradient_that_is_not_finite(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A gradient of infinity beside a finite loss would make every weight NaN, and the next loss."""
+    score = sft.score
+
+    def steep(*args: Any) -> Any:
+        scores = score(*args)
+        scores.logp.register_hook(lambda gradient: gradient * math.inf)
+        return scores
+
+    monkeypatch.setattr(sft, "score", steep)
+    config = recipe("sft.steps=2", "sft.batch=2")
+    with pytest.raises(ValueError, match=r"sft step 1: the loss is \d.*, the gradient norm (nan|inf); lower sft.lr"):
+        sft.supervised_warm_start(config, out=tmp_path / "model", observer=NullObserver())
