@@ -39,7 +39,7 @@ def receipt(config: Config, trainer: str, pair: EnginePair, lengths: Sequence[in
     model = pair.trainer.model
     device = next(model.parameters()).device
     choices = {
-        "versions": versions(config),
+        "versions": versions(config.engine.type),
         "hardware": {
             "cpu": hardware()["cpu"],
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -24,7 +24,6 @@ from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import PROVENANCE
-from trimtab.trainer.config import Config
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0
@@ -42,12 +41,12 @@ def command() -> str:
 
 @contextmanager
 def record_start(
-    run: RunDirectory, config: Config, command_line: str, started: datetime, *, first_step: int, ranks: int
+    run: RunDirectory, engine: str, command_line: str, started: datetime, *, first_step: int, ranks: int
 ) -> Iterator[None]:
     """Adds this start to the run's provenance and, when the block ends, its outcome, time and last step.
 
-    `command_line` is the command that started the run. `outcome` is `finished`, `stopped` (by a signal or the caller)
-    or `failed`, with the message in `error`. A killed process leaves `ended`, `outcome` and `last_step` null.
+    `engine` is the type of the engine, `command_line` the command that started the run. `outcome` is `finished`,
+    `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A killed process leaves `ended`, `outcome` and `last_step` null.
     """
     earlier = read_origins(run.path)
     start = {
@@ -60,7 +59,7 @@ def record_start(
         "first_step": first_step,
         "last_step": None,
         "ranks": ranks,
-        "versions": versions(config),
+        "versions": versions(engine),
         "commit": commit(),
         "hardware": hardware(),
     }
@@ -86,10 +85,10 @@ def _ending(run: RunDirectory, started: datetime, first_step: int, outcome: str)
     }
 
 
-def versions(config: Config) -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect numerical results."""
+def versions(engine: str) -> dict[str, str]:
+    """Returns the versions of Python and of the packages that affect numerical results with an engine of this type."""
     result = {"python": platform.python_version()}
-    for name in ("trimtab", "torch", "transformers", *(VLLM_PACKAGES if config.engine.type == "vllm" else ())):
+    for name in ("trimtab", "torch", "transformers", *(VLLM_PACKAGES if engine == "vllm" else ())):
         with suppress(importlib.metadata.PackageNotFoundError):
             result[name] = importlib.metadata.version(name)
     return result

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.reader import Accuracy, Run, open_table
-from trimtab.trainer.config import Config
 
 Status = Literal["done", "diverged", "failed"]
 
@@ -61,12 +60,10 @@ _MISMATCH = (
 )
 
 
-def summarize(
-    rows: Sequence[Mapping[str, Any]], config: Config, status: Status, seconds: float, error: str = ""
-) -> RunSummary:
-    """Returns the summary of a run from the rows of its metrics.jsonl, in order."""
-    run = Run(Path(str(config.out)), config.model_dump(mode="json"), [dict(row) for row in rows])
-    curve = run.accuracy().get(config.task.name, Accuracy(np.empty(0), np.empty(0)))
+def summarize(run: Run, status: Status, seconds: float, error: str = "") -> RunSummary:
+    """Returns the summary of a run."""
+    rows = run.rows
+    curve = run.accuracy().get(run.config["task"]["name"], Accuracy(np.empty(0), np.empty(0)))
     values = curve.values.tolist()
 
     def series(key: str) -> list[float]:

@@ -159,7 +159,9 @@ def train(
         if run.writes:
             command, size = command or provenance.command(), current_ranks().size
             cleanup.enter_context(
-                provenance.record_start(run, config, command, started, first_step=trainer.step + 1, ranks=size)
+                provenance.record_start(
+                    run, config.engine.type, command, started, first_step=trainer.step + 1, ranks=size
+                )
             )
         equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)

@@ -27,7 +27,7 @@ CONFIG = load_config("laboratory")
 def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path) -> None:
     started = datetime.now(UTC) - timedelta(seconds=90)
     with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
-        with provenance.record_start(run, CONFIG, "trimtab train it", started, first_step=1, ranks=1):
+        with provenance.record_start(run, CONFIG.engine.type, "trimtab train it", started, first_step=1, ranks=1):
             (begun,) = read_origins(tmp_path)
             assert (begun["ended"], begun["seconds"], begun["last_step"]) == (None, None, None)
             run.log({"step": 1})
@@ -48,14 +48,14 @@ def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path
 
 def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_path: Path) -> None:
     def start(run: RunDirectory, first: int, command: str) -> None:
-        with provenance.record_start(run, CONFIG, command, datetime.now(UTC), first_step=first, ranks=1):
+        with provenance.record_start(run, CONFIG.engine.type, command, datetime.now(UTC), first_step=first, ranks=1):
             run.log({"step": first})
             if command == "fails":
                 raise TrimtabError("no")
 
     with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         # What a process leaves that is killed inside the block.
-        killed = provenance.record_start(run, CONFIG, "killed", datetime.now(UTC), first_step=1, ranks=1)
+        killed = provenance.record_start(run, CONFIG.engine.type, "killed", datetime.now(UTC), first_step=1, ranks=1)
         killed.__enter__()
         run.log({"step": 1})
         left = (tmp_path / "provenance.json").read_bytes()
@@ -92,7 +92,7 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
         run.log({"step": 1})
         with (
             pytest.raises(type(error)),
-            provenance.record_start(run, CONFIG, "x", datetime.now(UTC), first_step=1, ranks=1),
+            provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
         ):
             raise error
     (part,) = read_origins(tmp_path)
@@ -102,7 +102,7 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
 def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         run.log({"step": 1})
-        with provenance.record_start(run, CONFIG, "resumed", datetime.now(UTC), first_step=2, ranks=1):
+        with provenance.record_start(run, CONFIG.engine.type, "resumed", datetime.now(UTC), first_step=2, ranks=1):
             pass
     assert read_origins(tmp_path)[0]["last_step"] is None
 
@@ -111,7 +111,7 @@ def test_a_new_run_that_came_to_nothing_leaves_no_provenance(tmp_path: Path) -> 
     def begin() -> None:
         with (
             RunDirectory.create(tmp_path, CONFIG.dump()) as run,
-            provenance.record_start(run, CONFIG, "x", datetime.now(UTC), first_step=1, ranks=1),
+            provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
         ):
             raise TrimtabError("no such model")
 
@@ -126,7 +126,9 @@ def test_nothing_of_the_environment_goes_in(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(tmp_path / "home-of-somebody"))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "home-of-somebody/venv/bin/trimtab"), "train", "my recipe.toml"])
     with RunDirectory.create(tmp_path / "run", CONFIG.dump()) as run:
-        with provenance.record_start(run, CONFIG, provenance.command(), datetime.now(UTC), first_step=1, ranks=1):
+        with provenance.record_start(
+            run, CONFIG.engine.type, provenance.command(), datetime.now(UTC), first_step=1, ranks=1
+        ):
             pass
         text = (run.path / "provenance.json").read_text()
     assert json.loads(text)[0]["command"] == "trimtab train 'my recipe.toml'"

@@ -19,6 +19,7 @@ from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import CONFIG, METRICS, MODEL
+from trimtab.runs.reader import Run
 from trimtab.runs.summary import RunSummary, Status, summarize
 from trimtab.trainer.config import Config
 from trimtab.trainer.lab.results import write
@@ -77,8 +78,9 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
         (folder / TRACEBACK).write_text(traceback.format_exc())
         status, error = "failed", f"{type(exception).__name__}: {exception} ({folder / TRACEBACK})"
     rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    run = Run(folder, config.model_dump(mode="json"), rows)
     result = replace(
-        summarize(rows, config, status, time.perf_counter() - start, error),
+        summarize(run, status, time.perf_counter() - start, error),
         processor_seconds=time.process_time() - used,
     )
     if not keep and status != "failed":

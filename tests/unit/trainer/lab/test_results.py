@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trimtab.errors import TrimtabError
+from trimtab.runs.reader import Run
 from trimtab.runs.summary import SCHEMA, RunSummary, summarize
 from trimtab.trainer.config import Config
 from trimtab.trainer.lab.experiment import plan_experiment
@@ -45,7 +46,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_a_run_in_numbers(tmp_path: Path) -> None:
-    summary = summarize(rows(), config(tmp_path, "eval.every=2"), "done", 9.0)
+    summary = summarize(run(rows(), config(tmp_path, "eval.every=2")), "done", 9.0)
     assert summary == RunSummary(
         status="done",
         steps=3,
@@ -73,14 +74,18 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
 
 
 def test_step_one_is_on_the_curve_only_where_it_was_evaluated(tmp_path: Path) -> None:
-    summary = summarize(rows(), config(tmp_path, "eval.every=1"), "done", 0.0)
+    summary = summarize(run(rows(), config(tmp_path, "eval.every=1")), "done", 0.0)
     assert (summary.curve_steps, summary.curve) == ((0, 1, 2, 3), (0.4, 0.4, 0.8, 0.6))
 
 
 def test_a_diverged_run_has_no_accuracy_at_its_end(tmp_path: Path) -> None:
-    summary = summarize(rows()[:2], config(tmp_path, "eval.every=2"), "diverged", 1.0, "not finite")
+    summary = summarize(run(rows()[:2], config(tmp_path, "eval.every=2")), "diverged", 1.0, "not finite")
     assert (summary.status, summary.accuracy, summary.accuracy_best, summary.steps) == ("diverged", None, 0.8, 2)
-    assert summarize([], config(tmp_path), "failed", 1.0).k3 is None
+    assert summarize(run([], config(tmp_path)), "failed", 1.0).k3 is None
+
+
+def run(rows: list[dict[str, Any]], made: Config) -> Run:
+    return Run(Path(str(made.out)), made.model_dump(mode="json"), rows)
 
 
 def kept(made: Config, result: RunSummary) -> Config:
@@ -93,7 +98,7 @@ def kept(made: Config, result: RunSummary) -> Config:
 
 
 def test_a_finished_cell_is_read_back_whole_and_an_unfinished_one_is_to_do(tmp_path: Path) -> None:
-    result = summarize(rows(), config(tmp_path), "done", 1.25)
+    result = summarize(run(rows(), config(tmp_path)), "done", 1.25)
     made = kept(config(tmp_path), result)
     assert read(made) == result
     assert read(config(tmp_path / "other")) is None
@@ -102,13 +107,13 @@ def test_a_finished_cell_is_read_back_whole_and_an_unfinished_one_is_to_do(tmp_p
 
 
 def test_a_changed_setting_is_refused_by_name(tmp_path: Path) -> None:
-    kept(config(tmp_path), summarize(rows(), config(tmp_path), "done", 1.0))
+    kept(config(tmp_path), summarize(run(rows(), config(tmp_path)), "done", 1.0))
     with pytest.raises(TrimtabError, match=r"was trained with optim\.lr = 0\.0001, now it is 0\.001: .*another --out"):
         read(config(tmp_path, "optim.lr=1e-3"))
 
 
 def test_a_grid_may_be_moved(tmp_path: Path) -> None:
-    made = kept(config(tmp_path / "a"), summarize(rows(), config(tmp_path), "done", 1.0))
+    made = kept(config(tmp_path / "a"), summarize(run(rows(), config(tmp_path)), "done", 1.0))
     (tmp_path / "a").rename(tmp_path / "b")
     assert read(config(tmp_path / "b")) is not None
     assert read(made) is None
@@ -116,7 +121,7 @@ def test_a_grid_may_be_moved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"status": "done"}', '{"status": "done", "new": 1}'])
 def test_a_damaged_result_names_its_file(tmp_path: Path, content: str) -> None:
-    made = kept(config(tmp_path), summarize(rows(), config(tmp_path), "done", 1.0))
+    made = kept(config(tmp_path), summarize(run(rows(), config(tmp_path)), "done", 1.0))
     (Path(str(made.out)) / "result.json").write_text(content)
     with pytest.raises(TrimtabError, match=r"result\.json.*delete"):
         read(made)
@@ -125,7 +130,7 @@ def test_a_damaged_result_names_its_file(tmp_path: Path, content: str) -> None:
 def test_the_table_has_a_row_for_every_cell_that_ended_and_every_pair_left_out(tmp_path: Path) -> None:
     result = plan_experiment(["soup", "dapo"], [regime("on-policy"), regime("stale-32")], 2, tmp_path)
     first = result.runs[0]
-    file = write_results(tmp_path, result, {first.name: summarize(rows(), first.config, "done", 2.0)})
+    file = write_results(tmp_path, result, {first.name: summarize(run(rows(), first.config), "done", 2.0)})
     table = pq.read_table(file)
     assert table.schema.equals(SCHEMA)
     done, refused = table.to_pylist()
