@@ -2,7 +2,7 @@
 
 This process imports torch once and forks a server for each line on its standard input, a JSON list:
 [KIND, FOLDER, LOG, EVENTS, PORT]. KIND is "vllm" or "sglang"; what is answered follows those projects' own sources
-(named in trainer/engines/server/vllm_protocol.py and sglang_protocol.py). FOLDER holds a model with its weights. LOG gets one
+(named in engines/server/vllm_protocol.py and sglang_protocol.py). FOLDER holds a model with its weights. LOG gets one
 JSON line for every request that samples, when it arrives and when its answer is sent. EVENTS is a named pipe: first
 `PORT PID`, when the server listens, at last the end of the file, when it is dead.
 

@@ -46,7 +46,8 @@ def record_start(
     """Adds this start to the run's provenance and, when the block ends, its outcome, time and last step.
 
     `engine` is the type of the engine, `command_line` the command that started the run. `outcome` is `finished`,
-    `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A killed process leaves `ended`, `outcome` and `last_step` null.
+    `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A killed process leaves `ended`,
+    `outcome` and `last_step` null.
     """
     earlier = read_origins(run.path)
     start = {

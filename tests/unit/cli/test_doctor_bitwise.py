@@ -1,4 +1,4 @@
-"""`trimtab doctor --bitwise` as a command; what it finds: see trainer/bitwise/test_difference.py and e2e/test_bitwise.py."""
+"""`trimtab doctor --bitwise` as a command; what it finds: see bitwise/test_difference.py and e2e/test_bitwise.py."""
 
 from __future__ import annotations
 

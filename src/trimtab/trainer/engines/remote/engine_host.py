@@ -1,7 +1,7 @@
 """The other side of a `RemoteEngine`: hosts one engine and answers calls.
 
-`python -m trimtab.trainer.engines.remote.engine_host` is the process of a `ProcessTransport`: the main thread answers, a second
-thread reads the connection and sends heartbeats.
+`python -m trimtab.trainer.engines.remote.engine_host` is the process of a `ProcessTransport`: the main thread answers,
+a second thread reads the connection and sends heartbeats.
 """
 
 from __future__ import annotations

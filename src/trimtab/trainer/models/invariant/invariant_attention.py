@@ -43,7 +43,7 @@ KEY_BLOCK = 64
 
 @runtime_checkable
 class CachedAttention(Protocol):
-    """Attention to keys and values in a cache, in place of a layout (`trainer/engines/embedded/invariant_decoder.py`)."""
+    """Attention to keys and values in a cache, in place of a layout (engines/embedded/invariant_decoder.py)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Returns the output of one layer for queries, keys and values of shape (tokens, heads x width)."""
