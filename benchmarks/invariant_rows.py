@@ -4,7 +4,8 @@
 
 Every line computes the same numbers among few and among many others, in one place and in another, and names the sizes
 at which a bit differs. Lines marked `yes` are what `trimtab/trainer/models/invariant` is built on: none may name a
-size. The others say why it pads, avoids an operation, or could do without. Shapes are SmolLM2-135M's and the laboratory model's.
+size. The others say why it pads, avoids an operation, or could do without. Shapes are SmolLM2-135M's and the laboratory
+model's.
 """
 
 from __future__ import annotations

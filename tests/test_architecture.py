@@ -14,51 +14,60 @@ import pytest
 import trimtab
 
 ROOT = Path(trimtab.__file__).parent
-LEAVES = {"types", "errors", "files", "safe_text"}
+LEAVES = {"types", "errors", "files", "plugins", "safe_text"}
+"""Modules that everybody may import, besides those named in a row."""
 
-# Package -> what it may import, besides itself and `LEAVES`. Only `cli`, `api` and `__main__` may import everything.
+# Package -> what it may import, besides itself and `LEAVES`. `trainer` has a row for its own files and one for each of
+# its packages. Only `cli`, `api` and `__main__` may import everything.
 ALLOWED: dict[str, set[str]] = {
     "adapters": {"corrections", "objectives"},
-    "bitwise": {"models", "engines"},
-    "cluster": {"training", "rollout", "engines", "models", "tasks", "rewards", "sandbox", "runs", "config"},
-    "config": set(),
     "corrections": set(),
-    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals", "findings"},
-    "environments": {"sandbox", "plugins", "seeds", "chat_template"},
-    "engines": {"models", "config", "seeds", "processes"},
-    "evaluation": {"rollout", "engines", "environments", "models", "tasks", "rewards", "runs", "intervals", "seeds"},
-    "lab": {"training", "diagnosis", "runs", "objectives", "config", "processes"},
-    "models": set(),
+    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "intervals", "findings"},
     "monitor": {"objectives", "corrections", "diagnosis", "findings", "trends"},
-    "objectives": {"corrections", "plugins"},
+    "objectives": {"corrections"},
     "pages": {"findings"},
-    "planning": {"config", "runs"},
     "preflight": {
-        *("training", "rollout", "tasks", "engines", "models", "runs", "config"),
-        *("diagnosis", "pages", "findings", "chat_template"),
+        *("diagnosis", "pages", "runs", "findings", "trainer", "trainer.config", "trainer.engines", "trainer.models"),
+        *("trainer.rollout", "trainer.tasks", "trainer.chat_template"),
     },
-    "report": {"diagnosis", "pages", "runs", "objectives", "corrections", "config", "intervals", "findings", "trends"},
-    "rewards": {"sandbox", "plugins"},
-    "rollout": {"engines", "environments", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},
-    "runs": {"config"},
-    "sandbox": {"processes"},
-    "tasks": {"chat_template"},
-    "training": {
-        *(
-            "evaluation",
-            "rollout",
-            "engines",
-            "environments",
-            "bitwise",
-            "models",
-            "tasks",
-            "rewards",
-            "sandbox",
-            "runs",
-        ),
-        *("objectives", "corrections", "config", "intervals", "seeds", "plugins"),
+    "report": {"diagnosis", "pages", "runs", "objectives", "trainer.config", "intervals", "findings", "trends"},
+    "runs": set(),
+    "trainer": {
+        *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "environments", "evaluation", "features")),
+        *(f"trainer.{part}" for part in ("models", "rewards", "rollout", "seeds", "tasks")),
+        *("corrections", "objectives", "runs"),
     },
+    "trainer.bitwise": {"trainer.engines", "trainer.models"},
+    "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
+    "trainer.cluster": {
+        *(f"trainer.{part}" for part in ("config", "engines", "models", "rewards", "sandbox", "tasks")),
+        *("trainer", "runs"),
+    },
+    "trainer.config": set(),
+    "trainer.engines": {"trainer.config", "trainer.models", "trainer.seeds", "trainer.processes"},
+    "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
+    "trainer.evaluation": {
+        *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
+        *("runs", "intervals"),
+    },
+    "trainer.features": {
+        *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "models", "rollout", "seeds")),
+        *("trainer", "objectives", "corrections", "runs"),
+    },
+    "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
+    "trainer.models": set(),
+    "trainer.planning": {"trainer.config", "runs"},
+    "trainer.rewards": {"trainer.sandbox"},
+    "trainer.rollout": {
+        *(f"trainer.{part}" for part in ("config", "engines", "environments", "rewards", "tasks", "seeds")),
+        "runs",
+    },
+    "trainer.sandbox": {"trainer.processes"},
+    "trainer.tasks": {"trainer.chat_template"},
 }
+INNER = {package.removeprefix("trainer.") for package in ALLOWED if package.startswith("trainer.")}
+MODULES = {"seeds", "processes", "chat_template"}
+"""Modules of `trainer` that import nothing else of it."""
 LINES = 60_000
 """Lines of all Python files of the package. A change that adds lines removes as many elsewhere."""
 CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py", ROOT / "types.py"] + [
@@ -91,12 +100,25 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write absolute imports"
             module = node.module or ""
-            result |= {f"{module}.{alias.name}" for alias in node.names} if module == "trimtab" else {module}
+            result |= {f"{module}.{alias.name}" for alias in node.names} if module in ("trimtab", "trimtab.trainer") else {module}
     return result
 
 
 def package_files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """The files of a package, for `trainer` those directly in it."""
+    files = sorted((ROOT / package.replace(".", "/")).rglob("*.py"))
+    return [path for path in files if package_of(path.relative_to(ROOT).with_suffix("").parts) == package]
+
+
+def package_of(parts: tuple[str, ...]) -> str:
+    """The row of a module, given by its path in the package."""
+    inner = parts[0] == "trainer" and len(parts) > 1 and parts[1] in INNER | MODULES
+    return ".".join(parts[: 1 + inner])
+
+
+def imported_packages(path: Path) -> set[str]:
+    names = (name.split(".")[1:] for name in imports(path) if name.startswith("trimtab."))
+    return {package_of(tuple(name)) for name in names}
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
@@ -104,13 +126,16 @@ def test_a_package_imports_only_what_its_row_allows(package: str) -> None:
     files = package_files(package)
     assert files
     for path in files:
-        used = {name.split(".")[1] for name in imports(path) if name.startswith("trimtab.")}
-        forbidden = used - ALLOWED[package] - LEAVES - {package}
+        forbidden = imported_packages(path) - ALLOWED[package] - LEAVES - {package}
         assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
+    unused = ALLOWED[package].difference(*map(imported_packages, files))
+    assert not unused, f"{package} may import {sorted(unused)}, and does not"
 
 
 def test_every_package_is_listed() -> None:
-    assert {item.name for item in ROOT.iterdir() if (item / "__init__.py").exists()} == {*ALLOWED, "cli"}
+    outer, inner = ({path.parent.name for path in place.glob("*/__init__.py")} for place in (ROOT, ROOT / "trainer"))
+    assert outer == {package for package in ALLOWED if "." not in package} | {"cli"}
+    assert inner == INNER
 
 
 def test_no_file_name_is_used_twice() -> None:
@@ -152,7 +177,7 @@ def test_the_core_is_written_for_python_3_10(path: Path) -> None:
 
 
 def test_command_line_and_recipes_start_without_heavy_imports() -> None:
-    light = [path for package in ("cli", "config", "planning") for path in package_files(package)]
+    light = [path for package in ("cli", "trainer.config", "trainer.planning") for path in package_files(package)]
     for path in [*light, ROOT / "errors.py", ROOT / "__init__.py"]:
         heavy = {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)} at the top"

@@ -153,16 +153,14 @@ def train(
         cleanup.callback(trainer.source.close)
         if resume:
             snapshot.resume(trainer)
-        trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
+        first = trainer.step + 1
+        trainer.sinks = open_sinks(config.log, run.path, first_step=first) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
         if run.writes:
-            command, size = command or provenance.command(), current_ranks().size
-            cleanup.enter_context(
-                provenance.record_start(
-                    run, config.engine.type, command, started, first_step=trainer.step + 1, ranks=size
-                )
-            )
+            text, ranks = command or provenance.command(), current_ranks().size
+            start = provenance.record_start(run, config.engine.type, text, started, first_step=first, ranks=ranks)
+            cleanup.enter_context(start)
         equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)
         _survey_prompts(trainer)
