@@ -1,4 +1,4 @@
-"""Peak memory of a training rank, measured beside computed (`trimtab.trainer.planning.estimates`).
+"""Peak memory of a training rank, measured beside computed (`trimtab.trainer.memory`).
 
     .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
     .venv/bin/python benchmarks/memory.py --models laboratory
@@ -81,7 +81,7 @@ class Saved:
         return tensor
 
 
-def measure(case: Case) -> dict[str, float]:
+def measure(case: Case) -> dict[str, Any]:
     """One case, in this process."""
     import numpy as np
     import torch
@@ -122,12 +122,11 @@ def measure(case: Case) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {"peak": resident(peak=True) - before, "kept": saved.most}
+    return {"peak": resident(peak=True) - before, "kept": saved.most, "computed": computed(case, model.config)}
 
 
-def computed(case: Case) -> dict[str, float]:
-    from trimtab.trainer.planning.estimates import Rank, rank_memory
-    from trimtab.trainer.planning.inputs import find_shape
+def computed(case: Case, config: Any) -> dict[str, float]:
+    from trimtab.trainer.memory import Rank, Shape, rank_memory
 
     rank = Rank(
         ranks=1,
@@ -140,22 +139,34 @@ def computed(case: Case) -> dict[str, float]:
         recompute=case.recompute,
         cpu=True,
     )
-    return rank_memory(find_shape(case.model), rank)
+    return rank_memory(Shape.of(config), rank)
 
 
-LARGE = (("qwen2.5-7b", 8), ("qwen2.5-32b", 64))
+# Name, ranks, layers, hidden, heads, key-value heads, inner: config.json of each on huggingface.co.
+LARGE = (("Qwen2.5-7B", 8, 28, 3584, 28, 4, 18944), ("Qwen2.5-32B", 64, 64, 5120, 40, 8, 27648))
 
 
 def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
-    from trimtab.trainer.planning.estimates import Rank, rank_memory
-    from trimtab.trainer.planning.inputs import find_shape
+    from transformers import AutoConfig
+
+    from trimtab.trainer.memory import Rank, Shape, rank_memory
 
     header = None
-    for model, ranks in LARGE:
+    for model, ranks, layers, hidden, heads, kv, inner in LARGE:
+        config = AutoConfig.for_model(
+            "qwen2",
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            intermediate_size=inner,
+            vocab_size=152064,
+            tie_word_embeddings=False,
+        )
         for response in (2048, 8192, 16384, 32768):
             rank = Rank(ranks, 512 + response, response, 1, 512, response, recompute=True)
-            parts = rank_memory(find_shape(model), rank)
+            parts = rank_memory(Shape.of(config), rank)
             if header is None:
                 header = ["model", "ranks", "response", *parts, "all"]
                 print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
@@ -163,7 +174,7 @@ def large() -> None:
             print(f"| {model} | {ranks} | {response} | {numbers} |")
 
 
-def in_a_process(case: Case) -> dict[str, float]:
+def in_a_process(case: Case) -> dict[str, Any]:
     call = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
     done = subprocess.run(call, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False)
     if done.returncode:
@@ -190,7 +201,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     ratios = []
     for case in [case for case in CASES if case.model in arguments.models][: arguments.count]:
-        result, parts = in_a_process(case), computed(case)
+        result = in_a_process(case)
+        parts = result["computed"]
         total = sum(parts.values())
         ratios.append(total / result["peak"])
         print(

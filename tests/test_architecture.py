@@ -56,7 +56,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
     "trainer.models": set(),
-    "trainer.planning": {"trainer.config", "runs"},
     "trainer.rewards": {"trainer.sandbox"},
     "trainer.rollout": {
         *(f"trainer.{part}" for part in ("config", "engines", "environments", "rewards", "tasks", "seeds")),
@@ -100,7 +99,11 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write absolute imports"
             module = node.module or ""
-            result |= {f"{module}.{alias.name}" for alias in node.names} if module in ("trimtab", "trimtab.trainer") else {module}
+            result |= (
+                {f"{module}.{alias.name}" for alias in node.names}
+                if module in ("trimtab", "trimtab.trainer")
+                else {module}
+            )
     return result
 
 
@@ -177,7 +180,7 @@ def test_the_core_is_written_for_python_3_10(path: Path) -> None:
 
 
 def test_command_line_and_recipes_start_without_heavy_imports() -> None:
-    light = [path for package in ("cli", "trainer.config", "trainer.planning") for path in package_files(package)]
+    light = [path for package in ("cli", "trainer.config") for path in package_files(package)]
     for path in [*light, ROOT / "errors.py", ROOT / "__init__.py"]:
         heavy = {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)} at the top"

@@ -127,7 +127,6 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
         ["recipes"],
         ["show", "quickstart"],
         ["explain", "token-tis"],
-        ["plan", "--model", "qwen2.5-7b", "--gpus", "8"],
     ]
     refused = [
         ["train", "quickstart"],

@@ -54,7 +54,6 @@ COMMANDS = {
     "diagnose-run": "trimtab diagnose runs/token-tis --json --out diagnosis-run.html",
     "report": "trimtab report runs/token-tis --json",
     "compared": "trimtab report runs/token-tis runs/dapo --json",
-    "plan": "trimtab plan --model qwen2.5-7b --gpus 8 --json",
 }
 # Files of a checkpoint with the state of unseeded generators, on which no result depends.
 UNSEEDED = ("random", "meta", "manifest")

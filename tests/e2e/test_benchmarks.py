@@ -95,7 +95,6 @@ ROWS = {
     "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),
     "overlap": Row("--rounds 1 --steps 12 --prompts 2 --samples 2", "share of the ideal"),
     "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),
-    "plan": Row("--steps 5 --only slow-engine", "predicted / measured"),
     "preflight_matrix": Row(
         "--model laboratory --samplers embedded-invariant --lengths 8 --prompts 2",
         r"embedded-invariant \| 8 \| 16 \| 0.0e\+00 \| 0.0e\+00 \| 0.0e\+00",

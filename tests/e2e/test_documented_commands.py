@@ -132,8 +132,6 @@ PLANS = {
     "trimtab doctor --bitwise": Plan("laboratory", code=1, says="native numerics promise no equal bits"),
     "trimtab doctor --bitwise true-on-policy": Plan("--set model.path=$TINY", says="numerics"),
     "trimtab preflight laboratory": Plan(says="fit to train"),
-    "trimtab plan --model qwen2.5-7b --gpus 8": Plan(says="seconds"),
-    "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384": Plan(says="seconds"),
 }
 INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).

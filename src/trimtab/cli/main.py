@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, preflight, report, starting, train
+from trimtab.cli import compare, describe, diagnose, doctor, evaluate, preflight, report, starting, train
 from trimtab.cli.output import echo
 from trimtab.errors import Stopped, TrimtabError, TrimtabWarning, without_credentials
 from trimtab.plugins import only_named
@@ -93,7 +93,7 @@ def _root(
             )
 
 
-for module in (train, describe, evaluate, diagnose, preflight, report, compare, plan, doctor):
+for module in (train, describe, evaluate, diagnose, preflight, report, compare, doctor):
     module.register(app)
 
 

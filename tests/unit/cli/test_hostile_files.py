@@ -23,10 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path, before = tmp_path_factory.mktemp("hostile"), Path.cwd()
     os.chdir(path)
     os.symlink("loop", "loop")
-    for suffix in ("", ".toml", ".jsonl", ".json", ".parquet", ".csv"):
+    for suffix in ("", ".toml", ".jsonl", ".parquet", ".csv"):
         os.mkfifo(f"pipe{suffix}")
         os.symlink(f"link{suffix}", f"link{suffix}")
-    Path("deep.json").write_text(DEEP)
     Path("deep.toml").write_text(f"a = {DEEP}")
     Path("tables.toml").write_text("a = " + "{a = " * 100_000 + "1" + "}" * 100_000)
     for number in range(600):
@@ -79,8 +78,6 @@ def run_folder(path: Path, **files: str | None) -> None:
         ("show deep.toml", "deep.toml: not valid TOML: values are nested too deeply"),
         ("show tables.toml", "tables.toml: not valid TOML: values are nested too deeply"),
         ("show chain0.toml", "chain0.toml: its values, or the recipes it is based on, are nested too deeply"),
-        ("plan --model pipe.json --gpus 2", "cannot read pipe.json: it is not a regular file"),
-        ("plan --model deep.json --gpus 2", "deep.json is not JSON"),
         ("eval laboratory --task file:path=pipe.jsonl,holdout=1", "cannot read pipe.jsonl: it is not a regular file"),
         ("eval laboratory --task file:path=pipe.parquet,holdout=1", "cannot read pipe.parquet: it is not a regular"),
     ],

@@ -27,7 +27,6 @@ COMMANDS = (
     "doctor",
     "diagnose",
     "compare",
-    "plan",
     "preflight",
 )
 
@@ -51,7 +50,6 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     program = (
         "import sys; from trimtab.cli.main import run; "
         "assert run(['--help']) == run(['train', '--help']) == run(['recipes']) == run(['show', 'quickstart']) == 0; "
-        "assert run(['plan', '--model', 'qwen2.5-7b', '--gpus', '8']) == 0; "
         "heavy = {'torch', 'transformers', 'matplotlib', 'pyarrow', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy"
     )

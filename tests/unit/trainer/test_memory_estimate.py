@@ -1,4 +1,4 @@
-"""Memory of a training rank: constants of the code it describes, hand numbers, what sharding changes, what is kept."""
+"""Memory of a training rank: sizes of models, hand numbers, what sharding changes, and what autograd keeps."""
 
 from __future__ import annotations
 
@@ -10,24 +10,46 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trimtab.trainer.models import fused_head, packed_attention
+from trimtab.trainer.memory import Rank, Shape, host_memory, layer_activations, rank_memory
+from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.planning import estimates
-from trimtab.trainer.planning.estimates import Rank, host_memory, layer_activations, rank_memory
-from trimtab.trainer.planning.inputs import SHAPES, Shape
 
-TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
+TINY = Shape(
+    layers=2, hidden=4, heads=2, queries=4, keys=2, inner=8, vocabulary=10, layer=152, parameters=348, tied=True
+)
 ROWS, PROMPT, RESPONSE = 24, 16, 41
-SMALL = Shape("small", 3, 96, 6, 2, 16, 256, 300, tied=False)
+SMALL = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "tie_word_embeddings": False,
+}
+SEVEN = AutoConfig.for_model(
+    "qwen2",
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
 ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
-def test_the_constants_are_those_of_the_code() -> None:
-    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == estimates.HEAD_TILE
-    ours = (estimates.BLOCK_SCORES, estimates.BLOCK_QUERIES, estimates.MAX_SAVED_SCORES)
-    assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
-    assert estimates.KEPT_LOGITS == fused_head.KEPT_LOGITS
-    assert packed_attention.ACCELERATED == fused_head.ACCELERATED**2 == estimates.ACCELERATED
+def test_a_configuration_gives_the_sizes_of_its_model() -> None:
+    seven = Shape.of(SEVEN)
+    assert seven == Shape(28, 3584, 28, 3584, 512, 18944, 152064, seven.layer, 7_615_616_512, tied=False)
+    # Queries, keys, values with biases, the output, three matrices of the network, two norms.
+    assert seven.layer == 3584 * (2 * 3584 + 2 * 512 + 3 * 18944 + 2) + 3584 + 2 * 512
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    shape = Shape.of(AutoConfig.for_model("qwen3_moe", **SMALL, **mixture))
+    assert (shape.inner, shape.qk_norm) == (2 * 24, True)
+    assert shape.layer == 96 * (4 * 6 * 16 - 2 * 4 * 16) + 2 * 16 + 4 * 3 * 96 * 24 + 4 * 96 + 2 * 96
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:
@@ -62,7 +84,7 @@ def test_checkpointing_keeps_one_input_for_each_layer() -> None:
 
 
 def test_ranks_share_weights_but_not_activations() -> None:
-    shape = SHAPES["qwen2.5-7b"]
+    shape = Shape.of(SEVEN)
     two, four = (rank_memory(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
     for term in ("weights", "gradients", "optimizer"):
         assert two[term] == 2 * four[term]
@@ -105,7 +127,7 @@ def test_blocks_are_larger_on_an_accelerator() -> None:
 
 
 def test_attention_of_long_rows_grows_with_their_length() -> None:
-    shape = SHAPES["qwen2.5-7b"]
+    shape = Shape.of(SEVEN)
     once, twice = (rank_memory(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
     # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
     assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
@@ -114,24 +136,14 @@ def test_attention_of_long_rows_grows_with_their_length() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_everything_grows_with_the_row(recompute: bool) -> None:
-    shape = SHAPES["qwen2.5-7b"]
+    shape = Shape.of(SEVEN)
     rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
     totals = [sum(rank_memory(shape, rank).values()) for rank in rows]
     assert totals == sorted(totals)
 
 
 def model(kind: str) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        kind,
-        hidden_size=SMALL.hidden,
-        intermediate_size=SMALL.intermediate,
-        num_hidden_layers=SMALL.layers,
-        num_attention_heads=SMALL.heads,
-        num_key_value_heads=SMALL.kv,
-        head_dim=SMALL.size,
-        vocab_size=SMALL.vocabulary,
-        tie_word_embeddings=False,
-    )
+    config = AutoConfig.for_model(kind, **SMALL)
     config._attn_implementation = packed_attention.PACKED_IMPLEMENTATION
     return AutoModelForCausalLM.from_config(config).train()
 
@@ -140,8 +152,8 @@ def kept(model: PreTrainedModel) -> int:
     """Bytes of every storage saved in a forward, parameters not counted."""
     numbers = np.random.default_rng(0)
     batch = TokenBatch.pack(
-        [numbers.integers(SMALL.vocabulary, size=PROMPT)],
-        list(numbers.integers(SMALL.vocabulary, size=(ROWS, RESPONSE))),
+        [numbers.integers(SMALL["vocab_size"], size=PROMPT)],
+        list(numbers.integers(SMALL["vocab_size"], size=(ROWS, RESPONSE))),
         [0] * ROWS,
         pad_id=0,
     )
@@ -160,10 +172,10 @@ def kept(model: PreTrainedModel) -> int:
     return sum(storage.nbytes() for storage in result.values())
 
 
-@pytest.mark.parametrize(("kind", "norm"), [("llama", False), ("qwen2", False), ("qwen3", True)])
-def test_the_formula_counts_what_autograd_saves(kind: str, norm: bool) -> None:
-    shape = replace(SMALL, qk_norm=norm, qkv_bias=kind == "qwen2")
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_formula_counts_what_autograd_saves(kind: str) -> None:
     # A response's last token predicts nothing and is not run.
     rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
-    computed = rank_memory(shape, rank)
-    assert computed["kept"] + computed["copies"] == pytest.approx(kept(model(kind)), rel=0.03)
+    built = model(kind)
+    computed = rank_memory(Shape.of(built.config), rank)
+    assert computed["kept"] + computed["copies"] == pytest.approx(kept(built), rel=0.03)

@@ -1,0 +1,186 @@
+"""The memory of a training rank at the peak of an update, estimated term by term, in bytes.
+
+    weights, gradients, optimizer    P x (1 + 1 + 2) x master bytes, over the ranks
+    copies                           weights in the dtype of the products: all layers on one rank; when sharded, two
+                                     layers, the gradient of one, and all weights outside of the layers
+    kept                             activations kept for the backward; with checkpointing, one input for each layer
+    layer                            one layer during its backward
+    attention                        one block of scores and its mask: some queries of a long row, or several short rows
+    head                             hidden states, tiles of logits, and the dense gradient of the head
+
+docs/scale.md derives the terms, and `benchmarks/memory.py` compares them with measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from trimtab.trainer.models import fused_head, packed_attention
+from trimtab.trainer.models.architecture import decoder_stack
+from trimtab.trainer.models.fused_head import KEPT_LOGITS, TILE_TOKENS, TILE_VOCABULARY
+from trimtab.trainer.models.packed_attention import BLOCK_QUERIES, BLOCK_SCORES, MAX_SAVED_SCORES
+
+FLOAT32 = 4  # bytes of a value
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a decoder: gated feed-forward network, grouped-query attention, RMS norms.
+
+    queries, keys: channels of all query heads and of all key heads; the values have as many as the keys. inner: width
+    of a feed-forward network, in a mixture of all experts that see a token. layer: parameters of one layer. parameters:
+    those of the whole model. qk_norm: whether queries and keys are normalized. tied: whether the head is the embedding.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    queries: int
+    keys: int
+    inner: int
+    vocabulary: int
+    layer: int
+    parameters: int
+    tied: bool
+    qk_norm: bool = False
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Shape:
+        """Returns the sizes of the model of a transformers configuration; its weights are counted, not made.
+
+        Raises `TrimtabError` for a model that is no decoder.
+        """
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layers = decoder_stack(model).layers
+        config = config.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        inner = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+        return cls(
+            layers=len(layers),
+            hidden=config.hidden_size,
+            heads=heads,
+            queries=heads * size,
+            keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            inner=next(filter(None, inner), 4 * config.hidden_size)
+            * (getattr(config, "num_experts_per_tok", None) or 1),
+            vocabulary=config.vocab_size,
+            layer=max(map(_parameters, layers)),
+            parameters=_parameters(model),
+            tied=config.tie_word_embeddings,
+            qk_norm=hasattr(layers[0], "self_attn") and hasattr(layers[0].self_attn, "q_norm"),
+        )
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and as many of the head."""
+        return self.vocabulary * self.hidden
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The sharding and the micro-batch of one training process.
+
+    tokens: tokens run through the layers. scored: response tokens, run through the head. prompt, response: lengths of
+    the longest row. rows: responses in the micro-batch. master: bytes per value of weights, gradients and optimizer
+    state. compute: bytes per value in products. recompute: gradient checkpointing. offload: optimizer in CPU memory.
+    cpu: whether it computes on a CPU, in smaller blocks.
+    """
+
+    ranks: int
+    tokens: int
+    scored: int
+    rows: int
+    prompt: int
+    response: int
+    master: int = 4
+    compute: int = 2
+    recompute: bool = False
+    offload: bool = False
+    cpu: bool = False
+
+
+def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
+    """Returns the bytes on the device at the peak of an update, by term."""
+    compute, hidden = rank.compute, shape.hidden
+    shard = 0.0 if rank.offload else shape.parameters * rank.master / rank.ranks
+    layer = layer_activations(shape, rank) * rank.tokens
+    # The last residual, its norm, and the output of that norm.
+    last = 3 * FLOAT32 * hidden * rank.tokens
+    if rank.recompute:
+        kept = shape.layers * FLOAT32 * hidden * rank.tokens + last
+    else:
+        scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
+        kept = shape.layers * (layer + (scores * compute if scores <= MAX_SAVED_SCORES else 0.0)) + last
+    logits = rank.scored * shape.vocabulary * compute
+    kept += logits if logits <= KEPT_LOGITS else 0.0
+    # Gradients in the widest part of a layer, and with checkpointing its activations.
+    gradients = (3 * compute * shape.inner + 3 * FLOAT32 * hidden) * rank.tokens
+    # Hidden states and their gradient in float32 and in the dtype of the products.
+    states = rank.scored * hidden * (2 * FLOAT32 + 2 * compute)
+    # Both sides of a tile are larger on an accelerator.
+    tile = TILE_TOKENS * TILE_VOCABULARY * (1 if rank.cpu else fused_head.ACCELERATED**2)
+    return {
+        "weights": shard,
+        "gradients": shard,
+        "optimizer": 2 * shard,
+        "copies": _copies(shape, rank),
+        "kept": kept,
+        "layer": gradients + (layer if rank.recompute else 0.0),
+        "attention": _attention(shape, rank),
+        "head": states + 3 * tile * FLOAT32 + shape.embedding * rank.master,
+    }
+
+
+def host_memory(shape: Shape, rank: Rank) -> float:
+    """Returns the bytes of CPU memory of all ranks: two weight updates in transfer, and offloaded state."""
+    return shape.parameters * rank.master * (2 + 4 * rank.offload)
+
+
+def layer_activations(shape: Shape, rank: Rank) -> float:
+    """Returns the bytes per token that a layer keeps for its backward."""
+    # The residual before attention and before the feed-forward network, and the norms of both.
+    residuals = 4 * FLOAT32 * shape.hidden
+    # Autocast makes a rounded copy of the input of every product: queries, keys, values, gate and up. In float32 the
+    # CPU kernels make a padded copy instead.
+    inputs = 5 * rank.compute * shape.hidden
+    attention = rank.compute * (2 * shape.queries + 2 * shape.keys)
+    if shape.qk_norm:
+        attention += (2 * FLOAT32) * (shape.queries + shape.keys)
+    return residuals + inputs + attention + 4 * rank.compute * shape.inner
+
+
+def _copies(shape: Shape, rank: Rank) -> float:
+    if rank.ranks == 1:
+        return 0.0 if rank.compute == rank.master else shape.layers * shape.layer * rank.compute
+    # The current and the next layer, gathered; the full gradient of one layer, and its copy during reduce-scatter.
+    layers = 2 * shape.layer * rank.compute + shape.layer * (rank.compute + FLOAT32)
+    # Embedding and head are not sharded and keep the master dtype; the gradient of the head is counted as its own term.
+    outside = shape.embedding * (1 if shape.tied else 2)
+    return layers + (2 * outside - shape.embedding) * rank.master
+
+
+def _attention(shape: Shape, rank: Rank) -> float:
+    keys = rank.prompt + rank.response
+    row_scores, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
+    size = BLOCK_SCORES * (1 if rank.cpu else packed_attention.ACCELERATED)
+    is_split = row_scores > size and rank.response > BLOCK_QUERIES
+    if is_split:
+        block = shape.heads * keys * max(BLOCK_QUERIES, size // (shape.heads * keys))
+    else:
+        block = max(row_scores, min(size, rank.rows * row_scores))
+    # Masks are kept for all layers, or computed per block from positions.
+    mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
+    # The gradient of keys and values, accumulated over the blocks of a row.
+    gradient_sums = 2 * rank.rows * keys * shape.keys * FLOAT32 if is_split else 0.0
+    # Backward of a block: scores, probabilities and the gradients of both in float32, and rounded probabilities.
+    return block * (4 * FLOAT32 + rank.compute) + mask + gradient_sums

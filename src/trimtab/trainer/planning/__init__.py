@@ -1,1 +1,0 @@
-"""Predicts time, memory and lag of a run from model shapes, device peaks and stated assumptions. Needs no torch."""
