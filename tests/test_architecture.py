@@ -37,7 +37,6 @@ ALLOWED: dict[str, set[str]] = {
         *(f"trainer.{part}" for part in ("models", "rewards", "rollout", "seeds", "tasks")),
         *("corrections", "objectives", "runs"),
     },
-    "trainer.bitwise": {"trainer.engines", "trainer.models"},
     "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
     "trainer.cluster": {
         *(f"trainer.{part}" for part in ("config", "engines", "models", "rewards", "sandbox", "tasks")),

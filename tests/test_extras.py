@@ -135,7 +135,6 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
         ["eval", run],
         ["compare"],
         ["compare", "--advise", run],
-        ["doctor", "--bitwise"],
     ]
     done = run_installed(TYPED.format(commands=[*works, *refused]), "diagnose")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -129,8 +129,6 @@ PLANS = {
         needs=("runs/mine",), leaves=("my-model/model.safetensors", "my-model/tokenizer.json")
     ),
     "trimtab doctor": Plan(says="torch"),
-    "trimtab doctor --bitwise": Plan("laboratory", code=1, says="native numerics promise no equal bits"),
-    "trimtab doctor --bitwise true-on-policy": Plan("--set model.path=$TINY", says="numerics"),
     "trimtab preflight laboratory": Plan(says="fit to train"),
 }
 INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py

@@ -98,7 +98,7 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         engine._model.model.layers[1].input_layernorm.__class__ = LlamaRMSNorm
         return [engine]
 
-    with pytest.raises(TrimtabError, match=r"log-probs are not the sampler's bit for bit .* doctor --bitwise"):
+    with pytest.raises(TrimtabError, match="log-probs are not the sampler's bit for bit"):
         run(tmp_path / "run", INVARIANT, backends=Backends(engines=engines))
 
 

@@ -12,13 +12,11 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from trimtab.cli import doctor_bitwise
-from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
-from trimtab.errors import TrimtabError, install_hint
+from trimtab.cli.output import Json, echo, print_json, usable_cores
+from trimtab.errors import install_hint
 from trimtab.findings import Finding, Status
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
@@ -43,33 +41,11 @@ MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold], [bold]trimtab doctor --bitwise[/bold]")(doctor)
+    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold]")(doctor)
 
 
-def doctor(
-    what: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Recipe or model that --bitwise runs.", show_default=False)
-    ] = None,
-    bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="Find the first operation whose bits differ between sampler and trainer.")
-    ] = False,
-    pair: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="With --bitwise: compare your own two modules instead."),
-    ] = None,
-    sets: Sets = None,
-    as_json: Json = False,
-) -> None:
-    """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing.
-
-    With --bitwise: run a recipe's model as the sampler does and as the trainer does, and compare every operation.
-    Exit code 1 where bits differ.
-    """
-    if bitwise:
-        doctor_bitwise.run(what, pair, sets or (), as_json)
-        return
-    if what is not None or pair is not None or sets:
-        raise TrimtabError("a recipe, --pair and --set are for --bitwise: add it")
+def doctor(as_json: Json = False) -> None:
+    """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
     checks = [
         Finding("ok", "trimtab", importlib.metadata.version("trimtab")),
         Finding("ok", "python", platform.python_version()),

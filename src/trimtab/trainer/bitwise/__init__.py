@@ -1,1 +1,0 @@
-"""Finds the first operation whose bits differ between sampler and trainer."""
