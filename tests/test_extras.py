@@ -134,7 +134,6 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
         ["export", run, str(tmp_path / "model")],
         ["eval", run],
         ["compare"],
-        ["compare", "--advise", run],
     ]
     done = run_installed(TYPED.format(commands=[*works, *refused]), "diagnose")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -154,26 +154,6 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(tm
     assert status == {"dapo": "done", methods[1]: "failed", methods[2]: "diverged"}
 
 
-def test_the_mismatch_of_a_run_is_reproduced_and_methods_are_ranked_at_it(whole: Path, tmp_path: Path) -> None:
-    source = whole / "stale-32+int3/dapo/seed0"
-    few = ("--methods", "dapo", "token-tis", "--seeds", "1", *TINY, "--json")
-    done = run(tmp_path / "out", "--advise", str(source), *few)
-    assert done.returncode == 0, done.stderr
-    values = json.loads(done.stdout)
-    advice = values["advice"]
-    assert {row["method"] for row in values["scores"]} == {"dapo", "token-tis"}
-    best = min(advice["matches"], key=lambda item: abs(item["k3"] - advice["target"]["k3"]))
-    assert best["quality"] == "close"
-    assert 1 / 1.5 < best["k3"] / advice["target"]["k3"] < 1.5
-    page = (tmp_path / "out/report.html").read_text()
-    assert "times the run" in page
-    recommendation = values["recommendation"]
-    assert recommendation["method"] in ("dapo", "token-tis", None)
-    assert recommendation["text"].startswith(("Recommended: ", "No method learns "))
-    again = run(tmp_path / "out", "--advise", str(source), *few[:-1])
-    assert again.stdout.rstrip().endswith(recommendation["text"]), "the last line, and the same without training again"
-
-
 def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     out = tmp_path / "stale"
     sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8", "compare.seeds=[0]", "compare.workers=1"]

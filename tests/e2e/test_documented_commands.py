@@ -123,7 +123,6 @@ PLANS = {
     "trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3": Plan(
         GRID, leaves=("runs/compare/report.html",)
     ),
-    "trimtab compare --advise runs/mine": Plan(TWO, needs=("runs/mine",), leaves=("runs/advise/report.html",)),
     "trimtab export runs/icepop model/": Plan(needs=("icepop",), leaves=("model/model.safetensors",)),
     "trimtab export runs/mine my-model": Plan(
         needs=("runs/mine",), leaves=("my-model/model.safetensors", "my-model/tokenizer.json")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from trimtab.cli.diagnose import Columns, parse_columns
 from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
     from trimtab.report.comparison_table import ComparisonTable
     from trimtab.runs.summary import RunSummary
     from trimtab.trainer.lab.experiment import ExperimentPlan
-    from trimtab.trainer.lab.regimes import Regime
     from trimtab.trainer.lab.tuning import Choice
 
 EXIT_RUNS_FAILED = 1
-ADVICE_SEEDS = 3
 
 
 class MultiValueCommand(TyperCommand):
@@ -82,13 +79,10 @@ def register(app: typer.Typer) -> None:
 def compare(
     methods: Methods = None,
     regimes: Regimes = None,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5, with --advise 3.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Where runs and results go. Default: runs/compare or runs/advise."),
-    ] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5.")] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where runs and results go.")] = Path(
+        "runs/compare"
+    ),
     model: Annotated[
         str | None,
         typer.Option(
@@ -102,12 +96,7 @@ def compare(
         int | None, typer.Option("--workers", min=1, help="Runs at a time, one thread each. Default: all cores.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
-    advise: Annotated[
-        Path | None,
-        typer.Option("--advise", metavar="RUN", help="Rank methods at the mismatch of this run or trajectory file."),
-    ] = None,
     tune: Tune = None,
-    columns: Columns = None,
     page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -121,29 +110,14 @@ def compare(
 
     if page is not None and not page.absolute().parent.is_dir():
         raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
-    if advise is not None and (regimes or model):
-        raise TrimtabError("--advise finds the regime for the laboratory model: leave --regimes and --model out")
-    if advise is not None and tune:
-        raise TrimtabError("--advise trains published settings: leave --tune out")
-    if advise is None and columns:
-        raise TrimtabError("--columns names columns of the file that --advise reads: leave it out")
-    if advise is None:
-        chosen, advice = [regime(name) for name in regimes or lab.REGIMES], None
-    else:
-        lab.plan_experiment(
-            methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ()
-        )  # before the probes
-        advice = _advice(advise, parse_columns(columns or []), as_json)
-        chosen = advice.regimes
-    folder = out or Path("runs/compare" if advise is None else "runs/advise")
-    count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
-    plan = lab.plan_experiment(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
+    chosen = [regime(name) for name in regimes or lab.REGIMES]
+    plan = lab.plan_experiment(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
     train = partial(_train, workers=workers or usable_cores(), keep=keep, as_json=as_json)
     tuned = None
     if tune is not None:
-        plan, tuned = _tune(plan, tune, folder, train, model, sets or ())
-    train(plan, folder)
-    _show(plan, folder, page, as_json, advice, tuned)
+        plan, tuned = _tune(plan, tune, out, train, model, sets or ())
+    train(plan, out)
+    _show(plan, out, page, as_json, tuned)
 
 
 @dataclass(frozen=True)
@@ -171,38 +145,6 @@ def _tune(
     return tuning.plan_comparison(plan, choices, out, model=model, sets=sets), Tuned(choices, lines)
 
 
-@dataclass(frozen=True)
-class Advice:
-    """The regimes closest to a run, lines that describe them, a reservation, and the values for `--json`."""
-
-    regimes: list[Regime]
-    lines: list[str]
-    caution: str
-    values: dict[str, Any]
-
-
-def _advice(run: Path, columns: dict[str, str], as_json: bool) -> Advice:
-    from trimtab.cli import advise
-    from trimtab.trainer.lab.match import match_mismatch
-
-    measured = advise.measure(run, columns)
-    run_lines = advise.describe_run(run, measured)
-
-    def print_line(line: str) -> None:
-        echo(line, err=as_json)
-
-    for line in (*run_lines, advise.SEARCH_MESSAGE):
-        print_line(line)
-    match = match_mismatch(
-        measured.level, measured.kinds, lambda candidate: print_line(advise.describe_probe(candidate))
-    )
-    match_lines = advise.describe_match(match, measured.length)
-    for line in match_lines:
-        print_line(line)
-    regimes, caution = [item.regime for item in match.chosen], advise.caution(match, measured)
-    return Advice(regimes, run_lines + match_lines, caution, advise.as_dict(match, measured))
-
-
 def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
     from trimtab.cli.display import show_runs
     from trimtab.trainer.lab.runner import run_experiment
@@ -214,45 +156,32 @@ def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
-def _show(
-    plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None, tuned: Tuned | None
-) -> None:
-    from trimtab.report.comparison_table import Recommendation, by_accuracy, legend, markdown, recommend, summarize
+def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tuned: Tuned | None) -> None:
+    from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
     from trimtab.report.figure_files import accuracy_figure, write_figures
     from trimtab.runs.summary import read_table
 
-    grid, order, verdict = summarize(read_table(out)), None, None
-    page_texts: dict[str, Any] = {}
-    if advice is not None:
-        order, recommended = by_accuracy(grid), recommend(grid)
-        verdict = Recommendation(recommended.method, " ".join(filter(None, [recommended.text, advice.caution])))
-        page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
-    if tuned is not None:
-        page_texts = {"notes": tuned.lines}
-    report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
-    figures = write_figures(lambda: accuracy_figure(grid, order or grid.methods), out / "accuracy")
-    text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
+    grid = summarize(read_table(out))
+    report = write_experiment_page(grid, out / "report.html", notes=() if tuned is None else tuned.lines)
+    figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
+    text = f"{markdown(grid)}\n\n{legend(grid)}\n"
     if tuned is not None:
         text += "\n" + "".join(f"- {line}\n" for line in tuned.lines)
     if page is not None:
         try:
-            page.write_text(text if verdict is None else f"{verdict.text}\n\n{text}")
+            page.write_text(text)
         except OSError as error:
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
-        recommendation = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
         settings = {} if tuned is None else {"tuned": [_choice(choice) for choice in tuned.choices]}
-        values = {} if advice is None else {"advice": advice.values}
-        print_json(_json(grid, out, report) | {"figures": figures} | values | recommendation | settings)
+        print_json(_json(grid, out, report) | {"figures": figures} | settings)
     else:
         echo(text)
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")
-        if verdict is not None:
-            echo(f"\n{verdict.text}")
     for line in failed:
         echo(f"failed: {line}", err=True)
     if failed:

@@ -1,4 +1,4 @@
-"""The table of an experiment (methods x regimes x seeds): means, intervals, ranks, and the recommended method."""
+"""The table of an experiment (methods x regimes x seeds): means, intervals and ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from trimtab.intervals import (
-    SEPARABLE_FROM,
     STUDENT_FROM,
     UNBOUNDED,
     SeedMean,
@@ -145,14 +144,11 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) 
     return seed_interval(values, limits) or SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
-def markdown(table: ComparisonTable, methods: Sequence[str] | None = None) -> str:
-    """Returns a Markdown table, methods x regimes: mean [interval], rank, `†` where most runs collapsed.
-
-    `methods` gives the order of the rows.
-    """
+def markdown(table: ComparisonTable) -> str:
+    """Returns a Markdown table, methods x regimes: mean [interval], rank, `†` where most runs collapsed."""
     head = ["method", *map(markdown_text, table.regimes)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for method in methods or table.methods:
+    for method in table.methods:
         cells = [cell_text(table, method, regime) for regime in table.regimes]
         lines.append(f"| {' | '.join([code_span(method, in_table=True), *cells])} |")
     return "\n".join(lines)
@@ -188,68 +184,3 @@ def _power_text(table: ComparisonTable) -> str:
         if known:
             texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
     return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """The recommended method and the reason; `method` is None if none can be recommended."""
-
-    method: str | None
-    text: str
-
-
-def by_accuracy(table: ComparisonTable) -> list[str]:
-    """Returns the methods by mean accuracy over the regimes, highest first; those not trained in every regime last."""
-    return sorted(table.methods, key=lambda method: (not _is_complete(table, method), -_mean(table, method)))
-
-
-def recommend(table: ComparisonTable) -> Recommendation:
-    """Recommends the method with the highest mean accuracy, and names those the seeds cannot distinguish from it."""
-    complete = [method for method in by_accuracy(table) if _is_complete(table, method)]
-    if not complete:
-        return Recommendation(None, "No recommendation: no method was trained in every regime.")
-    best, mean = complete[0], _mean(table, complete[0])
-    before = "" if table.before is None else f" ({table.before:.3f} before)"
-    where = "" if len(table.regimes) == 1 else f", the mean over {' and '.join(table.regimes)}"
-    result = f"{mean:.3f} held-out accuracy{before}{where}"
-    if any(table.scores[best, regime].collapsed_mostly for regime in table.regimes) or (table.before or 0.0) >= mean:
-        return Recommendation(
-            None,
-            f"No method learns at this mismatch: {best}, the best of {len(complete)}, ends at {result}. Lower the "
-            "mismatch first (trimtab diagnose).",
-        )
-    return Recommendation(best, f"Recommended: {best}, with {result}. {_margin_text(table, complete)}")
-
-
-def _margin_text(table: ComparisonTable, complete: Sequence[str]) -> str:
-    """Returns sentences on how sure the lead of the first method is."""
-    best, *others = complete
-    if not others:
-        return "It is the only method that was trained."
-    seeds = min(len(table.scores[best, regime].values) for regime in table.regimes)
-    may_be_best = _may_be_best({method: _by_seed(table, method) for method in complete}, best)
-    ties = [method for method in others if seeds < SEPARABLE_FROM or may_be_best[method]]
-    if ties:
-        lead = f"Seeds: {seeds}, which cannot tell it from {', '.join(ties)}."
-    else:
-        ahead = _mean(table, best) - _mean(table, others[0])
-        lead = f"Seeds: {seeds}, in which it is ahead of all others, of {others[0]} by {ahead:.3f}."
-    more = f" More seeds tell more: the same command with --seeds {STUDENT_FROM} adds them."
-    return lead + (more if seeds < STUDENT_FROM else "")
-
-
-def _by_seed(table: ComparisonTable, method: str) -> dict[int, float]:
-    """Returns the mean accuracy over the regimes by seed, for the seeds that were trained in all of them."""
-    scores = [table.scores[method, regime] for regime in table.regimes]
-    values = [dict(zip(score.seeds, score.values, strict=True)) for score in scores]
-    shared = set(values[0]).intersection(*values[1:])
-    return {seed: sum(by_regime[seed] for by_regime in values) / len(values) for seed in sorted(shared)}
-
-
-def _is_complete(table: ComparisonTable, method: str) -> bool:
-    return all((method, regime) in table.scores for regime in table.regimes)
-
-
-def _mean(table: ComparisonTable, method: str) -> float:
-    means = [table.scores[method, regime].accuracy.mean for regime in table.regimes if (method, regime) in table.scores]
-    return sum(means) / len(means) if means else -1.0

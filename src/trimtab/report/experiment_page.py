@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.pages.numbers import short
-from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table, Verdict
+from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.comparison_figures import MAX_SHARED_FIGURE, accuracy_figures, legend_of
 from trimtab.report.comparison_table import ComparisonTable, MethodScore, cell_text, legend
 from trimtab.runs.atomic import write_output
 
-TITLE = "Methods under controlled mismatch"
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
 CURVES = (
@@ -34,27 +33,15 @@ DETAILS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Title, key and format of the columns of a regime's table, each a mean over seeds."""
 
 
-def write_experiment_page(
-    table: ComparisonTable,
-    path: Path,
-    *,
-    title: str = TITLE,
-    notes: Sequence[str] = (),
-    methods: Sequence[str] | None = None,
-    verdict: str = "",
-) -> Path:
-    """Writes the page and returns `path`.
-
-    `notes` are sentences shown above the table, `verdict` is shown below them. `methods` gives the order of the rows.
-    """
+def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence[str] = ()) -> Path:
+    """Writes the page and returns `path`. `notes` are sentences shown above the table."""
     page = Page(
         kind="Trimtab laboratory",
-        title=title,
+        title="Methods under controlled mismatch",
         description=notes,
         facts=_facts(table),
         sections=[
-            Section("", [Verdict("plain", [("", verdict)])] if verdict else []),
-            Section("Held-out accuracy after training", _scores(table, methods or table.methods)),
+            Section("Held-out accuracy after training", _scores(table)),
             *(Section(regime, _regime(table, regime)) for regime in table.regimes),
         ],
     )
@@ -74,8 +61,8 @@ def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
     return facts if table.before is None else [*facts, ("before training", f"{table.before:.3f}")]
 
 
-def _scores(table: ComparisonTable, methods: Sequence[str]) -> list[Part]:
-    rows = [[method, *(_cell(table, method, regime) for regime in table.regimes)] for method in methods]
+def _scores(table: ComparisonTable) -> list[Part]:
+    rows = [[method, *(_cell(table, method, regime) for regime in table.regimes)] for method in table.methods]
     failed = [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed]
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
