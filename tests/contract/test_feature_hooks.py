@@ -74,10 +74,14 @@ class CountingFeature(Feature):
         return call.micro.with_extras(**{f"from_{call.purpose}": call.purpose})
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
+        assert learner.objective.name == "token-tis"
         assert all(micro.advantage.isfinite().all() for batch in batches for micro in batch)
         self.calls["before_updates"] += 1
         self._probes = step == 2
-        learner.lr_factor = 1.0 / step
+
+    def learning_rate_factor(self) -> float:
+        self.calls["learning_rate_factor"] += 1
+        return 1.0 / self.calls["before_updates"]
 
     def end_update(self) -> None:
         self.calls["end_update"] += 1
@@ -143,6 +147,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
         "scored train": 4,
         "forward probe": 2,  # in the second step
         "scored probe": 2,
+        "learning_rate_factor": 4,
         "end_update": 4,
         "after_updates": 2,
         "counts": 2,

@@ -19,7 +19,7 @@ SMALL = (
     *("sampling.temperature=1.3", "trainer.dynamic_sampling=true"),
 )
 UNUSED = (
-    *("optim.surge.factor=1.5", "engine.vllm.context=7", "engine.vllm.eager=false", "engine.server.concurrency=1"),
+    *("engine.vllm.context=7", "engine.vllm.eager=false", "engine.server.concurrency=1"),
     *("engine.hang_timeout=60.0", "ray.engines=2", "trainer.in_flight=discard", "sharding.offload=true"),
     *("advantage.value_beta=0.5", "sampling.top_logprobs=8"),
 )

@@ -38,10 +38,7 @@ from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gat
 
 @dataclass
 class Learner:
-    """The trained model with its objective and optimizer. `updates` counts completed optimizer updates.
-
-    `lr_factor` scales the scheduled learning rate.
-    """
+    """The trained model with its objective and optimizer. `updates` counts completed optimizer updates."""
 
     config: Config
     model: nn.Module
@@ -53,7 +50,6 @@ class Learner:
     updates: int = 0
     bad_in_a_row: int = 0
     ranks: RankGroup = field(default_factory=current_ranks)
-    lr_factor: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +228,7 @@ class Learner:
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]
         for gradient in gradients:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
-        factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
+        factor = math.prod(feature.learning_rate_factor() for feature in self.features)
         stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         loss = self.ranks.all_reduce_sum(float(loss_sum))

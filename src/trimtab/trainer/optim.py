@@ -1,7 +1,4 @@
-"""AdamW, checks of its updates, their repetition bit for bit, and the learning rate by update, step and length surge.
-
-The step of the surge is the only scheduler state in a checkpoint (`trimtab.trainer.features.length_surge`).
-"""
+"""AdamW, checks of its updates, their repetition bit for bit, and the learning rate by update."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from typing import Any
 import torch
 
 from trimtab.errors import DivergedError
-from trimtab.trainer.config import OptimConfig, SurgeConfig
+from trimtab.trainer.config import OptimConfig
 from trimtab.trainer.models.sharding import local_shard
 from trimtab.trainer.ranks import RankGroup
 
-# `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
-_ROUNDING = 1e-9
 ADVICE = "lower optim.lr or choose a stricter correction"
 
 
@@ -57,34 +52,13 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:
-    """Learning rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`.
-
-    For the `surge` schedule it is constant; multiply it by `surge_share`.
-    """
+    """Learning rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`."""
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
     if config.schedule != "cosine":
         return config.lr
     progress = min(1.0, (update - config.warmup) / max(1, total - config.warmup))
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
-    """Factor of the learning rate for all updates of step `step` (from 1), after a length surge at step `surge`.
-
-    max(floor, 2^-⌊(step - surge) / P⌋) with P = period x surge steps, so that the first halving is at step surge + P
-    (arXiv 2602.01826 with the constants of its reproduction; the phase of the first halving is uncertain). `surge` is
-    None before a surge.
-    """
-    if surge is None or step <= surge:
-        return 1.0
-    halvings = math.floor((step - surge) / (config.period * surge) + _ROUNDING)
-    return max(config.floor, 2.0**-halvings)
-
-
-def first_halving(config: SurgeConfig, surge: int) -> int:
-    """Returns the first step with a lower learning rate."""
-    return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
 
 
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: RankGroup) -> float:

@@ -2,7 +2,7 @@
 
 from trimtab.trainer.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.trainer.config.objective_sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE
-from trimtab.trainer.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
+from trimtab.trainer.config.optim_sections import EssConfig, OptimConfig
 from trimtab.trainer.config.recipes import (
     is_recipe,
     load_config,
@@ -42,7 +42,6 @@ __all__ = [
     "RayConfig",
     "ServerConfig",
     "ShardingConfig",
-    "SurgeConfig",
     "VllmConfig",
     "is_recipe",
     "load_config",

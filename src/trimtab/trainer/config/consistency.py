@@ -194,10 +194,6 @@ def _has_engine_processes(config: Config) -> bool:
 
 # Keys or whole sections, what they have an effect with, and whether a recipe has that.
 EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    ("optim.surge", 'optim.schedule = "surge"', lambda c: c.optim.schedule == "surge"),
-    ("optim.surge.factor", "a surge that is searched for (no optim.surge.at)", lambda c: c.optim.surge.at is None),
-    ("optim.surge.baseline", "a surge that is searched for (no optim.surge.at)", lambda c: c.optim.surge.at is None),
-    ("optim.surge.window", "a surge that is searched for (no optim.surge.at)", lambda c: c.optim.surge.at is None),
     ("prefix.ratio", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.whole", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.top", 'prefix.rule = "entropy"', lambda c: c.prefix is not None and c.prefix.rule == "entropy"),

@@ -6,22 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trimtab.trainer.config.section import MAX_FLOAT, Count, NotNegative, Positive, Section, Whole
+from trimtab.trainer.config.section import NotNegative, Positive, Section, Whole
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class SurgeConfig(Section):
-    """Halving the learning rate once responses grow long, the early sign of mismatch growth (arXiv 2602.01826)."""
-
-    at: Count | None = Field(default=None, description="step of the surge; default: found from response lengths")
-    factor: float = Field(
-        default=3.0, gt=1, le=MAX_FLOAT, description="a surge is a mean length above factor x the baseline"
-    )
-    baseline: Count = Field(default=50, description="first steps, whose mean length is the baseline")
-    window: Count = Field(default=5, description="steps of the moving average compared with the baseline")
-    period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
-    floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
 
 class EssConfig(Section):
@@ -46,10 +33,7 @@ class OptimConfig(Section):
     eps: Positive = Field(default=1e-8, description="added to the denominator of the update")
     weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
     grad_clip: Positive = Field(default=1.0, description="largest norm of the gradient of an update")
-    schedule: Literal["constant", "cosine", "surge"] = Field(
-        default="constant", description="of the learning rate; `surge`: halved once responses grow long"
-    )
+    schedule: Literal["constant", "cosine"] = Field(default="constant", description="of the learning rate")
     warmup: Whole = Field(default=0, description="updates of linear warm-up")
     min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
-    surge: SurgeConfig = SurgeConfig()
     ess: EssConfig | None = None

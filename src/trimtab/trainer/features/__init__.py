@@ -19,7 +19,6 @@ from trimtab.trainer.features.data_features import (
     PrefixMetrics,
 )
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.features.length_surge import LengthSurge
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.policy_kl import PolicyKL
 from trimtab.trainer.features.proximal_policy import MovingAverage, Snapshots
@@ -72,8 +71,6 @@ def build_features(
         yield CanaryFeature(canary)
     if config.objective.calibrate:
         yield Calibration(config, notify)
-    if config.optim.schedule == "surge":
-        yield LengthSurge(config.optim.surge, notify)
     if config.optim.ess is not None:
         yield SampleSizeRate(config.optim.ess, ranks)
     if config.numerics == "invariant":

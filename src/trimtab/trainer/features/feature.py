@@ -77,14 +77,10 @@ class TrainedModule(NamedTuple):
 
 
 class PolicyLearner(Protocol):
-    """What features read and change of the learner.
-
-    `lr_factor` scales the scheduled learning rate of the policy until it is set again.
-    """
+    """What features read of the learner."""
 
     config: Config
     objective: Objective
-    lr_factor: float
 
     def logp(self, micro: MicroBatch) -> Tensor:
         """Returns the log-probs (rows, time) of the current policy, without perturbation."""

@@ -190,14 +190,6 @@ REFUSED = {
 
 # Recipes over `laboratory` with a key that has no effect, and words of the warning.
 UNUSED = [
-    ("optim.schedule=cosine optim.surge.factor=2.0", 'optim.surge has no effect without optim.schedule = "surge"'),
-    *(
-        (
-            f"optim.schedule=surge optim.surge.at=5 optim.surge.{key}",
-            f"optim.surge.{name} has no effect without a surge",
-        )
-        for name, key in (("window", "window=2"), ("factor", "factor=2.0"), ("baseline", "baseline=7"))
-    ),
     (f"{SOUP} prefix.rule=entropy prefix.ratio=0.3", 'prefix.ratio has no effect without prefix.rule = "length"'),
     (f"{SOUP} prefix.top=4", 'prefix.top has no effect without prefix.rule = "entropy"'),
     (f"{SOUP} prefix.rule=entropy prefix.whole=true", "prefix.whole has no effect"),
@@ -242,7 +234,6 @@ UNUSED = [
 
 ACCEPTED = [
     "",
-    "optim.schedule=surge optim.surge.at=5 optim.surge.period=2.0",
     f"{SOUP} prefix.rule=entropy prefix.top=4",
     f"{SOUP} prefix.refresh=1 engine.workers=1",
     f"{SOUP} trainer.sync_every=1",
