@@ -25,8 +25,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
+from trimtab.diagnosis.measure.bins import FEWEST, PROBABILITY_BINS, PROBABILITY_EDGES, probability_bin
 from trimtab.diagnosis.tokens import k3
-from trimtab.report.token_statistics import envelope
 from trimtab.runs import trajectories
 from trimtab.trainer.batching import micro_batches, to_tensors
 from trimtab.trainer.config import Config, load_config
@@ -216,12 +216,18 @@ def _mean(outcomes: Sequence[Outcome], name: str) -> float:
 
 
 def _band(axes: Axes, outcomes: Sequence[Outcome], color: str, *, filled: bool) -> None:
-    shape = envelope(np.concatenate([o.behavior for o in outcomes]), np.concatenate([o.ratio for o in outcomes]))
+    ratio, bins = (
+        np.concatenate([o.ratio for o in outcomes]),
+        probability_bin(np.concatenate([o.behavior for o in outcomes])),
+    )
+    kept = np.flatnonzero(np.bincount(bins, minlength=PROBABILITY_BINS) >= FEWEST)
+    probability = np.sqrt(PROBABILITY_EDGES[kept] * PROBABILITY_EDGES[kept + 1])
+    low, median, high = np.array([np.quantile(ratio[bins == one], (0.02, 0.5, 0.98)) for one in kept]).T
     style = "-" if filled else "--"
     if filled:
-        axes.fill_between(shape.probability, shape.low, shape.high, color=color, alpha=0.25, linewidth=0)
-    for curve, width in ((shape.low, 1.6), (shape.median, 1.1), (shape.high, 1.6)):
-        axes.plot(shape.probability, curve, color=color, linewidth=width, linestyle=style)
+        axes.fill_between(probability, low, high, color=color, alpha=0.25, linewidth=0)
+    for curve, width in ((low, 1.6), (median, 1.1), (high, 1.6)):
+        axes.plot(probability, curve, color=color, linewidth=width, linestyle=style)
 
 
 def main() -> None:

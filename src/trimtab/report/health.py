@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from trimtab.findings import Finding
 from trimtab.intervals import wilson
 from trimtab.pages.numbers import beside, number, short
-from trimtab.report.clipping import objective_of
 from trimtab.report.judged_metrics import JudgedMetric, equal_parts, judge_metric
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
 from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls
+
+if TYPE_CHECKING:
+    from trimtab.objectives import Objective
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
@@ -290,16 +292,28 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
         yield Finding("note", "mismatch", "no mismatch between trainer and sampler was measured")
     if found is None:
         return
-    text, objective = f"{CRITICAL[found.key]} is {_value_text(found)}", objective_of(run.config)
+    text, objective = f"{CRITICAL[found.key]} is {_value_text(found)}", known_objective(run.config)
     _, lags = run.series("lag/max")
     published = k3_range(found.worst.median) if found.key == K3 else None
-    if lags.max(initial=0) > 0 and not isinstance(objective, str) and "behavior" in objective.needs:
+    if lags.max(initial=0) > 0 and objective is not None and "behavior" in objective.needs:
         text += f", of samples up to {lags.max():.0f} updates old, for which {objective.name} corrects"
         if learns and (published is None or published.name != "beyond"):
             yield Finding("note", "mismatch", text)
             return
     meaning = f"healthy: {band_text(found.key)}" if published is None else published.text
     yield Finding("fail", "mismatch", f"{text}: {meaning}")
+
+
+def known_objective(config: Mapping[str, Any]) -> Objective | None:
+    """Returns the objective of a run; None for one that this version does not know, or that is code of the run."""
+    from trimtab.objectives.from_section import from_section
+    from trimtab.objectives.lookup import is_custom
+
+    section = config.get("objective", {})
+    try:
+        return None if "code" in section or is_custom(section["name"]) else from_section(section)
+    except (KeyError, ValueError):
+        return None
 
 
 def _noise(run: Run) -> Iterator[Finding]:

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
+from trimtab.diagnosis.output.panels import view_panels
+from trimtab.diagnosis.output.words import read_text
+from trimtab.diagnosis.pipeline import examine
 from trimtab.pages.numbers import beside, number, short
 from trimtab.pages.page import (
     Card,
@@ -33,7 +36,6 @@ from trimtab.report.episode_section import episode_section, sample_block
 from trimtab.report.health import RULE, HealthVerdict, clipped_share, health
 from trimtab.report.judged_metrics import JudgedMetric, State
 from trimtab.report.line_charts import draw_chart
-from trimtab.report.token_section import token_section
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import bounds, metric
 from trimtab.runs.provenance import describe_start, duration
@@ -85,7 +87,7 @@ def _page(run: Run) -> Page:
             ),
             Section("Outside its healthy range", _outside_ranges(verdict)),
             *_chart_sections(run),
-            Section("What the tokens say", token_section(run) or [no_file]),
+            Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
             Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
@@ -181,6 +183,21 @@ def _chart(run: Run, chart: ChartSpec, lines: Lines) -> Chart:
     notes = (Note(chart.what or chart.caption.what), Note(chart.healthy(lines), "Healthy"))
     now = f"last {number(values[-1])}" if len(lines) == 1 else ""
     return Chart(chart.title, draw_chart(chart, lines, run), notes, now)
+
+
+def _mismatch_views(run: Run) -> list[Part]:
+    """Returns the views of `trimtab diagnose` over an even choice of the trajectory files; none without files."""
+    files = sample_steps(run.path)
+    # Steps that log a mismatch have clean log-probs in their file; a perturbed run has them on probe steps only.
+    chosen = evenly_spaced([step for step in map(int, run.series("mismatch/k3")[0]) if step in files], STEPS_SHOWN)
+    if not chosen:
+        return [Note("No step with a trajectory file measured the mismatch.")] if files else []
+    measured, _ = examine([files[step] for step in chosen], "trimtab", {}, lambda _activity, _tokens: None)
+    steps = ", ".join(map(str, chosen))
+    return [
+        Note(f"{read_text(measured.origin)}. trimtab diagnose names causes.", f"Steps {steps}"),
+        *charts(*view_panels(measured)),
+    ]
 
 
 def _in_documented_order(keys: Iterable[str]) -> list[str]:

@@ -7,9 +7,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from tests.support.html_reader import Reader
 
+from trimtab.diagnosis.output.panels import view_panels
+from trimtab.diagnosis.output.words import read_text
+from trimtab.diagnosis.pipeline import examine
 from trimtab.errors import TrimtabError
 from trimtab.report.run_report import write_report
 
@@ -123,6 +127,26 @@ def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run
     text = read(write_report(small_run)).text
     assert "has no trajectory file" in text
     assert "Not logged by this run: kl estimates" in text
+
+
+def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """A file of another step may lack the trainer's clean log-probs, as those of a perturbed run do."""
+    run = make_run(tmp_path / "run", steps=4, every=1, keys=["step", "mismatch/k3"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    del rows[1]["mismatch/k3"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = run / "trajectories" / "step-000002.parquet"
+    clean = {"logp_current", "logp_proximal"}
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns([name for name in table.column_names if name in clean]), file)
+    text = read(write_report(run)).text
+    measured, _ = examine([file.with_name(f"step-{n:06d}.parquet") for n in (1, 3, 4)], "trimtab", {}, lambda *_: None)
+    assert f"Steps 1, 3, 4: {read_text(measured.origin)}" in text
+    assert all(chart.title in text for chart in view_panels(measured)[0])
+    for row in rows:
+        row.pop("mismatch/k3", None)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "No step with a trajectory file measured the mismatch." in read(write_report(run)).text
 
 
 def test_long_texts_are_cut_and_marked(make_run: Callable[..., Path], tmp_path: Path) -> None:

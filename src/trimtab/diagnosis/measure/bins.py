@@ -47,7 +47,7 @@ def log_ratio_bin(log_ratio: np.ndarray) -> np.ndarray:
 
 
 def probability_bin(logp: np.ndarray) -> np.ndarray:
-    """Returns the bin of each log-prob. A bin includes its upper edge, as in `report.token_statistics.envelope`."""
+    """Returns the bin of each log-prob. A bin includes its upper edge."""
     depth = -np.minimum(logp, 0.0) / np.log(10) * PER_DECADE
     return PROBABILITY_BINS - 1 - np.minimum(depth, PROBABILITY_BINS - 1).astype(np.int64)
 

@@ -176,8 +176,6 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
-    if layout.report:
-        return ""
     # The sampler's column is never suggested for the trainer's, however similar the names are.
     taken = frozenset({columns["logp_behavior"]})
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"

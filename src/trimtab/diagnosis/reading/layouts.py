@@ -6,13 +6,13 @@ The facts come from the frameworks' own source; docs/frameworks.md names the fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
-    *(*LOGPS, "logp_perturbed", "logp_prefill", "logp_teacher", "response_ids", "loss_mask", "padding_mask"),
+    *(*LOGPS, "logp_prefill", "logp_teacher", "response_ids", "loss_mask", "padding_mask"),
     *("loss_weight", "entropy", "policy_version", "turn"),
 )
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
@@ -37,8 +37,6 @@ class Layout:
     repeats: whether the same responses may be written again into a later file.
     prompt_groups: whether responses to the same prompt tokens form a group, where no column says so; needs `whole`.
     step_in_name: regular expression of file names whose group is the step, where no column holds it.
-    report: whether the files are read for the report of a run: the trainer's log-probs may be missing, and a response
-    with a value that is not finite is dropped whole, as in training.
     synchronous: why the sampler has the trainer's weights by default, so that tokens without versions are of age 0; ""
     where lag is the default, or where any trainer may have written the file.
     advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
@@ -56,10 +54,9 @@ class Layout:
     prompt_groups: bool = False
     step_in_name: str = ""
     synchronous: str = ""
-    report: bool = False
 
 
-_NOT_TRIMTAB = ("group", "sample_id", "sample_mask", "loss_weight", "logp_perturbed")
+_NOT_TRIMTAB = ("group", "sample_id", "sample_mask", "loss_weight")
 TRIMTAB = Layout(
     "trimtab",
     {role: (role,) for role in ROLES if role not in _NOT_TRIMTAB}
@@ -69,12 +66,6 @@ TRIMTAB = Layout(
     "trimtab's own trainer writes it to trajectories/",
     "a server's response has the sampler's side only: add to each row what the trainer's forward pass gives the same "
     "tokens",
-)
-TRIMTAB_REPORT = replace(
-    TRIMTAB,
-    columns={role: names for role, names in TRIMTAB.columns.items() if role != "prompt_length"}
-    | {"logp_perturbed": ("logp_perturbed",)},
-    report=True,
 )
 VERL = Layout(
     "verl",

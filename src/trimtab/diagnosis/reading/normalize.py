@@ -32,9 +32,8 @@ def normalize(
     kept.drop(~tokens.having(trained), "no trained token")
     trained &= kept.rows[tokens.row]
     bad = _clear_nonfinite(tokens, trained, tally)
-    damaged = tokens.having(bad)
-    tally.damaged += int(damaged.sum())
-    kept.drop(damaged if layout.report else ~tokens.having(trained & ~bad), NOT_FINITE)
+    tally.damaged += int(tokens.having(bad).sum())
+    kept.drop(~tokens.having(trained & ~bad), NOT_FINITE)
     inside &= ~bad
     if layout.repeats:
         _drop_repeated(tokens, inside, kept, file)
@@ -207,7 +206,7 @@ def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) ->
     (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
-    for name in (*LOGPS, "logp_perturbed", "logp_prefill", "logp_teacher", "entropy"):
+    for name in (*LOGPS, "logp_prefill", "logp_teacher", "entropy"):
         if name not in tokens.values:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
@@ -278,7 +277,6 @@ def _table(
         behavior=values["logp_behavior"],
         proximal=values.get("logp_proximal"),
         current=values.get("logp_current"),
-        perturbed=values.get("logp_perturbed"),
         prefill=values.get("logp_prefill"),
         teacher=values.get("logp_teacher"),
         ids=_integers(values, "response_ids"),
