@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -97,7 +96,6 @@ def preflight(
     from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config
     from trimtab.preflight.checklist import run
     from trimtab.preflight.preflight_page import write_page
-    from trimtab.preflight.receipt import receipt
 
     config = pair_config(model, sampler, dtype, url, sets or [])
     limit = default_bound(config, trainer) if bound is None else bound
@@ -106,13 +104,10 @@ def preflight(
         try:
             chosen = facts(config, trainer)
             show(*_pair_row(chosen))
-            record = receipt(config, trainer, pair, lengths or LENGTHS)
             result = run(pair, lengths or LENGTHS, chosen, notify, lambda check: show(*_check_row(check)))
         finally:
             pair.engine.close()
-        result = replace(result, receipt=record)
         show("verdict", result.verdict)
-        show("receipt", record["sha256"])
     if html is not None:
         write_page(result, html, shlex.join(["trimtab", *sys.argv[1:]]))
     if as_json:

@@ -14,6 +14,7 @@ import torch
 from trimtab.errors import TrimtabError
 from trimtab.preflight.engine_pair import EnginePair
 from trimtab.preflight.trainer import ATTENTION, FORWARDS, Trainer
+from trimtab.runs.provenance import versions
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, is_recipe, load_config
 from trimtab.trainer.engines.factory import build_engines
@@ -65,6 +66,7 @@ def facts(config: Config, trainer: str) -> dict[str, str]:
         "sampler": f"{engine.type}, {engine.dtype}{quantized}",
         "trainer": f"{trainer}, {_trainer_dtype(config)}{lora}",
         "numerics": config.numerics,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(engine.type).items()),
     }
 
 

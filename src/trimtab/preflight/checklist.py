@@ -29,16 +29,12 @@ CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check
 
 @dataclass(frozen=True, eq=False)
 class Preflight:
-    """The result: checks in order, and the responses of each length that the first one measured.
-
-    receipt: the choices behind it (`receipt.py`), where they were recorded.
-    """
+    """The result: checks in order, and the responses of each length that the first one measured."""
 
     facts: Mapping[str, str]
     bound: float
     checks: Sequence[Check]
     samples: Mapping[int, ScoredResponses]
-    receipt: Mapping[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
@@ -62,7 +58,6 @@ class Preflight:
             **self.facts,
             "lengths": {str(length): one.k3 for length, one in self.samples.items()},
             "checks": [asdict(check) for check in self.checks],
-            "receipt": self.receipt,
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +47,10 @@ PLACES = 10
 
 
 def write_page(result: Preflight, path: Path, command: str) -> Path:
-    """Writes the page, and the receipt beside it; returns its path. Raises `TrimtabError` if it cannot be written.
+    """Writes the page and returns its path. Raises `TrimtabError` if it cannot be written.
 
     command: the command line, for a reader who was not there.
     """
-    if result.receipt is not None:
-        write_output(path.with_suffix(".receipt.json"), (json.dumps(result.receipt, indent=2) + "\n").encode())
     return write_output(path, page(result, command).encode())
 
 
@@ -74,7 +71,6 @@ def page(result: Preflight, command: str) -> str:
         facts=[
             *result.facts.items(),
             ("bound", f"k3 {short(result.bound)} nats per token"),
-            *([] if result.receipt is None else [("receipt", result.receipt["sha256"])]),
         ],
         sections=[
             Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),

@@ -19,6 +19,7 @@ from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, fact
 from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
 from trimtab.preflight.prefill_check import PARTS, prefill, verdict
 from trimtab.preflight.weight_checks import weights
+from trimtab.runs.provenance import versions
 from trimtab.types import Completion, Engine
 
 MakePair = Callable[..., EnginePair]
@@ -302,4 +303,5 @@ def test_facts_say_what_was_compared() -> None:
         "sampler": "server, bfloat16",
         "trainer": "transformers, bfloat16, LoRA rank 8",
         "numerics": "native",
+        "versions": ", ".join(" ".join(pair) for pair in versions("server").items()),
     }

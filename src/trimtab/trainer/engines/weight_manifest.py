@@ -85,8 +85,3 @@ class WeightManifest:
         # A sum is one cheap pass, and finite unless values are not or it overflows; then every value is checked.
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise TrimtabError(f"weight {name!r} has non-finite values; the engine keeps the weights it has")
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor on any device, in the order of its indices: the same for any strides."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -185,11 +185,6 @@ class EmbeddedEngine:
         """Returns the weights in use, not copies."""
         return self._model.named_parameters()
 
-    @property
-    def attention(self) -> str:
-        """The implementation of attention in the forward of the model, as in a `transformers` config."""
-        return self._model.config._attn_implementation
-
     def restart(self) -> None:
         """Does nothing: the engine runs in this process."""
 
