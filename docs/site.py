@@ -37,7 +37,12 @@ API = {
     ),
     "training": (
         "Training and diagnosis",
-        *("api.train", "diagnosis.pipeline.diagnose", "config.recipes.load_config", "evaluation.eval_result.pass_at_k"),
+        *(
+            "api.train",
+            "diagnosis.pipeline.diagnose",
+            "trainer.config.recipes.load_config",
+            "trainer.evaluation.eval_result.pass_at_k",
+        ),
         "errors.TrimtabError",
     ),
 }

@@ -16,6 +16,7 @@ import typer
 from trimtab.cli.compare import MultiValueCommand
 from trimtab.cli.output import Json, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError, require_extra
+from trimtab.safe_text import markdown_text
 
 if TYPE_CHECKING:
     from trimtab.preflight.checklist import Preflight
@@ -159,19 +160,13 @@ def write_summary(result: Preflight, path: Path) -> None:
         TrimtabError: it cannot be written.
     """
     rows = [_pair_row(result.facts), *((check.status, f"{check.name}: {check.text}") for check in result.checks)]
-    cells = [f"| {label} | {_cell(text)} |" for label, text in rows]
-    title = f"### trimtab preflight: {_cell(result.verdict)}"
+    cells = [f"| {label} | {markdown_text(text)} |" for label, text in rows]
+    title = f"### trimtab preflight: {markdown_text(result.verdict)}"
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n".join([title, "", "| | |", "|---|---|", *cells, ""]) + "\n")
     except OSError as error:
         raise TrimtabError(f"{SUMMARY} = {path} cannot be written: {error.strerror}") from None
-
-
-def _cell(text: str) -> str:
-    """Returns one line without marks of Markdown or HTML."""
-    marks = {mark: f"\\{mark}" for mark in "\\`*_|[]#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
-    return "".join(sign if sign.isprintable() else " " for sign in text).translate(str.maketrans(marks))
 
 
 @contextmanager
