@@ -153,7 +153,7 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         "rewards",
         "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook "
         "does not pass",
-        "loss_type: only TRL's own loss reads this, leave it out. In the objective: for loss_type the preset, "
+        "loss_type: only TRL's own loss reads this, leave it out. In the objective: loss_type is the preset, "
         "objective=NAME, and its aggregation",
         "steps_per_generation = 1 is not a multiple of gradient_accumulation_steps = 2: an update would span two "
         "generations and its denominators are not known at its start: make it a multiple",

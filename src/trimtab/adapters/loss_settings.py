@@ -216,7 +216,8 @@ def refuse(trainer: str, settings: LossSettings, names: Iterable[str], where: st
     where: begins what replaces them.
     """
     if names := list(names):
-        instead = "; ".join(f"for {name} {settings[name].instead or 'there is nothing'}" for name in names)
+        replaced = ((name, settings[name].instead) for name in names)
+        instead = "; ".join(f"{name} is {ours}" if ours else f"{name} has no equivalent" for name, ours in replaced)
         raise TrimtabError(
             f"{', '.join(names)}: only {trainer}'s own loss reads this, leave it out. {where}: {instead}"
         )

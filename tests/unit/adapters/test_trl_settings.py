@@ -41,10 +41,10 @@ def test_what_replaces_an_option_exists(option: str) -> None:
     [
         (
             {"epsilon": 0.1},
-            "reads this, leave it out. In the objective: for epsilon clip_low and",
+            "reads this, leave it out. In the objective: epsilon is clip_low and",
         ),
-        ({"delta": 4.0, "sapo_temperature_pos": 2.0}, "for delta clip_dual; for sapo_temperature_pos tau_positive, of"),
-        ({"top_entropy_quantile": 0.2}, "for top_entropy_quantile there is nothing"),
+        ({"delta": 4.0, "sapo_temperature_pos": 2.0}, "delta is clip_dual; sapo_temperature_pos is tau_positive, of"),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile has no equivalent"),
     ],
 )
 def test_a_refused_option_names_its_replacement(options: dict[str, float], message: str) -> None:
