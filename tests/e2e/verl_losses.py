@@ -345,6 +345,10 @@ def hydra() -> dict[str, Any] | str:
                 ["actor_rollout_ref.actor.policy_loss.loss_mode=geo-mask-token-tis"],
                 [f"{correction}.rollout_is=token-tis"],
                 [f"{loss}=vanilla", f"{key}.weight_max=2.0"],
+                [f"{loss}=trimtab_token_tis"],
+                [f"{correction}.rollout_is=Trimtab-token-tis"],
+                [f"{correction}.rollout_is=trimtab"],
+                [tis, f"{key}=5"],
                 [tis, f"{correction}.rollout_rs=seq_mean_k1"],
                 [
                     f"{correction}.rollout_is=trimtab-icepop",

@@ -52,6 +52,11 @@ def _is_ours(rollout_is: str) -> bool:
     return rollout_is == CARRY_LOGPS or rollout_is.startswith(LOSS_PREFIX)
 
 
+def _is_misspelled(value: str) -> bool:
+    """Whether a setting that is none of Trimtab's values is meant as one."""
+    return value.lower().startswith(CARRY_LOGPS) and not _is_ours(value)
+
+
 def _checked_correction(rollout_is: str, config: Any, named: Mapping[str, PolicyLoss]) -> Objective | None:
     """Returns the objective whose weight and masks `rollout_is` names; None for the log-probs alone.
 
@@ -93,10 +98,14 @@ def wrap_validate_config(
             _check_loss(mode, named, config, rollout, correction)
         elif mode in named and mode not in verl_losses:
             raise TrimtabError(f"verl has no loss {mode}: Trimtab's is loss_mode={LOSS_PREFIX}{mode}")
+        elif _is_misspelled(mode):
+            raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}OBJECTIVE")
         elif given_keywords(policy_loss):
             raise TrimtabError(f"policy_loss.{KEYWORDS} has no effect with loss_mode={mode}: use {LOSS_PREFIX}NAME")
         rollout_is = str(correction.get("rollout_is", None))
         if _is_ours(rollout_is):
+            if rollout_is == CARRY_LOGPS and mode in verl_losses:
+                raise TrimtabError(_log_probs_as_weights(mode))
             if correction.get("bypass_mode", False):
                 raise TrimtabError(f"rollout_is={rollout_is} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
@@ -104,6 +113,8 @@ def wrap_validate_config(
             _checked_correction(rollout_is, correction, named)
         elif rollout_is in named:
             raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's is {LOSS_PREFIX}{rollout_is}")
+        elif _is_misspelled(rollout_is):
+            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's are {LOSS_PREFIX}OBJECTIVE")
         _check_readers(config, rollout, correction)
         original(config, *arguments, **keywords)
 
@@ -208,6 +219,13 @@ def _holds_log_probs(weights: Tensor, mask: Tensor) -> bool:
     return bool((weights[mask.bool()] < 0).any())
 
 
+def _log_probs_as_weights(loss: str) -> str:
+    return (
+        f"rollout_is={CARRY_LOGPS} carries log-probs for the losses {LOSS_PREFIX}NAME, and verl's {loss} would "
+        f"multiply by them: set policy_loss.loss_mode={LOSS_PREFIX}NAME, or rollout_is={LOSS_PREFIX}NAME"
+    )
+
+
 def refuse_logps_as_weights(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function of verl that multiplies by `rollout_is_weights`: raises for log-probs in their place."""
     signature = inspect.signature(function)
@@ -217,11 +235,7 @@ def refuse_logps_as_weights(function: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*arguments, **keywords).arguments
         weights = given.get("rollout_is_weights")
         if weights is not None and _holds_log_probs(weights, given["response_mask"]):
-            raise TrimtabError(
-                f"rollout_is={CARRY_LOGPS} carries log-probs for the losses {LOSS_PREFIX}NAME, and verl's "
-                f"{function.__name__} would multiply by them: set policy_loss.loss_mode={LOSS_PREFIX}NAME, or "
-                f"rollout_is={LOSS_PREFIX}NAME"
-            )
+            raise TrimtabError(_log_probs_as_weights(function.__name__))
         return function(*arguments, **keywords)
 
     return call

@@ -134,8 +134,9 @@ def _bounds(actor: Any) -> dict[str, Any]:
 def given_keywords(section: Any) -> dict[str, Any]:
     """Returns the keywords of an objective in a section of verl's configuration, as plain Python values."""
     given = (section.get(KEYWORDS) if isinstance(section, Mapping) else getattr(section, KEYWORDS, None)) or {}
-    if not isinstance(given, dict | str):
-        given = importlib.import_module("omegaconf").OmegaConf.to_container(given, resolve=True)
+    if not isinstance(given, dict):
+        omega = importlib.import_module("omegaconf").OmegaConf
+        given = omega.to_container(given, resolve=True) if omega.is_config(given) else given
     if not isinstance(given, dict) or "name" in given:
         raise TrimtabError(
             f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE"
