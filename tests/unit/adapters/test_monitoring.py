@@ -343,7 +343,7 @@ def test_no_loss_is_chosen_for_the_user() -> None:
     calls: dict[str, Callable[[], Any]] = {
         "SkyRL": lambda: skyrl.register(monitor=True),
         "tinker": lambda: tinker.custom_loss(dump="logps"),
-        "NeMo-RL": nemo_rl.ObjectiveLoss,
+        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss(replaces=None),
         "OpenRLHF": lambda: openrlhf.ObjectiveLoss(None),  # type: ignore[arg-type]
         "AReaL": lambda: areal.actor_loss(None),
     }
@@ -429,3 +429,12 @@ def test_what_cannot_be_watched_is_refused() -> None:
         evaluate(objective("reinforce"), mask, advantages(train), behavior=None, **given)
     with pytest.raises(TrimtabError, match="give True or a folder"):
         monitoring.observations(Monitor())  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
+        monitoring.opened(5, merge_ranks=False)  # type: ignore[arg-type]
+
+
+def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", str(tmp_path / "b")):
+        one = responses(0)
+        call_skyrl(one, one["logp_train"], folder)
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}
