@@ -21,7 +21,7 @@ from trimtab.objectives import PolicyLogps
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
 """Scalars of the monitor that every step has and that a trainer may average over micro-batches and processes."""
 
-MonitorChoice = str | bool | None
+MonitorChoice = str | Path | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
 
 
@@ -35,13 +35,15 @@ class Observer(Protocol):
     def close(self) -> Callable[[], Any]: ...
 
 
-def opened(monitor: Observer | str | bool, *, merge_ranks: bool) -> Observer:
+def opened(monitor: Observer | str | Path | bool, *, merge_ranks: bool) -> Observer:
     """Returns the given monitor, one without files for True, or one that writes into a folder.
 
     A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
-    `torch.distributed` has the folder `rank_RANK`.
+    `torch.distributed` has the folder `rank_RANK`. Raises `TrimtabError` for what is none of these.
     """
-    if not isinstance(monitor, bool | str):
+    if not isinstance(monitor, bool | str | Path):
+        if not hasattr(monitor, "observe"):
+            raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
         return monitor
     import trimtab
 
@@ -57,7 +59,7 @@ class Observations:
     Ranks are not merged: they do not call a loss alike (pipelines, single sequences); a collective would wait for ever.
     """
 
-    def __init__(self, monitor: Observer | str | bool) -> None:
+    def __init__(self, monitor: Observer | str | Path | bool) -> None:
         self._monitor = opened(monitor, merge_ranks=False)
         self._step, self._updated = 0, False
         register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))
@@ -88,11 +90,11 @@ def observations(monitor: MonitorChoice) -> Observations | None:
     """
     if monitor is None or monitor is False:
         return None
-    if not isinstance(monitor, bool | str):
+    if not isinstance(monitor, bool | str | Path):
         raise TrimtabError(f"monitor={monitor!r}: give True or a folder, each process that trains makes its monitor")
     return _of_process(monitor)
 
 
 @cache
-def _of_process(monitor: str | bool) -> Observations:
+def _of_process(monitor: str | Path | bool) -> Observations:
     return Observations(monitor)

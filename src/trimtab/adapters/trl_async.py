@@ -51,7 +51,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         *args: Any,
         objective: str | Objective | None = None,
         dump: str | Path | None = None,
-        monitor: Observer | str | bool | None = None,
+        monitor: Observer | str | Path | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl-async", objective, dump, monitor)

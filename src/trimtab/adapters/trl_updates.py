@@ -57,7 +57,7 @@ class ObjectiveLoss:
         hook: str,
         objective: str | Objective | None,
         dump: str | Path | None,
-        monitor: Observer | str | bool | None,
+        monitor: Observer | str | Path | bool | None,
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
         self._objective = None if objective is None else build(hook, objective, {})
