@@ -408,6 +408,7 @@ def _value_text(found: JudgedMetric) -> str:
 
 
 def _over_run_and_worst(found: JudgedMetric, whole: str, worst: str) -> str:
-    """Returns `0.12, 0.81 in steps 21 to 40`, or only the second part if the median over the run is healthy."""
-    parts = [whole] if judge(found.key, found.median) == "outside" else []
-    return ", ".join(parts if worst in parts else [*parts, f"{worst} in steps {found.worst}"])
+    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; one part if both are equal or the first is healthy."""
+    if judge(found.key, found.median) != "outside":
+        return f"{worst} in steps {found.worst}"
+    return whole if whole == worst else f"{whole} over the run, {worst} in steps {found.worst}"

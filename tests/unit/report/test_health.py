@@ -89,11 +89,11 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         # Of parts that are all outside, the furthest is named.
         (
             {"mismatch__k3": phases(0.02, 0.08, 0.05, 0.03)},
-            f"{FAULTY}k3 is 0.04, 0.08 in steps 21 to 40: too much for a dense model",
+            f"{FAULTY}k3 is 0.04 over the run, 0.08 in steps 21 to 40: too much for a dense model",
         ),
         (
             {"mismatch__ess_token": phases(0.5, 0.9, 0.3, 0.9)},
-            f"{FAULTY}the effective sample size is 0.7, 0.3 in steps 41 to 60: healthy: 0.95 to 1.",
+            f"{FAULTY}the effective sample size is 0.7 over the run, 0.3 in steps 41 to 60: healthy: 0.95 to 1.",
         ),
         (
             {"reward__mean": phases(0.4, 0.38, 0.05, 0.05)},
