@@ -11,8 +11,9 @@ values of a prompt that older weights left in a cache. Then the shift grows from
 where a prompt was asked before than where one of the same step is asked for the first time.
 
 Only versions state that a lag is there, and a growth at one age contradicts them: every other finding of `stale` may as
-well be weights that do not arrive. Versions that the files lack and a synchronous trainer decides count as recorded for
-`undelivered` and `stale-cache`, and as unknown for `stale`.
+well be weights that do not arrive. Rounding may grow from step to step too, but does not follow the advantage. Versions
+that the files lack and a synchronous trainer decides count as recorded for `undelivered` and `stale-cache`, and as
+unknown for `stale`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to olde
 MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 ASSUMED_CONFIDENCE = 0.85  # confidence of undelivered where ages are those of a synchronous trainer, not recorded
+UNREWARDED_CONFIDENCE = 0.6  # confidence of undelivered where the difference does not follow the advantage
+UNREWARDED_Z = 3.0  # standard errors of the correlation with the advantage below which that is so
 MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
 CORRELATION_Z = 5.0  # standard errors of that correlation
 STRONG_CORRELATION = 0.3  # least correlation in fine noise where versions say age 0; without versions a strong one
@@ -128,6 +131,13 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
         "the trainer moves away from weights that the sampler keeps"
     )
     sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
+    corr, z = _advantage_correlation(tokens)
+    if corr and z < UNREWARDED_Z:
+        sure = UNREWARDED_CONFIDENCE
+        evidence += (
+            f"; but log-ratios do not correlate with the advantage (correlation {corr:.2f}, z = {z:.1f}), as they "
+            "would if the sampler lacked updates: rounding that grows while the policy changes looks the same"
+        )
     return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), sure)]
 
 

@@ -133,6 +133,21 @@ def test_weights_that_never_arrive_are_no_stale_cache() -> None:
     assert first(table).name == "undelivered"
 
 
+def test_a_rise_that_does_not_follow_the_advantage_may_be_rounding() -> None:
+    step = np.repeat(np.arange(8), 30)
+    random = np.random.default_rng(3)
+    table = drawn(0.03 + 0.1 * step, **versions(step))
+    rewarded = np.bincount(np.repeat(np.arange(240), np.diff(table.starts)), table.proximal - table.behavior)
+    unknown, follows, other = (
+        first(replace(table, advantage=advantage)) for advantage in (None, rewarded, random.normal(size=240))
+    )
+    assert [one.name for one in (unknown, follows, other)] == ["undelivered"] * 3
+    assert unknown.confidence == follows.confidence >= 0.9
+    assert other.confidence == 0.6
+    assert "do not correlate with the advantage" in other.evidence
+    assert "advantage" not in unknown.evidence + follows.evidence
+
+
 def test_a_rise_that_saturates_is_weights_that_never_arrive() -> None:
     step = np.repeat(np.arange(24), 20)
     far = 1.2 * (1 + 0.3 * np.random.default_rng(0).normal(size=24))  # as far from step 6 on, up and down
