@@ -343,7 +343,7 @@ def test_no_loss_is_chosen_for_the_user() -> None:
     calls: dict[str, Callable[[], Any]] = {
         "SkyRL": lambda: skyrl.register(monitor=True),
         "tinker": lambda: tinker.custom_loss(dump="logps"),
-        "NeMo-RL": nemo_rl.ObjectiveLoss,
+        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss(replaces=None),
         "OpenRLHF": lambda: openrlhf.ObjectiveLoss(None),  # type: ignore[arg-type]
         "AReaL": lambda: areal.actor_loss(None),
     }
