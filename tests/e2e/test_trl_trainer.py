@@ -114,10 +114,28 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) 
     assert updates["vLLM, across updates"] == [0, 1, 3]
 
 
-def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_generation(tmp_path: Path) -> None:
+def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_generation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the policy becomes so certain at its second step that its logits are the sampler's times a number."""
     found = run("lost", tmp_path)
     assert ["undelivered", "fail"] in found["alarms"]
     assert found["next"].startswith("compare the weights in the sampler with the trainer's: a checksum")
+    dumped = tmp_path / "logps"
+    of_trl = [json.loads(line) for file in sorted(dumped.iterdir()) for line in file.open()]
+    names = {"response_ids": "completion_ids", "loss_mask": "completion_mask", "step": "step"}
+    names |= {"logp_behavior": "sampling_per_token_logps", "logp_proximal": "old_per_token_logps"}
+    assumed = tmp_path / "trl.jsonl"
+    assumed.write_text("\n".join(json.dumps({names[key]: row[key] for key in names}) for row in of_trl))
+    for path, columns, sentence in (
+        (dumped, (), "New weights do not arrive at the sampler (undelivered, sure, confidence 0.95)."),
+        (assumed, (), "New weights do not arrive at the sampler (undelivered, likely, confidence 0.85)."),
+        (dumped, ("policy_version=",), "Either the sampler lags on purpose, or new weights do not arrive (stale, "),
+        (assumed, ("policy_version=",), "Either the sampler lags on purpose, or new weights do not arrive (stale, "),
+    ):
+        options = [part for column in columns for part in ("--columns", column)]
+        assert main.run(["diagnose", str(path), *options, "--out", str(tmp_path / "page.html")]) == 0
+        assert sentence in capsys.readouterr().out
 
 
 def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:

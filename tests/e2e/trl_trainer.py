@@ -416,7 +416,7 @@ def monitored(folder: Path) -> dict[str, Any]:
 
 
 def lost(folder: Path) -> dict[str, Any]:
-    """A sampler that keeps the weights of the start, while TRL sends its own before every generation."""
+    """A sampler that keeps the weights of the start, while TRL sends its own before every generation; dumped, too."""
     first, alarms = laboratory.build(0)[0], []
 
     def stale(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
@@ -427,7 +427,9 @@ def lost(folder: Path) -> dict[str, Any]:
             trainer.model = trained
 
     monitor = Monitor(folder / "monitor", on_alarm=lambda alarm: alarms.append((alarm.name, alarm.status)))
-    trainer = behind_vllm(build(GRPOTrainer, folder, steps=6, own={"monitor": monitor}, rollout=stale))
+    own = {"monitor": monitor, "dump": folder / "logps"}
+    options = {"steps": 24, "gradient_accumulation_steps": 8}
+    trainer = behind_vllm(build(GRPOTrainer, folder, own=own, rollout=stale, **options))
     trainer.train()
     return {"alarms": alarms, "next": monitor.close().next_step}
 

@@ -26,7 +26,7 @@ from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Co
 from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
-from trimtab.diagnosis.causes.noise_groups import find_unexplained
+from trimtab.diagnosis.causes.noise_groups import drift_between_steps, find_unexplained
 from trimtab.diagnosis.causes.precision import find_noise
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
@@ -36,6 +36,7 @@ from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, fi
 from trimtab.diagnosis.records import CAUSES, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
+MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, before a growth that is no constant's
 
 MIN_TOKENS = 100
 """Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""
@@ -100,11 +101,27 @@ def _option(
 ) -> tuple[list[CauseMatch], Residual] | None:
     """Returns the findings of a detector with what they leave; None where it finds nothing or that does not heal."""
     findings = [finding for finding in find(tokens, context) if finding.name not in excluded]
+    if any(CAUSES[finding.name].is_constant for finding in findings) and (start := _start_of_growth(tokens)):
+        there = {finding.name for finding in find(start, context)}
+        findings = [one for one in findings if one.name in there or not CAUSES[one.name].is_constant]
     if not findings:
         return None
     last = findings[-1]
     after = left if last.remaining is tokens else Residual.of(last.remaining)
     return (findings, after) if last.remaining is tokens or last.is_final or _heals(left, after) else None
+
+
+def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
+    """Returns the first step if the mismatch grows from it in the order of the steps, else None.
+
+    A constant cause must show in that step, too: a policy that training made more certain has the logits of its old
+    weights times a number, like those of another temperature.
+    """
+    steps = drift_between_steps(tokens)
+    if steps is None or not steps.ascends:
+        return None
+    first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
+    return first if Residual.of(first).k3 < MAX_FIRST_K3 * Residual.of(last).k3 else None
 
 
 def _heals(before: Residual, after: Residual) -> bool:

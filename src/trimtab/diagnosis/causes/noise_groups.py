@@ -28,6 +28,7 @@ MIN_PROMPT_TOKENS = 20  # fewest undecided tokens of a prompt that is compared
 MIN_PROMPTS = 8  # fewest prompts with so many tokens that are compared
 MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest to the one with the largest
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
+MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
 UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share right in the zoo]
 MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
@@ -100,6 +101,11 @@ class Steps:
     steps: list[int]
     sizes: list[float]
     text: str
+
+    @property
+    def ascends(self) -> bool:
+        """Whether sizes grow in the order of the steps."""
+        return self.order >= MIN_STEP_ORDER
 
     @property
     def order(self) -> float:

@@ -29,7 +29,6 @@ from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, measure_noise
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
 MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
-MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 ASSUMED_CONFIDENCE = 0.85  # confidence of undelivered where ages are those of a synchronous trainer, not recorded
 UNREWARDED_CONFIDENCE = 0.6  # confidence of undelivered where the difference does not follow the advantage
 UNREWARDED_Z = 3.0  # standard errors of the correlation with the advantage below which that is so
@@ -84,7 +83,7 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
     found, count = np.unique(age, return_counts=True)
     usual = found[count.argmax()]
     grown = drift_between_steps(tokens.select(age == usual))
-    is_stated = grown is None or grown.order < MIN_STEP_ORDER
+    is_stated = grown is None or not grown.ascends
     if grown is not None and not is_stated:
         also += f"; at age {usual} {grown.text}, as where weights do not arrive"
     if len(ages) >= 2:
@@ -119,7 +118,7 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     """Detects weights that never reach the sampler: age 0 at every step, and a difference that grows with the steps."""
     if context.direction or tokens.age is None or tokens.age.any():
         return []
-    if (steps := drift_between_steps(tokens)) is None or steps.order < MIN_STEP_ORDER:
+    if (steps := drift_between_steps(tokens)) is None or not steps.ascends:
         return []
     first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
     k3 = Residual.of(first).k3, Residual.of(last).k3

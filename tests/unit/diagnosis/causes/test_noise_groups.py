@@ -26,21 +26,22 @@ def drawn(
     size: np.ndarray,
     *,
     seed: int = 0,
-    temperature: float = 1.0,
+    temperature: np.ndarray | float = 1.0,
     sharpness: np.ndarray | float = 1.0,
     offset: np.ndarray = NO_OFFSET,
     **columns: np.ndarray,
 ) -> TokenTable:
     """Responses of LENGTH tokens from random distributions.
 
-    size: noise of the trainer's logits (responses,). sharpness: what all logits are multiplied by (responses,). offset:
-    what the trainer adds to the logit of each id (ids,).
+    size: noise of the trainer's logits (responses,). temperature: what these are divided by, sharpness: what all logits
+    are multiplied by (responses,). offset: what the trainer adds to the logit of each id (ids,).
     """
     random = np.random.default_rng(seed)
     count = len(size) * LENGTH
     logits = random.normal(size=(count, len(offset))) * random.lognormal(1.0, 0.5, (count, 1))
-    logits *= np.repeat(np.broadcast_to(sharpness, size.shape), LENGTH)[:, None]
-    other = logits / temperature + offset + np.repeat(size, LENGTH)[:, None] * random.normal(size=logits.shape)
+    hot, sharp = (np.repeat(np.broadcast_to(one, size.shape), LENGTH)[:, None] for one in (temperature, sharpness))
+    logits *= sharp
+    other = logits / hot + offset + np.repeat(size, LENGTH)[:, None] * random.normal(size=logits.shape)
     sampler, trainer = (values - np.log(np.exp(values).sum(1, keepdims=True)) for values in (logits, other))
     ids = (np.exp(sampler).cumsum(1) > random.random((count, 1))).argmax(1)
     at = np.arange(count), ids
@@ -161,6 +162,29 @@ def test_a_rise_that_saturates_is_weights_that_never_arrive() -> None:
         lags = first(replace(table, **columns))
         assert (lags.name, lags.is_stated) == ("stale", False)
         assert "as far at step" in lags.evidence
+
+
+def test_a_policy_that_becomes_certain_beside_a_sampler_that_stays_has_no_other_temperature() -> None:
+    """Its logits are those of the sampler times a number, but not at the first step, as with a setting."""
+    step = np.repeat(np.arange(24), 20)
+    scale = np.random.default_rng(0).uniform(1.4, 1.8, 24)  # as far from the second step on, up and down
+    for start, cause in ((1.0, "undelivered"), (1.6, "temperature")):
+        scale[0] = start
+        size = np.where(step > 0, 0.3, 1e-5)
+        table = drawn(size, temperature=1 / scale[step], **versions(step))
+        assert first(table).name == cause
+    # A setting that is there from the first step on stays one where weights do not arrive either.
+    both = drawn(np.full(len(step), 0.02), temperature=0.7 / 1.05 ** np.minimum(step, 8), **versions(step))
+    assert first(both).name == "temperature"
+
+
+def test_a_setting_is_not_named_for_a_lag_of_unknown_age() -> None:
+    step = np.repeat(np.arange(24), 20)
+    table = drawn(np.full(len(step), 1e-5), temperature=np.where(step > 0, 1 / 1.6, 1.0), step=step)
+    lags = first(table)
+    assert (lags.name, lags.is_stated) == ("stale", False)
+    # Nor where neither may be named: whatever fits the later steps does not fit the first.
+    assert first(table, "stale", "undelivered").name == "unexplained"
 
 
 def test_rounding_of_a_policy_that_becomes_certain_is_rounding() -> None:

@@ -107,11 +107,14 @@ def test_a_nested_and_a_quantized_tensor_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("versions", [["1" * 5000], ["²"], [], 3, torch.ones(2)])
-def test_a_version_that_is_no_number_is_unknown(versions: Any, tmp_path: Path) -> None:
+def test_a_version_that_is_no_number_is_read_as_none(versions: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {"samples": [SAMPLE | {"weight_versions": versions}] * 2})
-    (table,) = open_log([path]).tables()
+    log = open_log([path])
+    (table,) = log.tables()
     assert table.tokens == 2 * TIME
-    assert table.version is None
+    assert table.version is not None
+    assert set(table.version.tolist()) == {0}
+    assert log.summary().assumes_current
 
 
 def test_a_gzipped_file_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
