@@ -15,6 +15,7 @@ from trimtab.diagnosis.reading.layouts import (
     SAMPLING,
     TRAINER_COLUMNS,
     TRIMTAB,
+    VERSIONS,
     Layout,
     detect_layout,
     layout_of_framework,
@@ -111,7 +112,7 @@ def _resolve_names(
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
     known = layout_of_framework(framework) if isinstance(framework, str) else framework or _detect_layout(filled)
     layout = known or TRIMTAB
-    if not given.keys().isdisjoint(("policy_version", "proximal_version")):
+    if not given.keys().isdisjoint(VERSIONS):
         layout = replace(layout, synchronous="")
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
@@ -157,7 +158,7 @@ def _columns(
                     raise TrimtabError(f"{path} has no column {name!r} for {role}; {_list_columns(names, [name])}")
             columns[role] = name
         elif name is None:
-            for candidate in layout.columns.get(role, ()):
+            for candidate in (*layout.columns.get(role, ()), *(name for name in VERSIONS if name == role)):
                 if role in SAMPLING and candidate == columns.get("logp_behavior"):
                     continue  # `logprobs` of a server is not the setting of that name
                 having = sum(candidate in names for names in filled.values())

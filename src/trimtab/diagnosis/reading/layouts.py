@@ -23,6 +23,8 @@ ROW_ROLES = (
 ROLES = TOKEN_ROLES + ROW_ROLES
 SERVER_COLUMNS = ("output_token_logprobs", "meta_info", "messages_and_choices", "logprobs")
 """Columns of rows with a server's response that hold the sampler's log-probs: of SGLang, ART and OpenAI."""
+VERSIONS = ("policy_version", "proximal_version")
+"""Roles that are also read under these names in the files of every framework: few write them, and users add them."""
 EITHER_SHAPE = ("policy_version", "advantage")
 """Roles that frameworks write per token or per response."""
 
@@ -76,8 +78,6 @@ VERL = Layout(
         "loss_mask": ("response_mask",),
         "padding_mask": ("attention_mask",),
         "entropy": ("entropys", "entropy"),
-        "policy_version": ("policy_version",),
-        "proximal_version": ("proximal_version",),
         "step": ("step",),
         "group": ("uid", "input"),
         "prompt": ("input",),
@@ -189,7 +189,6 @@ OPEN_INSTRUCT = Layout(
         "response_ids": ("token_ids",),
         "loss_mask": ("response_mask",),
         "policy_version": ("model_steps",),
-        "proximal_version": ("proximal_version",),
         "step": ("step",),
     },
     ({"trainer_logprobs", "response_mask"}, {"response_tokens", "logprobs", "finish_reason"}),

@@ -291,6 +291,25 @@ def test_tokens_of_a_synchronous_trainer_are_of_age_0(name: str) -> None:
     assert "age" not in [finding.name for finding in plain.findings]
 
 
+@pytest.mark.parametrize(
+    "name", ["trl/completions_00001.parquet", "verl/3.jsonl", "nemo-rl/train_data_step1.jsonl", "prime-rl"]
+)
+def test_versions_that_were_added_to_a_framework_s_files_are_read(name: str, tmp_path: Path) -> None:
+    path = DATA / name if (DATA / name).is_file() else next((DATA / name).rglob("*.jsonl"))
+    is_text = path.suffix == ".jsonl"
+    lines = path.read_text().splitlines() if is_text else []
+    rows = [json.loads(line) for line in lines] if is_text else pq.read_table(path).to_pylist()
+    wrapped = "nemo-rl" in name  # a list of one value in each cell
+    for row in rows:
+        row |= {"policy_version": [3] if wrapped else 3, "proximal_version": [5] if wrapped else 5}
+    file = tmp_path / f"{path.stem}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_log([file])
+    (table,) = source.tables()
+    assert not source.summary().assumes_current
+    assert set(values(table, "age")) == {2}
+
+
 @pytest.mark.parametrize("name", ["prime-rl", "sglang"])
 def test_tokens_of_asynchronous_and_of_unknown_trainers_have_no_age(name: str) -> None:
     table, origin = read(name)
