@@ -134,7 +134,7 @@ def diagnose(
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
     if scalars is not None:
         if any((files, framework, columns, tokenizer, out, against, markdown, redact, watch, bound)):
-            raise TrimtabError("--scalars PATH only goes with --json: leave out FILE and the other options")
+            raise TrimtabError("--scalars PATH takes no FILE and no other option than --json: leave them out")
         return _scalars(scalars, as_json=as_json)
     names = parse_columns(columns or [])
     if watch is not None:

@@ -52,6 +52,8 @@ TRUNCATED = 0.2
 """Share of truncated responses that is not remarkable."""
 TRUNCATED_RISE = 0.15
 """Growth of that share since the first steps that is not remarkable."""
+DIAGNOSE = "run `trimtab diagnose` on the sample"
+"""What most alarms advise; who shows an alarm puts its own command in the place of this."""
 MISSING = 0.001
 """Share of trained tokens without a finite log-prob that is not remarkable."""
 
@@ -213,7 +215,7 @@ def k3_rises(steps: Sequence[Step]) -> Finding | None:
     if not (last > RISE * max(first, EXACT) and last > 1e-3):
         return None
     detail = f"k3 {last:.1e} per token over the last {WINDOW} steps, {first:.1e} over the first {WINDOW}"
-    return Finding("note", "k3-rising", detail, "run `trimtab diagnose` on the sample")
+    return Finding("note", "k3-rising", detail, DIAGNOSE)
 
 
 def k3_is_large(steps: Sequence[Step]) -> Finding | None:
@@ -225,7 +227,7 @@ def k3_is_large(steps: Sequence[Step]) -> Finding | None:
         "fail",
         "k3-large",
         f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)",
-        "run `trimtab diagnose` on the sample",
+        DIAGNOSE,
     )
 
 
@@ -238,7 +240,7 @@ def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
     detail = wrong_mean(reduce(add, ratios))
     if not detail:
         return None
-    advice = "compare temperature, top-p and top-k on both sides, and run `trimtab diagnose` on the sample"
+    advice = f"compare temperature, top-p and top-k on both sides, and {DIAGNOSE}"
     return Finding("fail", "mean-ratio", detail, advice)
 
 

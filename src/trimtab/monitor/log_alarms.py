@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.monitor.alarms import Alarm, Step, alarms, history
 from trimtab.monitor.monitor import warn
-from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of
+from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of, without_sample
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
@@ -41,4 +41,4 @@ class LogAlarms(TrainerCallback):
         for alarm in alarms(history(self._steps, len(self._steps))):
             if alarm.name not in self._raised:
                 self._raised.add(alarm.name)
-                self._on_alarm(alarm)
+                self._on_alarm(without_sample(alarm))

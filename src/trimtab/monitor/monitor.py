@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
 from trimtab.findings import Finding, Status
-from trimtab.monitor.alarms import KEPT, WINDOW, Alarm, Step, alarms
+from trimtab.monitor.alarms import DIAGNOSE, KEPT, WINDOW, Alarm, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
@@ -171,7 +171,7 @@ class Monitor:
             return Finding(status, "monitor", f"no alarm in {self._steps} steps", advice)
         detail = "; ".join(f"{alarm.name} at step {alarm.step}" for alarm in raised)
         advice = next(alarm.next_step for alarm in raised if alarm.status == status)
-        return Finding(status, "monitor", detail, advice.replace("run `trimtab diagnose` on the sample", diagnose))
+        return Finding(status, "monitor", detail, advice.replace(DIAGNOSE, diagnose))
 
     def close(self) -> Finding:
         """Judges the last step, writes the page of the sample, and returns the verdict.

@@ -11,12 +11,12 @@ import importlib.resources
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 from trimtab.errors import TrimtabError
-from trimtab.monitor.alarms import WINDOW, Alarm, Step, first_alarms, median
+from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, Step, first_alarms, median
 
 Row = Mapping[str, float]
 
@@ -106,6 +106,12 @@ class ScalarReport:
     restarts: tuple[Restart, ...]
 
 
+def without_sample(alarm: Alarm) -> Alarm:
+    """Returns an alarm whose advice asks for log-probs, where no monitor has kept a sample of them."""
+    advice = alarm.next_step.replace(DIAGNOSE, "run `trimtab diagnose` on log-probs of these steps")
+    return replace(alarm, next_step=advice)
+
+
 @cache
 def known_scalars() -> tuple[Scalar, ...]:
     """Returns the rows of `scalars.csv`."""
@@ -131,7 +137,8 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
         for before, after in pairwise(steps)
         if mismatch is not None and after.number <= before.number
     )
-    return ScalarReport(framework, len(steps), mismatch, curves, tuple(first_alarms(steps)), restarts)
+    alarms = tuple(map(without_sample, first_alarms(steps)))
+    return ScalarReport(framework, len(steps), mismatch, curves, alarms, restarts)
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:

@@ -130,7 +130,9 @@ def test_a_callback_of_transformers_raises_the_same_alarms_once() -> None:
         handler.on_log(None, state, TrainerControl(), logs=row)
         handler.on_log(None, state, TrainerControl(), logs={"eval_loss": 1.0})
     expected = judge([{**row, "step": step} for step, row in enumerate(logs)]).alarms
+    advice = {alarm.name: alarm.next_step for alarm in expected}
     assert [(alarm.name, alarm.step) for alarm in raised] == [(alarm.name, alarm.step) for alarm in expected]
+    assert {alarm.name: alarm.next_step for alarm in raised} == advice
     assert ("k3-jump", 31) in [(alarm.name, alarm.step) for alarm in raised]
 
 
@@ -284,6 +286,12 @@ def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", rows)
     with pytest.raises(TrimtabError, match=r"holds 2 files of scalars \(history.json, metrics.jsonl\): name one"):
         find_scalars(tmp_path)
+
+
+def test_advice_needs_no_sample_of_a_monitor() -> None:
+    report = judge([{"step": step, "mismatch/k3": 0.3} for step in range(10)])
+    assert [alarm.name for alarm in report.alarms] == ["k3-large"]
+    assert report.alarms[0].next_step == "run `trimtab diagnose` on log-probs of these steps"
 
 
 @pytest.mark.parametrize(
