@@ -242,7 +242,7 @@ def _trl_async(built: Objective) -> list[str]:
     clip = built.surrogate
     only = built.ratio.level == "token" and built.weight is None and not built.masks
     if not (isinstance(clip, Clipped) and only and clip.dual is None and built.aggregation.kind == "token-mean"):
-        raise _Absent("its ratio is π/π_old, and that of AsyncGRPOTrainer is clipped per token, without a dual clip")
+        raise _Absent("GRPOTrainer's ratio is π/π_old, AsyncGRPOTrainer's is clipped per token without a dual clip")
     options = {"epsilon": repr(clip.low), "epsilon_high": repr(clip.high)}
     return [
         _call("trl.experimental.async_grpo.AsyncGRPOConfig", options),

@@ -303,7 +303,8 @@ def _first_step(diagnosis: Diagnosis) -> str:
     if wrong:
         return next(iter(wrong.values()))
     if severity(diagnosis) == "good":
-        return f"No fault shows: {method}."
+        # Recommended only where trainer and sampler agree to rounding.
+        return f"No fault shows: {'no correction is needed' if diagnosis.recommendation.preset == 'grpo' else method}."
     if (doubt := doubtful(diagnosis)) is not None:
         return f"{doubt.test}. If {doubt.intended}, {method}."
     if diagnosis.causes:

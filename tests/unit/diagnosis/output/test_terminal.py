@@ -117,6 +117,12 @@ def test_only_what_the_files_state_needs_no_repair(causes: tuple[Cause, ...], si
     assert words.verdict_lines(example(causes=causes, size=size))[-1][1].startswith(step)
 
 
+def test_where_both_sides_are_equal_no_correction_is_named() -> None:
+    found = example(causes=(), size={"mismatch": {**MISMATCH, "k3": 1e-13}})
+    exact = replace(found, recommendation=Recommendation("grpo", {}, "Equal."))
+    assert words.verdict_lines(exact)[-1] == ("First", "No fault shows: no correction is needed.")
+
+
 def test_old_weights_that_no_version_states_may_be_updates_that_are_lost() -> None:
     text = terminal_text(example(causes=(GUESSED,)))
     assert text.startswith(
