@@ -17,6 +17,7 @@ FARTHEST = 4  # tokens that a shift is looked for
 MIN_TOKENS = 200  # fewest trained tokens that are judged
 MIN_Z = 6.0  # standard errors by which another offset must correlate better than none
 MIN_LEAD = 0.1  # and the least difference of the two correlations
+MIN_MOVED = 0.3  # least correlation at another offset: of one text, both are surprised alike
 MIN_CORRELATION = 0.15  # below it the lists have nothing to do with each other
 LOWEST = -10.0  # log-probs count as at least this
 
@@ -35,7 +36,7 @@ def teacher_findings(table: TokenTable) -> tuple[Finding, ...]:
     best = max(found, key=lambda offset: found[offset])
     in_place = found[0]
     z = (np.arctanh(min(found[best], 0.999)) - np.arctanh(min(in_place, 0.999))) * np.sqrt(len(places) / 2)
-    if best and z > MIN_Z and found[best] - in_place > MIN_LEAD:
+    if best and z > MIN_Z and found[best] - in_place > MIN_LEAD and found[best] > MIN_MOVED:
         fit = f"correlation {found[best]:.2f}, {in_place:.2f} in place"
         detail = f"the teacher's log-probs fit the sampler's when moved by {best:+d}: {fit}"
         return (Finding("fail", "teacher", detail, "cut the teacher's list where the response begins"),)

@@ -58,6 +58,8 @@ def test_a_teacher_out_of_place_is_what_the_verdict_says_to_repair(tmp_path: Pat
     [
         # .3 times the mean surprise of 1 and .2 times that of the noise.
         (lambda teacher: teacher, "note", "reverse KL to the teacher 0.5"),
+        # Of the other sign, every other offset correlates better: that is no shift.
+        (lambda teacher: -teacher, "fail", "have nothing to do with the sampler's: correlation -"),
         (lambda teacher: np.roll(teacher, 1, axis=1), "fail", "when moved by +1: correlation 0.9"),
         (lambda teacher: np.roll(teacher, -2, axis=1), "fail", "when moved by -2: correlation 0.9"),
         (lambda teacher: teacher[::-1], "fail", "nothing to do with the sampler's: correlation "),
