@@ -5,9 +5,13 @@ One file an update, in the column names of Trimtab's own trajectory files. A fil
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
+import re
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps
 
 Columns = Mapping[str, Tensor | Sequence[Any] | None]
@@ -45,15 +49,31 @@ def _number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_FILE = re.compile(r"(?:step|call)_(\d+)_rank_(\d+)\.jsonl")
+_STARTED = time.time()
+"""Files of other ranks that are older than this process are of earlier runs; newer ones may be of this run."""
+
+
 class Dump:
-    """Writes the rows of each update, or of each call of a loss, into a file of a folder. Created on first use."""
+    """Writes the rows of each update, or of each call of a loss, into a file of a folder. Created on first use.
+
+    Where a run has written before, a new one goes into a folder beside it (`logps_2`), with a warning: `trimtab
+    diagnose` reads all that is in a folder. A run whose steps go on above the last one written is resumed, in the same
+    folder; a loss that knows no step begins a new run. Ranks choose alike, without a collective. Raises `TrimtabError`
+    for what is no path.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._calls: int | None = None
+        if not isinstance(folder, str | os.PathLike) or not folder:
+            raise TrimtabError(f'dump={folder!r} is no folder: give one, such as dump="logps"')
+        self.folder = self._first = Path(folder).absolute()
+        self._last: int | None = None  # number of the last step or call
 
     def write(self, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
         """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` where that fails."""
+        if self._last is None or step <= self._last:
+            self._begin(step, rank)
+        self._last = step
         return self._write(f"step_{step:06d}_rank_{rank}.jsonl", [{"step": step, **row} for row in batch])
 
     def write_call(self, logps: PolicyLogps, advantage: Tensor) -> Path:
@@ -63,16 +83,42 @@ class Dump:
         it is another policy than the current one.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        if self._calls is None:  # Those of an earlier process stay.
-            self._calls = len(list(self.folder.glob(f"call_*_rank_{rank}.jsonl")))
-        self._calls += 1
+        if self._last is None:
+            self._begin(0, rank)
+        self._last = (self._last or 0) + 1
         positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
         batch = rows(
             (logps.mask * positions).amax(1),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
         )
-        return self._write(f"call_{self._calls:06d}_rank_{rank}.jsonl", list(batch))
+        return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
+
+    def _begin(self, step: int, rank: int) -> None:
+        """Chooses the folder of a run that begins, or goes on, at a step."""
+        earlier = self._earlier(rank)
+        _, number = max(((last, number) for number, last in earlier.items() if last < step), default=(0, 0))
+        number = number or max(earlier, default=0) + 1
+        self.folder = self._first if number == 1 else self._first.with_name(f"{self._first.name}_{number}")
+        if number not in earlier and number > 1 and rank == 0:
+            text = f"{self._first} holds log-probs of an earlier run: those of this run are written to {self.folder}"
+            warnings.warn(text, TrimtabWarning, stacklevel=3)
+
+    def _earlier(self, rank: int) -> dict[int, int]:
+        """Returns the last step or call of earlier runs, by the number of their folder.
+
+        The files of another rank may be of this run, whose ranks would not agree if one counted them.
+        """
+        found: dict[int, int] = {}
+        for path in self._first.parent.glob(f"{glob.escape(self._first.name)}*/*_rank_*.jsonl"):
+            suffix = path.parent.name.removeprefix(self._first.name)
+            name = _FILE.fullmatch(path.name)
+            if name is None or not re.fullmatch(r"(_\d+)?", suffix):
+                continue
+            if int(name[2]) == rank or path.stat().st_mtime < _STARTED:
+                number = int(suffix[1:] or 1)
+                found[number] = max(int(name[1]), found.get(number, 0))
+        return found
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
         path = self.folder / name
