@@ -35,6 +35,16 @@ class Batch:
     keys: Mapping[str, np.ndarray]
     faults: Mapping[str, Mapping[int, str]]
 
+    def roles(self) -> set[str]:
+        return {*self.lists, *self.scalars, *self.keys}
+
+    def has_value(self, role: str) -> bool:
+        """Whether some row has a finite number or a key of the role."""
+        if role in self.keys:
+            return any(key is not None for key in self.keys[role])
+        values = flat(self.lists[role]) if role in self.lists else self.scalars[role]
+        return bool(np.isfinite(values.astype(np.float64)).any())
+
 
 def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
     """Returns a batch from the columns of a file by role."""

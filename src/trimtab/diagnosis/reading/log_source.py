@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,23 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.findings import Finding
 
+NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_policy", "response_length", "sampling")
+"""Roles, besides the trainer's log-probs, whose column decides which tokens count, or alone drops no response."""
+
 
 class LogSource:
-    """The responses of one or several files; `tables` reads them once, then `counts` and `summary` are complete."""
+    """The responses of one or several files; `tables` reads them, then `counts` and `summary` are complete.
 
-    def __init__(self, tables: Sequence[Table], resolved: Resolved, counts: ReadCounts) -> None:
+    without: resolves the columns again without those of some roles.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], resolved: Resolved, counts: ReadCounts, without: Callable[[list[str]], Resolved]
+    ) -> None:
         self._tables = tables
         self._resolved = resolved
+        self._without = without
+        self._valued: set[str] = set()  # roles of which some row has a value
         self.counts = counts
         self._masked = ReadCounts()  # of the responses that the trainer masks out of its loss
 
@@ -39,7 +49,8 @@ class LogSource:
     def tables(self, tokens: int = 262_144) -> Iterator[TokenTable]:
         """Yields whole responses, about `tokens` tokens at a time, in the order of the files.
 
-        Raises `TrimtabError` for a damaged file.
+        Where columns without any value leave no response, the files are read again without them. Raises `TrimtabError`
+        for a damaged file.
         """
         pending: list[TokenTable] = []
         for piece in self._pieces(max(1, tokens // 2)):
@@ -49,6 +60,19 @@ class LogSource:
                 pending = []
         if pending:
             yield TokenTable.concat(pending)
+        elif not self.counts.responses and (empty := [role for role in self._optional() if role not in self._valued]):
+            names = ", ".join(self._resolved.columns[role] for role in empty)
+            self._resolved = self._without(empty)
+            finding = Finding("note", "columns", f"left out, since no row has a value: {names}")
+            self._resolved = replace(self._resolved, findings=(*self._resolved.findings, finding))
+            self.counts, self._masked = self.counts.fresh(), ReadCounts()
+            yield from self.tables(tokens)
+
+    def _optional(self) -> list[str]:
+        """Returns the roles whose column may be left out: one side of the trainer's log-probs where the other is."""
+        trainer = {"logp_proximal", "logp_current"} & self._resolved.columns.keys()
+        needed = {*NEEDED, *(trainer if len(trainer) < 2 or not trainer & self._valued else ())}
+        return [role for role in self._resolved.columns if role not in needed]
 
     def summary(self) -> DataSummary:
         """Returns a summary of the data read. Raises `TrimtabError` without a usable response or before `tables`."""
@@ -57,7 +81,9 @@ class LogSource:
             why = counts.reasons(5)
             odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
-            advice = "(a column that is not needed is left out with --columns NAME=)"
+            blamed = {word for reason in (*counts.dropped, *counts.nonfinite) for word in reason.split()}
+            role = next((role for role in self._optional() if role in blamed), "NAME")
+            advice = f"(a column that is not needed is left out with --columns {role}=)"
             if any(reason.endswith(NO_LIST) for reason in counts.dropped):
                 advice = WANTED
             elif UNEQUAL in counts.dropped:
@@ -140,6 +166,9 @@ class LogSource:
 
     def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
         roles, layout = self._resolved.roles, self._resolved.layout
+        for role in batch.roles() - self._valued:
+            if batch.has_value(role):
+                self._valued.add(role)
         step = self._resolved.step_in_name(path)
         if step is not None:
             steps = np.full(len(batch.numbers), float(step))
@@ -192,7 +221,12 @@ def open_log(
         raise TrimtabError(f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
     resolved = resolve(tables, framework, columns or {}, found)
-    return LogSource([table for table in tables if table.path not in resolved.left_out], resolved, counts)
+    kept = [table for table in tables if table.path not in resolved.left_out]
+
+    def without(roles: list[str]) -> Resolved:
+        return resolve(tables, framework, {**(columns or {}), **dict.fromkeys(roles, "")}, found)
+
+    return LogSource(kept, resolved, counts, without)
 
 
 def _files_text(tables: Sequence[Table]) -> str:

@@ -50,6 +50,10 @@ class ReadCounts:
     prompts: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
+    def fresh(self) -> ReadCounts:
+        """Returns the counts before any row was read."""
+        return ReadCounts(empty_files=self.empty_files, quotes=self.quotes, prompts=self.prompts)
+
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
         """Counts dropped responses; `row`, `detail`: number of the first one in the current file, and its values."""
         if count:

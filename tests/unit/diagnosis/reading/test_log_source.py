@@ -195,3 +195,51 @@ def test_a_file_named_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pyte
     source = open_log([Path("a.parquet"), file])
     assert sum(table.responses for table in source.tables()) == 4
     assert source.summary().files == 1
+
+
+@pytest.mark.parametrize("shape", ["lines of lists", "parquet of lists", "parquet of nulls"])
+@pytest.mark.parametrize(
+    "role", ["logp_teacher", "logp_current", "logp_prefill", "entropy", "response_ids", "policy_version", "turn"]
+)
+def test_a_column_of_tokens_without_any_value_is_left_out(tmp_path: Path, role: str, shape: str) -> None:
+    data = rows(30)
+    for row in data:
+        row[role] = [None] * len(row["logp_behavior"]) if shape.endswith("lists") else None
+    write = write_lines if shape.startswith("lines") else write_parquet
+    log = open_log([write(tmp_path / f"a.{'jsonl' if shape.startswith('lines') else 'parquet'}", data)])
+    tables = list(log.tables(tokens=40))
+    summary = log.summary()
+    assert sum(table.responses for table in tables) == summary.responses == 30
+    assert summary.dropped == {}
+    assert [one.detail for one in summary.findings] == [f"left out, since no row has a value: {role}"]
+
+
+@pytest.mark.parametrize("role", ["step", "proximal_version", "reward", "advantage", "prompt_id", "turn"])
+def test_a_column_of_responses_without_any_value_refuses_nothing(tmp_path: Path, role: str) -> None:
+    data = [{**row, role: None} for row in rows(30)]
+    log = open_log([write_parquet(tmp_path / "a.parquet", data)])
+    list(log.tables())
+    assert log.summary().responses == 30
+    kind = "not a number" if role in ("reward", "advantage") else "columns"
+    assert [one.name for one in log.summary().findings] == ([] if role == "prompt_id" else [kind])
+
+
+def test_two_columns_without_any_value_are_left_out_and_those_with_some_values_named(tmp_path: Path) -> None:
+    data = [{**row, "logp_proximal": None, "logp_current": row["logp_proximal"], "turn": None} for row in rows(30)]
+    log = open_log([write_parquet(tmp_path / "a.parquet", data)])
+    list(log.tables())
+    assert (log.summary().responses, log.summary().anchor) == (30, "current")
+    some = [{**row, "logp_teacher": None, "loss_mask": row["loss_mask"]} for row in rows(2)]
+    some[0] |= {"logp_teacher": some[0]["logp_behavior"], "loss_mask": [False] * len(some[0]["loss_mask"])}
+    log = open_log([write_lines(tmp_path / "b.jsonl", some)])
+    list(log.tables())
+    with pytest.raises(TrimtabError, match=r"no logp_teacher .* is left out with --columns logp_teacher=\)$"):
+        log.summary()
+
+
+@pytest.mark.parametrize("role", ["logp_behavior", "logp_proximal", "loss_mask"])
+def test_a_needed_column_without_any_value_refuses_the_file(tmp_path: Path, role: str) -> None:
+    log = open_log([write_parquet(tmp_path / "a.parquet", [{**row, role: None} for row in rows(30)])])
+    list(log.tables())
+    with pytest.raises(TrimtabError, match=f"nothing to diagnose in .*30 x no {role}"):
+        log.summary()
