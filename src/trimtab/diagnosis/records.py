@@ -221,7 +221,8 @@ class Cause:
 class CauseKind:
     """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it.
 
-    is_constant: whether it is a setting or arithmetic of the run, which acts from the first step on.
+    otherwise: what to do where the check that the remedy begins with finds nothing. is_constant: whether it is a
+    setting or arithmetic of the run, which acts from the first step on.
 
     For one that may be intended, where the files do not say so: unsure, what is known then (if it is not `plain`);
     test, what tells; intended, when a correction is the answer.
@@ -230,6 +231,7 @@ class CauseKind:
     name: str
     plain: str
     fix: str
+    otherwise: str = ""
     must_fix: bool = False
     is_constant: bool = False
     unsure: str = ""

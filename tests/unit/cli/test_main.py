@@ -153,6 +153,14 @@ def test_explain_takes_keywords_as_a_comparison_does(capsys: pytest.CaptureFixtu
     assert "no keyword 'weight_maxx' (did you mean 'weight_max'" in capsys.readouterr().err
     assert main.run(["explain", "token-tis:3"]) == 2
     assert "'3' is not KEY=VALUE" in capsys.readouterr().err
+    for value in (".1", "+1.e-1", "0.1"):
+        assert main.run(["explain", f"token-tis:clip_low={value}"]) == 0
+        assert "clip(r_t, 0.9, 1.2)" in capsys.readouterr().out
+    for rest in ("clip_low=0.1:clip_high=0.3", "clip_low:clip_high=0.3"):
+        assert main.run(["explain", f"token-tis:{rest}"]) == 2
+        assert f"separate keywords by commas, as KEY=VALUE,KEY=VALUE, not by the colon in {rest!r}" in (
+            capsys.readouterr().err
+        )
 
 
 def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -62,6 +62,17 @@ def test_a_surrogate_that_returns_something_else_is_named(returned: Returned, li
         own(LOGPS, torch.ones(2, 1))
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_surrogate_that_returns_a_detached_value_is_named() -> None:
+    own = Objective("own", Ratio("token", "behavior"), Own(lambda terms: (terms.ratio.detach() * terms.advantage, {})))
+    learned = replace(LOGPS, current=torch.zeros(2, 3, requires_grad=True))
+    line = "^Own returned a value without gradient, which trains nothing: do not detach it$"
+    with pytest.raises(TrimtabError, match=line):
+        own(learned, torch.ones(2, 1))
+    with torch.no_grad():  # an evaluation needs none
+        assert own(learned, torch.ones(2, 1)).loss.item() == -1
+    assert own(LOGPS, torch.ones(2, 1)).loss.item() == -1
 
 
 def test_metrics_of_another_kind_may_be_given() -> None:

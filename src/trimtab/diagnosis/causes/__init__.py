@@ -71,7 +71,9 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so that it comes last.
     causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
-    return tuple(replace(cause, fix=CAUSES[cause.name].fix) for cause in causes)
+    kinds = [CAUSES[cause.name] for cause in causes]
+    fixes = [f"{kind.fix} {kind.otherwise}".strip() for kind in kinds]
+    return tuple(replace(cause, fix=fix) for cause, fix in zip(causes, fixes, strict=True))
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:

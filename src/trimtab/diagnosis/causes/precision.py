@@ -242,6 +242,8 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
         evidence += f"; the token id decides {noise.persistent:.0%} of its variance, as with other weights"
     else:
         evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
+    if tokens.age is None:
+        evidence += "; old weights move logits as far, and without versions these files cannot tell"
     return _noise("quantized", tokens, min(sure, SIZE_CONFIDENCE), evidence)
 
 

@@ -191,9 +191,9 @@ def _advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:
 
 
 def _advantage(tokens: LogprobPairs) -> np.ndarray | None:
-    """Returns advantages, or rewards minus their group's mean; None without either."""
+    """Returns advantages, or without any value rewards minus their group's mean; None without either."""
     table = tokens.table
-    if table.advantage is not None or table.reward is None:
+    if table.reward is None or (table.advantage is not None and np.isfinite(table.advantage).any()):
         return table.advantage
     result = np.full(table.responses, np.nan)
     known = np.isfinite(table.reward)

@@ -29,7 +29,7 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 SCATTER = 100
-ASSUMED = "the data does not say which tokens are of age 0"
+ASSUMED = "the age of 0 of all tokens is assumed, not recorded"
 
 
 def measure(

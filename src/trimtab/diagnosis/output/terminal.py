@@ -54,7 +54,7 @@ def rows(diagnosis: Diagnosis, page: Path | str | None = None) -> list[tuple[str
         *labeled("size", _size(measured)),
         ("ratio", words.contract(measured.size)[1]),
         ("where", words.where_text(diagnosis)),
-        *([("split", split)] if (split := words.split_text(measured)) else []),
+        *([] if origin.assumes_current else [("split", words.split_text(measured))]),  # `read` says what is assumed
         *labeled("causes", [text for cause in diagnosis.causes for text in _cause(diagnosis, cause)] or [NONE]),
         *labeled("do", _advice(diagnosis)),
         *([] if page is None else [("page", str(page))]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -212,10 +213,16 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
 
+_SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
+"""A number as Python writes it and TOML does not."""
+_COLON = re.compile(r"""^[^=]*:[^=]*=|^[^=]*=(?!["'\[{]).*:\w[\w.]*=""")
+"""A colon in a keyword, or between a value without quotes or brackets and another keyword."""
+
+
 def parse_override(override: str) -> tuple[str, Any]:
     """Returns the dotted key and the value of `section.key=value`.
 
-    A value that is no TOML is text, so that names need no quotes.
+    A value that is no TOML is text, so that names need no quotes, but for numbers such as `.1`.
     """
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
@@ -223,7 +230,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     try:
         value = parse_toml(f"value = {raw}")["value"]
     except ValueError:
-        value = raw
+        value = float(raw) if _SHORT_NUMBER.fullmatch(raw) else raw
     if value == raw and raw[:1] in ("'", '"'):
         raise TrimtabError(
             f"{override}: the value is not a TOML string; between single quotes everything stands for itself, between "
@@ -258,6 +265,10 @@ def split_overrides(text: str, where: str) -> list[str]:
             f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
         )
     options = [part for part in parts if part]
+    if colon := next((part for part in options if _COLON.search(part)), None):
+        raise TrimtabError(
+            f"{where}: separate keywords by commas, as KEY=VALUE,KEY=VALUE, not by the colon in {colon!r}"
+        )
     bad = next((part for part in options if "=" not in part), None)
     if bad is not None:
         raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")

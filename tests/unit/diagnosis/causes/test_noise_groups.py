@@ -144,6 +144,8 @@ def test_a_rise_that_does_not_follow_the_advantage_may_be_rounding() -> None:
     )
     assert [one.name for one in (unknown, follows, other)] == ["undelivered"] * 3
     assert unknown.confidence == follows.confidence >= 0.9
+    assert "If they agree, the mismatch itself grows" in unknown.fix
+    assert "use the correction token-tis" in unknown.fix
     assert other.confidence == 0.6
     assert "do not correlate with the advantage" in other.evidence
     assert "advantage" not in unknown.evidence + follows.evidence
@@ -208,6 +210,22 @@ def test_size_alone_is_never_sure_that_weights_are_quantized() -> None:
     assert (cause.name, cause.confidence) == ("quantized", 0.65)
     assert "the token id decides" in cause.evidence
     assert not cause.is_stated
+    assert cause.evidence.endswith("; old weights move logits as far, and without versions these files cannot tell")
+
+
+def test_old_weights_are_no_possibility_beside_versions_that_exclude_them() -> None:
+    step = np.repeat(np.arange(4), 100)
+    cause = first(drawn(np.full(400, 0.9), **versions(step)))
+    assert (cause.name, "old weights" in cause.evidence) == ("quantized", False)
+
+
+def test_a_reward_stands_in_for_an_advantage_without_any_value() -> None:
+    step = np.repeat(np.arange(8), 30)
+    table = drawn(0.03 + 0.1 * step, **versions(step))
+    reward, none = np.random.default_rng(3).normal(size=240), np.full(240, np.nan)
+    expected = first(replace(table, reward=reward))
+    assert "do not correlate with the advantage" in expected.evidence
+    assert first(replace(table, reward=reward, advantage=none)) == expected
 
 
 def test_noise_of_one_size_is_neither() -> None:

@@ -285,6 +285,10 @@ def test_tokens_of_a_synchronous_trainer_are_of_age_0(name: str) -> None:
     assert not table.age.any()
     np.testing.assert_array_equal(table.proximal_version, step)
     assert {"policy_version", "proximal_version"} <= origin.missing.keys()
+    found = diagnose(DATA / name)
+    assert "tokens count as of the trainer's weights" in terminal_text(found)
+    assert "separable" not in terminal_text(found)
+    assert found.measured.split.why == "the age of 0 of all tokens is assumed, not recorded"
     asked, plain = read(name, columns={"policy_version": ""})
     assert asked.age is None
     assert not plain.assumes_current
