@@ -78,26 +78,7 @@ class LogSource:
         """Returns a summary of the data read. Raises `TrimtabError` without a usable response or before `tables`."""
         counts, resolved = self.counts, self._resolved
         if not counts.responses:
-            why = counts.reasons(5)
-            odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
-            causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
-            blamed = {word for reason in (*counts.dropped, *counts.nonfinite) for word in reason.split()}
-            role = next((role for role in self._optional() if role in blamed), "NAME")
-            advice = f"(a column that is not needed is left out with --columns {role}=)"
-            if any(reason.endswith(NO_LIST) for reason in counts.dropped):
-                advice = WANTED
-            elif UNEQUAL in counts.dropped:
-                advice = (
-                    "(wanted in each row: one value per token of the response in every list; where one begins with the "
-                    "prompt, cut it there, or name a column of the prompt's ids or length: --columns "
-                    "prompt_length=COLUMN; a list that is not needed is left out with --columns NAME=)"
-                )
-            elif counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
-                advice = (
-                    "and a row is read as a response, not as a token: join the tokens of each response to one row of "
-                    'lists, as "[-0.1, -0.2]"'
-                )
-            raise TrimtabError(f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} {advice}")
+            raise self._nothing_usable()
         if wrong := counts.no_logps():
             raise TrimtabError(
                 f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "
@@ -140,6 +121,30 @@ class LogSource:
             model=model,
             assumes_current=resolved.assumes_current,
         )
+
+    def _nothing_usable(self) -> TrimtabError:
+        """Returns the error that names why no response is usable, and the way out."""
+        counts = self.counts
+        why = counts.reasons(5)
+        odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
+        causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
+        blamed = {word for reason in (*counts.dropped, *counts.nonfinite) for word in reason.split()}
+        role = next((role for role in self._optional() if role in blamed), "NAME")
+        advice = f"(a column that is not needed is left out with --columns {role}=)"
+        if any(reason.endswith(NO_LIST) for reason in counts.dropped):
+            advice = WANTED
+        elif UNEQUAL in counts.dropped:
+            advice = (
+                "(wanted in each row: one value per token of the response in every list; where one begins with the "
+                "prompt, cut it there, or name a column of the prompt's ids or length: --columns "
+                "prompt_length=COLUMN; a list that is not needed is left out with --columns NAME=)"
+            )
+        elif counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
+            advice = (
+                "and a row is read as a response, not as a token: join the tokens of each response to one row of "
+                'lists, as "[-0.1, -0.2]"'
+            )
+        return TrimtabError(f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} {advice}")
 
     def _masked_responses(self) -> MaskedResponses | None:
         masked, trained = self._masked, self.counts
