@@ -127,8 +127,9 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
     history = History()
     for end, step in enumerate(steps):
         history.add(step)
-        kept = history.steps() if not done.issuperset(asked.get(end, ())) else []
-        for rule in sorted({*asked.get(end, ())} - done, key=RULES.index):
+        rules = [rule for rule in asked.get(end, ()) if rule not in done]
+        kept = history.steps() if rules else []
+        for rule in rules:
             if (finding := rule(kept)) is not None:
                 raised.setdefault(finding.name, Alarm(**vars(finding), step=step.number))
                 if rule is not weights_do_not_arrive:  # the only rule with several names
@@ -153,7 +154,7 @@ class History:
         if self.count >= KEPT:
             block = list(islice(self.newest, WINDOW))
             reward = sum(one["reward/mean"] for one in block) / WINDOW
-            if reward > self._best[0]:
+            if self._best[0] < reward < math.inf:
                 self._best = reward, self.count - KEPT, block
 
     def steps(self) -> list[Step]:
@@ -334,6 +335,7 @@ def reward_collapses(steps: Sequence[Step]) -> Finding | None:
     if len(steps) < KEPT:
         return None
     rewards = np.array([step["reward/mean"] for step in steps])
+    rewards[~np.isfinite(rewards)] = math.nan
     windows = sliding_window_view(np.arange(len(steps)), WINDOW)
     means = rewards[windows[:-WINDOW]].mean(-1)
     if (
