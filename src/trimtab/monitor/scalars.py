@@ -141,8 +141,8 @@ def known_scalars() -> tuple[Scalar, ...]:
 def judge(rows: Sequence[Row]) -> ScalarReport:
     """Returns the known scalars of a run and the alarms that `Monitor` would have raised.
 
-    Without a scalar of the mismatch, length, truncation, reward and gradient norm are judged. Raises `TrimtabError` where
-    no scalar is known.
+    Without a scalar of the mismatch, length, truncation, reward and gradient norm are judged. Raises `TrimtabError`
+    where no scalar is known.
     """
     framework, curves = curves_of(rows)
     mismatch = best_mismatch(curves)
