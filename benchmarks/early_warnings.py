@@ -30,8 +30,7 @@ import pyarrow.parquet as pq
 
 from fair_map import Store, train
 from grid import table
-from trimtab.monitor.alarms import Step, alarms
-from trimtab.monitor.scalars import history
+from trimtab.monitor.alarms import History, Step, alarms
 from trimtab.report.health import health
 from trimtab.runs.reader import Run
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
@@ -50,7 +49,9 @@ SETS = ("optim.warmup=60", "eval.every=0", "eval.problems=8", "log.trajectories_
 SMOOTH, HOLD, FALLEN = 8, 16, 0.5  # steps of a mean reward, means in a row, share of the best
 WINDOW = 10
 FALSE_ALARMS = 0.05
-ALARMS = ("k3-rising", "k3-large", "ess", "gradient-norm", "truncation", "length")
+ALARMS = (
+    *("k3-rising", "k3-large", "ess", "gradient-norm", "gradient-explosion", "reward-collapse", "truncation", "length"),
+)
 NAMES = {
     "mismatch/k3": "mismatch/k3",
     "mismatch/ess_token": "mismatch/ess_token",
@@ -182,7 +183,10 @@ def alarm_steps(run: Watched) -> dict[str, list[bool]]:
     """At which steps before the collapse the monitor raises each alarm."""
     columns = {ours: run.series[key] for key, ours in NAMES.items()}
     steps = [Step(i, {ours: float(values[i]) for ours, values in columns.items()}, None) for i in range(run.end)]
-    raised = [{alarm.name for alarm in alarms(history(steps[:end]))} for end in range(1, run.end + 1)]
+    history, raised = History(), []
+    for step in steps:
+        history.add(step)
+        raised.append({alarm.name for alarm in alarms(history.steps())})
     return {name: [name in names for names in raised] for name in ALARMS}
 
 

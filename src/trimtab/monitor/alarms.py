@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import add
 
 import numpy as np
@@ -14,10 +15,19 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.findings import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
-from trimtab.trends import NORM_FALL, WINDOW, gradient_norm_falls
+from trimtab.trends import (
+    COLLAPSED_SHARE,
+    LEAST_BEFORE,
+    NORM_FALL,
+    NORM_RISE,
+    WINDOW,
+    gradient_norm_falls,
+    gradient_norm_rises,
+    reward_collapse,
+)
 
 KEPT = 2 * WINDOW
-"""Number of newest steps that the rules read, beside the first `WINDOW` steps."""
+"""Number of newest steps that the rules read, beside the first `WINDOW` steps and those of the best reward."""
 
 RECENT = 5
 """Steps whose median counts as the present state."""
@@ -52,6 +62,15 @@ TRUNCATED = 0.2
 """Share of truncated responses that is not remarkable."""
 TRUNCATED_RISE = 0.15
 """Growth of that share since the first steps that is not remarkable."""
+STEPS_NEEDED = {
+    "mismatch/k3": (3, KEPT),
+    "mismatch/ess_token": (RECENT, RECENT),
+    "grad_norm": (WINDOW + LEAST_BEFORE, KEPT),
+    "response/length": (2 * RECENT, 2 * RECENT),
+    "response/truncated": (2 * RECENT, 2 * RECENT),
+    "reward/mean": (KEPT, KEPT),
+}
+"""Steps that the first and the last of the rules for a metric need."""
 DIAGNOSE = "run `trimtab diagnose` on the sample"
 """What most alarms advise; who shows an alarm puts its own command in the place of this."""
 MISSING = 0.001
@@ -84,6 +103,9 @@ class Alarm(Finding):
     step: int = -1
 
 
+Rule = Callable[[Sequence[Step]], Finding | None]
+
+
 def alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns the alarms at the last of the steps, which are in order."""
     found = [finding for rule in RULES if (finding := rule(steps)) is not None]
@@ -93,28 +115,56 @@ def alarms(steps: Sequence[Step]) -> list[Alarm]:
 def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns each alarm of a whole run at the first step that raises it, in their order.
 
-    The same as `alarms` after every step, which reads `KEPT` steps each time; here the rules are asked only at the
+    The same as `alarms` after every step, which reads its `History` each time; here the rules are asked only at the
     steps that `_candidates` leaves.
     """
-    raised: dict[str, tuple[int, int, Finding]] = {}
-    candidates = _candidates(steps) if steps else {}
-    for order, rule in enumerate(RULES):
-        for end in candidates.get(rule, ()):
-            finding = rule(history(steps, int(end) + 1))
-            if finding is not None and finding.name not in raised:
-                raised[finding.name] = (int(end), order, finding)
+    asked: dict[int, list[Rule]] = defaultdict(list)
+    for rule, ends in (_candidates(steps) if steps else {}).items():
+        for end in ends:
+            asked[int(end)].append(rule)
+    raised: dict[str, Alarm] = {}
+    done: set[Rule] = set()
+    history = History()
+    for end, step in enumerate(steps):
+        history.add(step)
+        rules = [rule for rule in asked.get(end, ()) if rule not in done]
+        kept = history.steps() if rules else []
+        for rule in rules:
+            if (finding := rule(kept)) is not None:
+                raised.setdefault(finding.name, Alarm(**vars(finding), step=step.number))
                 if rule is not weights_do_not_arrive:  # the only rule with several names
-                    break
-    inorder = sorted(raised.values(), key=lambda found: found[:2])
-    return [Alarm(**vars(finding), step=steps[end].number) for end, _, finding in inorder]
+                    done.add(rule)
+    return list(raised.values())
 
 
-def history(steps: Sequence[Step], end: int) -> list[Step]:
-    """Returns the first and the last of `steps[:end]`, each once, as `Monitor` keeps them."""
-    return [*steps[: min(WINDOW, max(0, end - KEPT))], *steps[max(0, end - KEPT) : end]]
+class History:
+    """The steps of a run that the rules read: the first, the newest, and between them those of the best reward."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.newest: deque[Step] = deque(maxlen=KEPT)
+        self._first: list[Step] = []
+        self._best: tuple[float, int, list[Step]] = (-math.inf, 0, [])  # mean reward, place of the first step, steps
+
+    def add(self, step: Step) -> None:
+        self.newest.append(step)
+        self.count += 1
+        if len(self._first) < WINDOW:
+            self._first.append(step)
+        if self.count >= KEPT:
+            block = list(islice(self.newest, WINDOW))
+            reward = sum(one["reward/mean"] for one in block) / WINDOW
+            if self._best[0] < reward < math.inf:
+                self._best = reward, self.count - KEPT, block
+
+    def steps(self) -> list[Step]:
+        """Returns the steps in order, each once."""
+        start = self.count - len(self.newest)
+        best = [step for place, step in enumerate(self._best[2], self._best[1]) if WINDOW <= place < start]
+        return [*self._first[:start], *best, *self.newest]
 
 
-def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Finding | None], np.ndarray]:
+def _candidates(steps: Sequence[Step]) -> dict[Rule, np.ndarray]:
     """Returns the indices of the steps at which each rule can raise an alarm: necessary conditions on whole columns."""
 
     def column(name: str) -> np.ndarray:
@@ -135,7 +185,13 @@ def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Findin
     parts = [np.maximum(ends - back, 0) for back in (0, SHIFT_STEPS, KEPT)]
     last, middle = ((logs[one] - logs[other]) / np.maximum(one - other, 1) for one, other in pairwise(parts))
     norms = medians("grad_norm", WINDOW)
-    earlier = np.concatenate([np.full(WINDOW, np.nan), norms])[: len(norms)]
+    earlier, best = (
+        np.concatenate([np.full(WINDOW, np.nan), values])[: len(k3)]
+        for values in (norms, np.fmax.accumulate(column("reward/mean")))
+    )
+    starts = [first("grad_norm", end) for end in range(1, WINDOW)]
+    least = np.array(([math.nan] * WINDOW + starts + [first("grad_norm", WINDOW)] * len(k3))[: len(k3)])
+    rewards = sliding_window_view(np.concatenate([np.full(WINDOW - 1, np.nan), column("reward/mean")]), WINDOW).mean(-1)
     truncated, length = medians("response/truncated", RECENT), medians("response/length", RECENT)
     missing, finite = column("nonfinite"), column("mismatch/tokens")
     grew = LEAST_SPREAD * SHIFT_ERRORS / math.sqrt(SHIFT_STEPS)
@@ -147,6 +203,8 @@ def _candidates(steps: Sequence[Step]) -> dict[Callable[[Sequence[Step]], Findin
         mean_ratio_is_off: [step.ratio is not None for step in steps],
         effective_sample_size_is_low: medians("mismatch/ess_token", RECENT) < LOW_ESS,
         gradient_norm: norms < NORM_FALL * earlier,
+        gradient_norm_explodes: norms >= NORM_RISE * least,
+        reward_collapses: rewards < COLLAPSED_SHARE * best,
         responses_are_truncated: truncated - first("response/truncated", 2 * RECENT) > TRUNCATED_RISE,
         responses_grow: length > LENGTH_RISE * first("response/length", 2 * RECENT),
         log_probs_are_missing: missing > MISSING * np.maximum(missing + finite, 1),
@@ -267,6 +325,31 @@ def gradient_norm(steps: Sequence[Step]) -> Finding | None:
     return gradient_norm_falls([step["grad_norm"] for step in steps], [step["reward/mean"] for step in steps])
 
 
+def gradient_norm_explodes(steps: Sequence[Step]) -> Finding | None:
+    """The gradient norm of the last steps is many times that of the first; also a check of the report of a run."""
+    return gradient_norm_rises([step["grad_norm"] for step in steps], [step["reward/mean"] for step in steps])
+
+
+def reward_collapses(steps: Sequence[Step]) -> Finding | None:
+    """The reward of the last steps is below half of its best; also a check of the report."""
+    if len(steps) < KEPT:
+        return None
+    rewards = np.array([step["reward/mean"] for step in steps])
+    rewards[~np.isfinite(rewards)] = math.nan
+    windows = sliding_window_view(np.arange(len(steps)), WINDOW)
+    means = rewards[windows[:-WINDOW]].mean(-1)
+    if (
+        np.isnan(means).all()
+        or (found := reward_collapse(rewards, [windows[np.nanargmax(means)], windows[-1]])) is None
+    ):
+        return None
+    best, last = (float(rewards[part].mean()) for part in found)
+    detail = f"the reward fell from {best:.3g} to {last:.3g}, means of the best {WINDOW} steps and the last"
+    return Finding(
+        "fail", "reward-collapse", detail, "go back to a checkpoint before the fall, and look at its samples"
+    )
+
+
 def responses_are_truncated(steps: Sequence[Step]) -> Finding | None:
     """More responses than in the first steps reach the limit of their length."""
     first, last = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
@@ -301,13 +384,15 @@ def median(steps: Sequence[Step], name: str) -> float:
     return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
-RULES: tuple[Callable[[Sequence[Step]], Finding | None], ...] = (
+RULES: tuple[Rule, ...] = (
     weights_do_not_arrive,
     k3_rises,
     k3_is_large,
     mean_ratio_is_off,
     effective_sample_size_is_low,
     gradient_norm,
+    gradient_norm_explodes,
+    reward_collapses,
     responses_are_truncated,
     responses_grow,
     log_probs_are_missing,

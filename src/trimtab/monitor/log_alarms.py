@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.monitor.alarms import Alarm, Step, alarms, history
+from trimtab.monitor.alarms import Alarm, History, alarms
 from trimtab.monitor.monitor import warn
 from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of, without_sample
 
@@ -22,12 +22,12 @@ class LogAlarms(TrainerCallback):
 
     on_alarm: is called with each alarm, once by name; by default it is a `TrimtabWarning`. Set `logging_steps=1`:
     alarms compare steps. TRL logs the mismatch (`sampling/sampling_logp_difference/mean`) where vLLM samples; elsewhere
-    the alarms are those of length, truncation and gradient norm.
+    the alarms are those of length, truncation, reward and gradient norm.
     """
 
     def __init__(self, on_alarm: Callable[[Alarm], None] = warn) -> None:
         self._on_alarm = on_alarm
-        self._steps: list[Step] = []
+        self._history = History()
         self._raised: set[str] = set()
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
@@ -37,8 +37,8 @@ class LogAlarms(TrainerCallback):
         step = step_of({**numbers, "step": state.global_step}, best_mismatch(curves), metric_names(curves))
         if not state.is_world_process_zero or step is None:
             return
-        self._steps.append(step)
-        for alarm in alarms(history(self._steps, len(self._steps))):
+        self._history.add(step)
+        for alarm in alarms(self._history.steps()):
             if alarm.name not in self._raised:
                 self._raised.add(alarm.name)
                 self._on_alarm(without_sample(alarm))

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import operator
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
 from trimtab.findings import Finding, Status
-from trimtab.monitor.alarms import DIAGNOSE, KEPT, WINDOW, Alarm, Step, alarms
+from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
@@ -83,11 +82,9 @@ class Monitor:
         self._open = False  # Whether `close` has files to write.
         self._sample = Sample(self._sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
-        self._first: list[Step] = []
-        self._last: deque[Step] = deque(maxlen=KEPT)
+        self._history = History()
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
         self._raised: dict[str, Alarm] = {}
-        self._steps = 0
 
     @torch.no_grad()
     def observe(
@@ -126,7 +123,7 @@ class Monitor:
                 check_tensor(name, column, mask, (len(mask),), kind="real", words="(batch,)")
         if self._current is not None and self._current[0] != step:
             self._finish()
-        if self._last and step < self._last[-1].number:
+        if self._history.count and step < self._history.newest[-1].number:
             self.close()
             self._begin_run()
         if self._out is not None and not self._open:
@@ -164,11 +161,11 @@ class Monitor:
             diagnose = "give out=FOLDER and run `trimtab diagnose FOLDER`"
         else:
             diagnose = f"run `trimtab diagnose {self._out}`"
-        if not self._steps and self._current is None:
+        if not self._history.count and self._current is None:
             return Finding("note", "monitor", "no step was observed", "call `observe` at every step")
         if not raised:
             advice = f"{diagnose} to see which tokens the mismatch is at"
-            return Finding(status, "monitor", f"no alarm in {self._steps} steps", advice)
+            return Finding(status, "monitor", f"no alarm in {self._history.count} steps", advice)
         detail = "; ".join(f"{alarm.name} at step {alarm.step}" for alarm in raised)
         advice = next(alarm.next_step for alarm in raised if alarm.status == status)
         return Finding(status, "monitor", detail, advice.replace(DIAGNOSE, diagnose))
@@ -209,19 +206,16 @@ class Monitor:
         ratio = merged.parts["mean_ratio"]
         assert isinstance(ratio, MeanRatio)
         step = Step(number, metrics, _on_cpu(ratio))
-        self._steps += 1
-        self._last.append(step)
-        if len(self._first) < WINDOW:
-            self._first.append(step)
-        found = alarms(self._history())
+        self._history.add(step)
+        found = alarms(self._history.steps())
         for alarm in found:
             earlier = self._raised.get(alarm.name)
             worse = earlier is None or STATUSES.index(alarm.status) > STATUSES.index(earlier.status)
             if worse:
                 self._raised[alarm.name] = alarm
-            if self._rank == 0 and (worse or self._steps - self._last_seen[alarm.name] >= WINDOW):
+            if self._rank == 0 and (worse or self._history.count - self._last_seen[alarm.name] >= WINDOW):
                 self._on_alarm(alarm)
-            self._last_seen[alarm.name] = self._steps
+            self._last_seen[alarm.name] = self._history.count
         if self._out is not None:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
@@ -229,13 +223,9 @@ class Monitor:
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": number, **_json_numbers(step.metrics), "alarms": names}) + "\n")
 
-    def _history(self) -> list[Step]:
-        """The first and the last steps, each once."""
-        return [step for step in self._first if step.number < self._last[0].number] + list(self._last)
-
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
-        if self._steps >= WINDOW:
+        if self._history.count >= WINDOW:
             values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         return values
 

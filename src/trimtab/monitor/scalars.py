@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 
 from trimtab.errors import TrimtabError
-from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, Step, first_alarms, median
+from trimtab.monitor.alarms import DIAGNOSE, STEPS_NEEDED, WINDOW, Alarm, Step, first_alarms, median
 
 Row = Mapping[str, float]
 
@@ -67,12 +67,16 @@ _EVALUATION = {"eval", "val", "validation", "test"}
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over the steps that have it. values: the finite ones; not_finite: the number of others."""
+    """A scalar over the steps that have it.
+
+    values: the finite ones. not_finite: the number of others. ends_not_finite: whether the last of all is one of them.
+    """
 
     scalar: Scalar
     logged_as: str
     values: tuple[float, ...]
     not_finite: int
+    ends_not_finite: bool
 
     @property
     def first(self) -> float:
@@ -105,6 +109,21 @@ class ScalarReport:
     alarms: tuple[Alarm, ...]
     restarts: tuple[Restart, ...]
 
+    @property
+    def not_judged(self) -> str:
+        """Says that all or some of the rules for what is logged need more steps; empty where all were asked."""
+        names = {"mismatch/k3"} if self.mismatch else set()
+        names |= {METRICS[one.scalar.quantity] for one in self.curves if one.scalar.quantity in METRICS}
+        needed = [STEPS_NEEDED[name] for name in names if name in STEPS_NEEDED]
+        if not needed:
+            return "no rule judges what is logged"
+        least, most = min(low for low, _ in needed), max(high for _, high in needed)
+        if self.steps >= most:
+            return ""
+        some = "" if self.steps < least else " by every rule"
+        span = f"{least}" if least == most else f"{least} to {most}"
+        return f"too few steps to judge{some} ({self.steps}, the rules need {span})"
+
 
 def without_sample(alarm: Alarm) -> Alarm:
     """Returns an alarm whose advice asks for log-probs, where no monitor has kept a sample of them."""
@@ -122,8 +141,8 @@ def known_scalars() -> tuple[Scalar, ...]:
 def judge(rows: Sequence[Row]) -> ScalarReport:
     """Returns the known scalars of a run and the alarms that `Monitor` would have raised.
 
-    Without a scalar of the mismatch, length, truncation and gradient norm are judged. Raises `TrimtabError` where no
-    scalar is known.
+    Without a scalar of the mismatch, length, truncation, reward and gradient norm are judged. Raises `TrimtabError`
+    where no scalar is known.
     """
     framework, curves = curves_of(rows)
     mismatch = best_mismatch(curves)
@@ -167,7 +186,7 @@ def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
 
 def _curve(scalar: Scalar, name: str, values: Sequence[float]) -> Curve:
     finite = tuple(value for value in values if math.isfinite(value))
-    return Curve(scalar, name, finite, len(values) - len(finite))
+    return Curve(scalar, name, finite, len(values) - len(finite), not math.isfinite(values[-1]))
 
 
 def best_mismatch(curves: Iterable[Curve]) -> Curve | None:

@@ -35,13 +35,17 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
         yield f"restart   at step {restart.step}: k3 {restart.before:.1e} before, {restart.after:.1e} after"
     for curve in report.curves:
         if curve.not_finite:
-            yield f"note      {curve.logged_as} is not finite at {curve.not_finite} steps, which are left out"
+            steps = f"{curve.not_finite} of {curve.not_finite + len(curve.values)} steps"
+            end = ", the last among them" if curve.ends_not_finite else ", which are left out"
+            yield f"{'fail' if curve.ends_not_finite else 'note':<9} {curve.logged_as} is not finite at {steps}{end}"
     yield from (f"missing   {text}" for text in missing(report))
     if report.mismatch is not None and not any(report.mismatch.values):
         yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
     for alarm in report.alarms:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
-    if not report.alarms:
+    if report.not_judged:
+        yield f"note      {report.not_judged}"
+    elif not report.alarms and not any(curve.ends_not_finite for curve in report.curves):
         yield "ok        no alarm"
     yield f"limits    {LIMITS}"
 
@@ -67,6 +71,7 @@ def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
         "framework": report.framework,
         "steps": report.steps,
         "k3_from": None if report.mismatch is None else report.mismatch.logged_as,
+        "not_judged": report.not_judged,
         "missing": missing(report),
         "scalars": [
             {
@@ -75,6 +80,7 @@ def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
                 "first": curve.first,
                 "last": curve.last,
                 "not_finite": curve.not_finite,
+                "ends_not_finite": curve.ends_not_finite,
             }
             for curve in report.curves
         ],

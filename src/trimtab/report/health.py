@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from trimtab.pages.numbers import beside, number, short
 from trimtab.report.judged_metrics import JudgedMetric, equal_parts, judge_metric
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
-from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls
+from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls, gradient_norm_rises, reward_collapse
 
 if TYPE_CHECKING:
     from trimtab.objectives import Objective
@@ -44,8 +45,6 @@ LOSSES = {
 }
 MANY_CLIPPED = 0.5
 """Share of clipped updates above which a verdict notes them."""
-COLLAPSED_SHARE = 0.5
-"""Share of the best reward of a phase below which the last one has collapsed."""
 RULE = (
     "Better or worse than before: held-out accuracy outside the 95% interval of its value before training. Judged over "
     "all logged steps: a metric is outside its range where more than half of the steps of one of up to four equal "
@@ -99,11 +98,12 @@ class HealthVerdict:
 def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
-    changes = learned(run)
+    changes, broken = learned(run), _steps_without_numbers(run)
     worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
     idle, fallen = list(_nothing_learned(run)), list(_reward_fell(run, alone=not _held_out(run)))
     found = [
         *_end(run),
+        *([Finding("fail", "numbers", "reward, k3 and gradient norm are not finite there")] if broken else []),
         *worse,
         *idle,
         *_mismatch(run, metrics, learns=not (worse or idle or fallen)),
@@ -123,9 +123,10 @@ def health(run: Run) -> HealthVerdict:
     else:
         state = "healthy, but" if "note" in statuses else "healthy"
     done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
+    without = f", the last {'one' if broken == 1 else broken} without finite numbers" if broken else ""
     of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
     length = "1 step" if (done, of) == (1, "") else f"{done}{of} steps"
-    return HealthVerdict("; ".join(change.text for change in changes), state, length, found, metrics)
+    return HealthVerdict("; ".join(change.text for change in changes), state, length + without, found, metrics)
 
 
 def learned(run: Run) -> list[Change]:
@@ -226,6 +227,15 @@ def _end(run: Run) -> Iterator[Finding]:
             yield Finding("ok", "end", "it was stopped before its end")
 
 
+def _steps_without_numbers(run: Run) -> int:
+    """Returns the number of last steps without a finite number: JSON has none, so that they are logged as null."""
+    for count, row in enumerate(reversed(run.rows)):
+        found = [row[key] for key in ("reward/mean", K3, "optim/grad_norm") if key in row]
+        if len(found) < 2 or any(value is not None for value in found):  # one alone may have been left out
+            return count
+    return len(run.rows)
+
+
 def _nothing_learned(run: Run) -> Iterator[Finding]:
     """Yields why a run learns nothing: in more than half of its last phase every advantage was 0.
 
@@ -260,20 +270,10 @@ def _mean_reward(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _reward_fell(run: Run, *, alone: bool) -> Iterator[Finding]:
-    """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
-
-    The difference must also exceed three standard errors. alone: no held-out accuracy says what was learned; then any
-    phase that is so far below the first one counts.
-    """
+    """Yields a reward collapse in the last phase (`trimtab.trends`). alone: no held-out accuracy was measured."""
     steps, rewards = run.series("reward/mean")
-    *earlier, last = equal_parts(len(rewards))
-    if not earlier:
-        return
-    best = max(earlier, key=lambda part: rewards[part].mean())
-    collapsed = rewards[best].mean() > 0 and rewards[last].mean() < COLLAPSED_SHARE * rewards[best].mean()
-    if alone and not collapsed:
-        best = earlier[0]
-    if (collapsed or alone) and clearly_above(rewards[best], rewards[last]):
+    if found := reward_collapse(rewards, equal_parts(len(rewards)), alone=alone):
+        best, last = found
         before, after = (float(rewards[part].mean()) for part in (best, last))
         (start, end), (first, final) = ((steps[part[0]], steps[part[-1]]) for part in (best, last))
         text = f"{short(before)} (steps {start:.0f} to {end:.0f}) to {short(after)} (steps {first:.0f} to {final:.0f})"
@@ -380,7 +380,12 @@ def _unused(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
 
 
 def _gradient_norm(run: Run) -> Iterator[Finding]:
-    """Yields the last fall of the gradient norm, unless the norm has come back since (`trimtab.trends`)."""
+    """Yields a rise of the gradient norm, and its last fall unless the norm has come back since (`trimtab.trends`)."""
+    updates = [row for row in run.rows if row.get("optim/grad_norm") is not None]
+    values = [row["optim/grad_norm"] for row in updates]
+    given = [math.nan if (reward := row.get("reward/mean")) is None else reward for row in updates]
+    if (rise := gradient_norm_rises(values, given)) is not None:
+        yield Finding("note", "gradient norm", rise.detail, rise.next_step)
     keys = ("step", "optim/grad_norm", "reward/mean")
     rows = [[row[key] for key in keys] for row in run.rows if all(row.get(key) is not None for key in keys)]
     steps, norms, rewards = zip(*rows, strict=True) if rows else ((), (), ())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.monitor.alarms import RATIO_STEPS, WINDOW, Step, alarms
+from trimtab.monitor.alarms import RATIO_STEPS, WINDOW, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio
 
 NUMBERS = {"mismatch/ess_token": 0.99, "mismatch/tokens": 1000.0, "nonfinite": 0.0, "response/length": 100.0}
@@ -135,6 +135,43 @@ def test_a_gradient_that_gets_smaller_because_prompts_are_learned() -> None:
     for rise, expected in ((0.0, ["gradient-norm"]), (0.03, ["gradient-norm"]), (0.2, [])):
         rewards = [0.4 + spread + rise * (step >= 30) for step, spread in enumerate(noise)]
         assert names(history(grad_norm=fall, reward__mean=rewards)) == expected
+
+
+def test_a_gradient_ten_times_that_of_the_first_steps_is_noted_unless_the_reward_rises() -> None:
+    def explosion(after: float, rise: float = 0.0, before: int = 30) -> list[Step]:
+        rewards = [0.4 + 0.05 * (-1) ** step + rise * (step >= before) for step in range(before + 20)]
+        norms = [1.0] * before + [after] * 20
+        return history([1e-4] * len(norms), grad_norm=norms, reward__mean=rewards)
+
+    assert names(explosion(10.0)) == ["gradient-explosion"]
+    assert names(explosion(9.9)) == []
+    assert names(explosion(10.0, before=3)) == ["gradient-explosion"]
+    assert names(explosion(10.0, before=2)) == []
+    assert names(explosion(100.0, rise=0.3)) == []  # three standard errors are .05
+    assert names(history(grad_norm=[0.0] * 30 + [1.0] * 20)) == []  # nothing was learned at first
+    known, unknown = (alarms(steps)[0].detail for steps in (explosion(10.0), history(grad_norm=[1.0] * 30 + [50] * 20)))
+    assert known == "the gradient norm rose from 1 to 10, medians of the first 20 and the last 20 steps"
+    assert unknown.endswith("steps; whether the reward rose is not known")
+
+
+def test_a_reward_below_half_of_its_best() -> None:
+    assert names(history(reward__mean=[0.6] * 30 + [0.29] * 20)) == ["reward-collapse"]
+    assert names(history(reward__mean=[0.6] * 30 + [0.31] * 20)) == []
+    assert names(history([1e-4] * 39, reward__mean=[0.6] * 19 + [0.1] * 20)) == []
+    # Means .6 and .25 of 20 steps with a spread of .8 have a standard error of .26 together.
+    noise = [0.8 * (-1) ** step for step in range(50)]
+    assert names(history(reward__mean=[(0.6 if step < 30 else 0.25) + noise[step] for step in range(50)])) == []
+
+
+def test_the_best_reward_is_remembered_where_it_falls_slowly() -> None:
+    rewards = [0.1] * 30 + [0.9] * 20 + [0.9 * 0.99**step for step in range(100)]
+    steps, kept = history([1e-4] * 150, reward__mean=rewards), History()
+    for step in steps:
+        kept.add(step)
+    assert [step.number for step in kept.steps()] == [*range(20), *range(30, 50), *range(110, 150)]
+    assert alarms(kept.steps())[0].detail == (  # .9 * .99^80 * (1 - .99^20) / .2
+        "the reward fell from 0.9 to 0.367, means of the best 20 steps and the last"
+    )
 
 
 def test_responses_that_grow() -> None:

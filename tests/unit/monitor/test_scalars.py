@@ -20,7 +20,7 @@ from transformers.trainer_callback import CallbackHandler
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Alarm, Monitor
-from trimtab.monitor.alarms import Step, _candidates, alarms, first_alarms, history
+from trimtab.monitor.alarms import History, Step, _candidates, alarms, first_alarms
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
 from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars
@@ -154,7 +154,7 @@ def test_steps_that_are_not_finite_are_left_out_and_said(tmp_path: Path) -> None
     nothing = judge(read_scalars(write(tmp_path / "log.jsonl", rows[1:3])))
     assert (nothing.steps, nothing.mismatch.not_finite) == (0, 2)
     assert list(lines(nothing, tmp_path))
-    assert any("rollout_corr/k3_kl is not finite at 2 steps" in line for line in lines(found, tmp_path))
+    assert any("rollout_corr/k3_kl is not finite at 2 of 4 steps" in line for line in lines(found, tmp_path))
 
 
 def test_a_csv_file_of_wandb_has_the_run_in_its_names(tmp_path: Path) -> None:
@@ -239,6 +239,42 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
     text = capsys.readouterr().out
     assert "no scalar measures the mismatch of trainer and sampler: trl logs it as " in text
     assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
+
+
+def test_a_gradient_that_explodes_and_a_reward_that_collapses_are_alarms(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "grad_norm": 0.5 if step < 60 else 400.0, "reward": 0.6 if step < 60 else 0.05}
+        for step in range(1, 120)
+    ]
+    found = judge(read_scalars(trainer_state(tmp_path, rows)))
+    assert [(alarm.name, alarm.status) for alarm in found.alarms] == [
+        ("gradient-explosion", "note"),
+        ("reward-collapse", "fail"),
+    ]
+    assert not any("no alarm" in line for line in lines(found, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("steps", "norm", "expected"),
+    [
+        (2, 0.4, ["note      too few steps to judge (2, the rules need 23 to 40)"]),
+        (30, 0.4, ["note      too few steps to judge by every rule (30, the rules need 23 to 40)"]),
+        (40, 0.4, ["ok        no alarm"]),
+        (
+            50,
+            math.nan,
+            [
+                "fail      grad_norm is not finite at 50 of 50 steps, the last among them",
+                "note      too few steps to judge (0, the rules need 23 to 40)",
+            ],
+        ),
+    ],
+)
+def test_no_alarm_is_said_only_where_the_rules_could_judge(
+    steps: int, norm: float, expected: list[str], tmp_path: Path
+) -> None:
+    found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": i, "grad_norm": norm} for i in range(steps)])))
+    assert [line for line in lines(found, tmp_path) if line.split()[0] in ("ok", "note", "fail")] == expected
 
 
 def test_what_is_not_logged_is_named(tmp_path: Path) -> None:
@@ -347,17 +383,23 @@ def planted(seed: int) -> list[Step]:
     draw = random.Random(seed)
     metrics: list[dict[str, float]] = []
     k3, level = 10 ** draw.uniform(-8, -1), {"grad_norm": 1.0, "response/truncated": 0.05, "response/length": 100.0}
+    level["reward/mean"] = 0.5
     for _ in range(draw.choice([1, 2, 5, 30, 150])):
         if draw.random() < 0.03:
             k3 *= draw.choice([0.1, 3.0, 6.0, 50.0])
-            name, factor = draw.choice([("grad_norm", 0.2), ("response/truncated", 8.0), ("response/length", 2.5)])
+            name, factor = draw.choice(
+                [
+                    *(("grad_norm", 0.2), ("grad_norm", 15.0), ("response/truncated", 8.0)),
+                    *(("response/length", 2.5), ("reward/mean", 0.3), ("reward/mean", 1.5)),
+                ]
+            )
             level[name] *= factor
         row = {name: value * draw.uniform(0.8, 1.2) for name, value in level.items() if draw.random() < 0.999}
         row |= {
             "mismatch/k3": k3 * math.exp(draw.gauss(0, 0.2)),
             "mismatch/ess_token": draw.choice([0.9, 1 - min(k3, 1)]),
         }
-        row |= {"reward/mean": draw.random(), "nonfinite": draw.choice([0.0, 0.0, 2.0]), "mismatch/tokens": 1500.0}
+        row |= {"nonfinite": draw.choice([0.0, 0.0, 2.0]), "mismatch/tokens": 1500.0}
         metrics.append(row | ({"grad_norm": math.nan} if draw.random() < 0.002 else {}))
     return [Step(number, row, None) for number, row in enumerate(metrics)]
 
@@ -365,13 +407,15 @@ def planted(seed: int) -> list[Step]:
 def test_alarms_of_a_whole_run_are_those_of_its_steps_one_by_one() -> None:
     seen: set[str] = set()
     for seed in range(120):
-        steps, expected = planted(seed), {}
-        for end in range(1, len(steps) + 1):
-            for alarm in alarms(history(steps, end)):
+        steps, expected, history = planted(seed), {}, History()
+        for step in steps:
+            history.add(step)
+            for alarm in alarms(history.steps()):
                 expected.setdefault(alarm.name, alarm)
         assert first_alarms(steps) == list(expected.values()), seed
         seen |= expected.keys()
-    assert seen == {"k3-jump", "k3-rising", "k3-large", "ess", "gradient-norm", "truncation", "length", "non-finite"}
+    jumps, gradients = {"k3-jump", "k3-rising", "k3-large", "ess"}, {"gradient-norm", "gradient-explosion"}
+    assert seen == jumps | gradients | {"reward-collapse", "truncation", "length", "non-finite"}
     assert first_alarms([]) == []
 
 

@@ -229,6 +229,27 @@ def test_several_tasks_are_named_the_one_that_got_worse_first() -> None:
     assert result.state == "not healthy"
 
 
+def test_a_gradient_that_exploded_is_noted() -> None:
+    exploded = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12))
+    assert exploded.state == "healthy, but"
+    assert "the gradient norm rose from 0.07 to 7, medians of the first 4 and the last 20 steps." in exploded.text
+    unknown = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=None))
+    assert "whether the reward rose is not known" in unknown.text
+    rising = run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=list(np.linspace(0.1, 0.9, 24)))
+    assert health(rising).state == "healthy"
+
+
+def test_last_steps_without_finite_numbers_are_said_first_and_not_healthy() -> None:
+    diverged = run(steps=24)
+    for row in diverged.rows[-5:]:
+        row |= {"reward/mean": None, "mismatch/k3": None, "optim/grad_norm": None}
+    verdict = health(diverged)
+    assert verdict.state == "not healthy"
+    assert verdict.headline.endswith("Not healthy over 24 steps, the last 5 without finite numbers")
+    diverged.rows[-1]["reward/mean"] = 0.5  # a step without an update
+    assert health(diverged).state == "healthy"
+
+
 def test_verdict_of_a_short_run() -> None:
     assert health(run(steps=30, planned=80)).text == f"{SAME}Healthy over 30 of 80 steps."
     assert health(run(steps=6, length__truncated=1.0, **IDLE)).text == (
