@@ -107,7 +107,7 @@ def left_out(results: Sequence[Result]) -> str:
         wrong = Counter(result.answer.first for result in group if not result.right)
         text = ", ".join(f"{name} {count}" for name, count in wrong.most_common(4))
         rows.append([cause, str(len(group)), percent(share(group)), text])
-    return table(["left out", "data sets", "unexplained or in doubt", "named with confidence .5 and more"], rows)
+    return table(["left out", "data sets", "unexplained or in doubt", "named with confidence 0.5 and more"], rows)
 
 
 def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Result]) -> str:
@@ -124,13 +124,13 @@ def goals(found: Sequence[Result], clean: Sequence[Result], without: Sequence[Re
     rows = [
         ["first cause right, 5,000 tokens and more", ">= 95%", percent(share(large))],
         ["the worst cause", ">= 85%", f"{percent(share(single[worst]))} ({worst})"],
-        ["wrong with confidence .7 and more", "<= 1%", f"{percent(1 - share(sure))} of {len(sure)} answers"],
+        ["wrong with confidence 0.7 and more", "<= 1%", f"{percent(1 - share(sure))} of {len(sure)} answers"],
         [
             "clean data of bases whose noise is rounding or none, called anything but `precision` or nothing",
             "<= 1%",
             percent(len(alarms) / max(len(quiet), 1)),
         ],
-        ["cause left out: `unexplained`, or wrong with confidence below .5", ">= 90%", percent(share(without))],
+        ["cause left out: `unexplained`, or wrong with confidence below 0.5", ">= 90%", percent(share(without))],
         [
             '"Nothing has to be repaired" for a planted fault other than a lag that the file states',
             "0",
