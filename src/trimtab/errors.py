@@ -86,7 +86,7 @@ def without_credentials(text: str) -> str:
 
 
 def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
-    """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is no text.
+    """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is not a text.
 
     instead: what to do where it holds a user name or a password. path: whether it may have a path.
     """
@@ -95,7 +95,7 @@ def address_problem(key: str, url: object, instead: str, *, path: bool = False) 
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number up to 65535, or half a bracket
+    except ValueError:  # a port that is not a number up to 65535, or half a bracket
         valid = False
     else:
         if "@" in parts.netloc:

@@ -33,7 +33,7 @@ def assert_parity(
     Raises:
         AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite, or the sampler's below
             -100, or no token is compared.
-        ValueError: an unknown bound, what is no tensor, or of another shape, kind of number or device.
+        ValueError: an unknown bound, what is not a tensor, or of another shape, kind of number or device.
     """
     if isinstance(bound, str) and bound not in BOUNDS:
         raise ValueError(f"bound {bound!r}: give a number, or one of {', '.join(BOUNDS)}")

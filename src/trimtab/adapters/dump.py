@@ -60,12 +60,12 @@ class Dump:
     Where a run has written before, a new one goes into a folder beside it (`logps_2`), with a warning: `trimtab
     diagnose` reads all that is in a folder. A run whose steps go on above the last one written is resumed, in the same
     folder; a loss that knows no step begins a new run. Ranks choose alike, without a collective. Raises `TrimtabError`
-    for what is no path.
+    for what is not a path.
     """
 
     def __init__(self, folder: str | Path) -> None:
         if not isinstance(folder, str | os.PathLike) or not folder:
-            raise TrimtabError(f'dump={folder!r} is no folder: give one, such as dump="logps"')
+            raise TrimtabError(f'dump={folder!r} is not a folder: give one, such as dump="logps"')
         self.folder = self._first = Path(folder).absolute()
         self._last: int | None = None  # number of the last step or call
 

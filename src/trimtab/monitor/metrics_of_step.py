@@ -57,7 +57,7 @@ def step_metrics(
 
     means: values (batch,), or (batch, time) of which the trained tokens count, by the name of their mean; None is left
     out. Trained tokens without a finite log-prob, or one of the sampler that stands for none (below -100), are left out
-    and counted. Raises `ValueError` for what is no tensor, or of another shape, kind of number or device.
+    and counted. Raises `ValueError` for what is not a tensor, or of another shape, kind of number or device.
     """
     check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout)
     finite = mask & torch.isfinite(logp_train) & torch.isfinite(nan_below_minimum(logp_rollout))

@@ -111,7 +111,7 @@ class Monitor:
         response_ids: (batch, time). grad_norm: that of the step before.
 
         Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for what is no tensor or number, or of another shape, kind of number or device.
+        `ValueError` for what is not a tensor or number, or of another shape, kind of number or device.
         """
         step = _whole("step", step)
         if step % self._every:

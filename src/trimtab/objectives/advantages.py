@@ -65,7 +65,7 @@ def advantages(
         result = _centered("dr-grpo", values, torch.zeros_like(members))
     else:
         result = _centered(kind, values, members)
-    # Not in the dtype of the rewards: 6e4 - (-6e4) is no number of float16.
+    # Not in the dtype of the rewards: 6e4 - (-6e4) is not a number of float16.
     return result.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32).unsqueeze(1)
 
 

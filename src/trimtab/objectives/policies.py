@@ -48,7 +48,7 @@ class PolicyLogps:
     head_current (batch, time, head) log-probs of the ids in the sampler's head at each position, with gradient
     head_behavior (batch, time, head) the sampler's log-probs of these ids, its most probable ones; -inf for none
 
-    Raises `ValueError` for what is no tensor, or of another shape, kind of number or device.
+    Raises `ValueError` for what is not a tensor, or of another shape, kind of number or device.
     """
 
     current: Float[Tensor, "batch time"] | None

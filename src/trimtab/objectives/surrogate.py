@@ -93,7 +93,7 @@ class Surrogate(ABC):
         """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
 
     def checked(self, terms: Terms, state: State) -> Value:
-        """Returns what `__call__` does. Raises `TrimtabError` where that is no value for each token with metrics."""
+        """Returns what `__call__` does. Raises `TrimtabError` where that is not a value for each token with metrics."""
         returned, name, shape = self(terms, state), type(self).__name__, tuple(terms.mask.shape)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise TrimtabError(

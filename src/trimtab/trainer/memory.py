@@ -52,7 +52,7 @@ class Shape:
     def of(cls, config: PreTrainedConfig) -> Shape:
         """Returns the sizes of the model of a transformers configuration; its weights are counted, not made.
 
-        Raises `TrimtabError` for a model that is no decoder.
+        Raises `TrimtabError` for a model that is not a decoder.
         """
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -588,7 +588,7 @@ def test_calls_of_a_second_loss_are_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", [True, "", 3])
 def test_a_dump_that_is_no_folder_is_named(folder: Any) -> None:
-    with pytest.raises(TrimtabError, match=rf"^dump={folder!r} is no folder: give one, such as dump=\"logps\"$"):
+    with pytest.raises(TrimtabError, match=rf"^dump={folder!r} is not a folder: give one, such as dump=\"logps\"$"):
         Dump(folder)
 
 

@@ -36,7 +36,7 @@ from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, fi
 from trimtab.diagnosis.records import CAUSES, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
-MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, before a growth that is no constant's
+MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
 
 MIN_TOKENS = 100
 """Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""

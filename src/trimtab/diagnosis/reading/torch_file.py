@@ -134,7 +134,7 @@ def _count(payload: Any, path: Path) -> int:
     """Returns the number of values in all containers, tensors and arrays, counted as often as they are reached.
 
     A tensor with strides of 0 and a list that is in many places take memory once. Raises `TrimtabError` for a tensor
-    that is no plain array of numbers, and for a container that is inside itself.
+    that is not a plain array of numbers, and for a container that is inside itself.
     """
     counted: dict[int, int] = {}
     waiting, begun = [payload], set[int]()
