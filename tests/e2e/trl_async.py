@@ -425,3 +425,5 @@ def refusals(folder: Path) -> list[str]:
 if __name__ == "__main__":
     functions = (parity, presets, own, train, whole, refusals)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))
+    if torch.distributed.is_initialized():  # A process that ends with its group open may abort: threads are running.
+        torch.distributed.destroy_process_group()
