@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from fair_map import Store, train
 from grid import table
-from trimtab.monitor.alarms import History, Step, alarms
+from trimtab.monitor.alarms import RUN_METRICS, History, Step, alarms
 from trimtab.report.health import health
 from trimtab.runs.reader import Run
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
@@ -52,15 +52,6 @@ FALSE_ALARMS = 0.05
 ALARMS = (
     *("k3-rising", "k3-large", "ess", "gradient-norm", "gradient-explosion", "reward-collapse", "truncation", "length"),
 )
-NAMES = {
-    "mismatch/k3": "mismatch/k3",
-    "mismatch/ess_token": "mismatch/ess_token",
-    "optim/grad_norm": "grad_norm",
-    "length/mean": "response/length",
-    "length/truncated": "response/truncated",
-    "reward/mean": "reward/mean",
-}
-"""Metrics of a run by the names that the rules of the monitor use."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +172,7 @@ def caught(leads: Sequence[int | None]) -> list[str]:
 
 def alarm_steps(run: Watched) -> dict[str, list[bool]]:
     """At which steps before the collapse the monitor raises each alarm."""
-    columns = {ours: run.series[key] for key, ours in NAMES.items()}
+    columns = {ours: run.series[key] for key, ours in RUN_METRICS.items() if key in run.series}
     steps = [Step(i, {ours: float(values[i]) for ours, values in columns.items()}, None) for i in range(run.end)]
     history, raised = History(), []
     for step in steps:

@@ -21,17 +21,17 @@ LEAVES = {"types", "errors", "files", "plugins", "safe_text"}
 # Package -> what it may import, besides itself and `LEAVES`. `trainer` has a row for its own files and one for each of
 # its packages. Only `cli`, `api` and `__main__` may import everything.
 ALLOWED: dict[str, set[str]] = {
-    "adapters": {"corrections", "objectives"},
+    "adapters": {"corrections", "objectives", "monitor"},
     "corrections": set(),
-    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "intervals", "findings"},
-    "monitor": {"objectives", "corrections", "diagnosis", "findings", "trends"},
+    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "intervals"},
+    "monitor": {"objectives", "corrections"},
     "objectives": {"corrections"},
-    "pages": {"findings"},
+    "pages": set(),
     "preflight": {
-        *("diagnosis", "pages", "runs", "findings", "trainer", "trainer.config", "trainer.engines", "trainer.models"),
+        *("diagnosis", "pages", "runs", "trainer", "trainer.config", "trainer.engines", "trainer.models"),
         *("trainer.rollout", "trainer.tasks", "trainer.chat_template"),
     },
-    "report": {"diagnosis", "pages", "runs", "objectives", "trainer.config", "intervals", "findings", "trends"},
+    "report": {"diagnosis", "monitor", "pages", "runs", "objectives", "trainer.config", "intervals"},
     "runs": set(),
     "trainer": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "environments", "evaluation", "features")),

@@ -14,7 +14,7 @@ from trimtab.errors import EXTRAS, TrimtabError, require_extra
 
 CORE = (
     *("trimtab", "trimtab.corrections", "trimtab.objectives", "trimtab.adapters", "trimtab.monitor"),
-    *("trimtab.errors", "trimtab.findings", "trimtab.plugins"),
+    *("trimtab.errors", "trimtab.plugins"),
 )
 # An adapter may subclass a class of its trainer, which is then imported first.
 PEERS = frozenset(

@@ -1,4 +1,4 @@
-"""Exceptions and warnings for users: one-line messages that state the error and its remedy."""
+"""Exceptions, warnings and findings for users: one-line messages that state what is wrong and its remedy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -55,6 +56,23 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signal: int) -> None:
         super().__init__()
         self.signal = signal
+
+
+Status = Literal["ok", "note", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, of an installation (`doctor`), of data (`diagnose`) or of a run."""
+
+    status: Status  # ok, note (may matter) or fail (must be repaired)
+    name: str  # what was checked
+    detail: str  # what was found
+    next_step: str = ""  # what to do about it; empty if nothing
+
+    @property
+    def text(self) -> str:
+        return f"{self.detail}; {self.next_step}" if self.next_step else self.detail
 
 
 class TrimtabWarning(UserWarning):

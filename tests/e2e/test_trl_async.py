@@ -78,7 +78,7 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) 
     assert all(key.startswith("trimtab/") for key in run["added"])
     assert run["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
     assert run["observed"] == [0.0, 1.0, 2.0, 3.0]
-    assert run["page"]  # The monitor that was given is closed.
+    assert run["sample"]
 
 
 def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) 
         assert "trimtab/mismatch/k3" in case["added"], name
         assert case["gap"] == 0, name
         assert case["sampled"] == case["rows"] >= 8, name
-        assert case["page"], name
+        assert case["sample"], name
         # Steps are counted from 1 in TRL's log and in the files, versions by the updates before.
         steps = [row["step"] for row in case["observed"]]
         known = name.startswith("vLLM")

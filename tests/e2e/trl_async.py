@@ -331,7 +331,7 @@ def own(folder: Path) -> dict[str, Any]:
         "added": sorted(ours[0].keys() - log[0].keys()),
         "versions": sorted({(row["step"], row["policy_version"], row["proximal_version"]) for row in rows}),
         "observed": [json.loads(line)["age"] for line in (folder / "monitor" / "metrics.jsonl").open()],
-        "page": (folder / "monitor" / "diagnose.html").exists(),
+        "sample": (folder / "monitor" / "sample.jsonl").exists(),
     }
 
 

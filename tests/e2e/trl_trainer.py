@@ -369,7 +369,7 @@ def compared(folder: Path, reference: Path, vllm: bool, settings: dict[str, Any]
         "gap": max(map(gap, rows)),
         "observed": [json.loads(line) for line in (folder / "monitor" / "metrics.jsonl").open()],
         "sampled": sum(1 for _ in (folder / "monitor" / "sample.jsonl").open()),
-        "page": (folder / "monitor" / "diagnose.html").exists(),
+        "sample": (folder / "monitor" / "sample.jsonl").exists(),
     }
 
 

@@ -20,7 +20,7 @@ from trimtab.diagnosis.records import (
     View,
 )
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 
 MISMATCH = {
     "k1": 0.0041,

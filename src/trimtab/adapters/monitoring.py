@@ -1,21 +1,19 @@
 """Shows a `trimtab.Monitor` what the losses of other trainers are given.
 
-The monitor writes a page of the diagnosis, which imports this package. Data flows one way, so that no adapter imports
-the monitor: it is given, or made here by its public name, at the first batch of a process that asks for one.
+It is given, or made at the first batch of a process that asks for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError
+from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps
 
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
@@ -25,17 +23,7 @@ MonitorChoice = str | Path | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
 
 
-class Observer(Protocol):
-    """A `trimtab.Monitor`."""
-
-    @property
-    def observe(self) -> Callable[..., dict[str, float]]: ...
-
-    @property
-    def close(self) -> Callable[[], Any]: ...
-
-
-def opened(monitor: Observer | str | Path | bool, *, merge_ranks: bool) -> Observer:
+def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
     """Returns the given monitor, one without files for True, or one that writes into a folder.
 
     A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
@@ -45,12 +33,10 @@ def opened(monitor: Observer | str | Path | bool, *, merge_ranks: bool) -> Obser
         if not hasattr(monitor, "observe"):
             raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
         return monitor
-    import trimtab
-
     if isinstance(monitor, bool):
-        return trimtab.Monitor(merge_ranks=merge_ranks)
+        return Monitor(merge_ranks=merge_ranks)
     alone = not merge_ranks and dist.is_available() and dist.is_initialized()
-    return trimtab.Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if alone else ""), merge_ranks=merge_ranks)
+    return Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if alone else ""), merge_ranks=merge_ranks)
 
 
 class Observations:
@@ -59,7 +45,7 @@ class Observations:
     Ranks are not merged: they do not call a loss alike (pipelines, single sequences); a collective would wait for ever.
     """
 
-    def __init__(self, monitor: Observer | str | Path | bool) -> None:
+    def __init__(self, monitor: Monitor | str | Path | bool) -> None:
         self._monitor = opened(monitor, merge_ranks=False)
         self._step, self._updated = 0, False
         register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))

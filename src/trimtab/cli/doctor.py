@@ -16,8 +16,7 @@ from pathlib import Path
 import typer
 
 from trimtab.cli.output import Json, echo, print_json, usable_cores
-from trimtab.errors import install_hint
-from trimtab.findings import Finding, Status
+from trimtab.errors import Finding, Status, install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
 # Distribution -> the extra that brings it.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.intervals import Interval
 
 

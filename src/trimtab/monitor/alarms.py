@@ -5,30 +5,32 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice, pairwise
 from operator import add
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trimtab.findings import Finding, Status
+from trimtab.errors import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
-from trimtab.trends import (
-    COLLAPSED_SHARE,
-    LEAST_BEFORE,
-    NORM_FALL,
-    NORM_RISE,
-    WINDOW,
-    gradient_norm_falls,
-    gradient_norm_rises,
-    reward_collapse,
-)
 
+WINDOW = 20
+"""Steps whose median or mean is compared with that of the steps before them."""
 KEPT = 2 * WINDOW
 """Number of newest steps that the rules read, beside the first `WINDOW` steps and those of the best reward."""
-
+NORM_FALL = 0.35
+"""Share of its median before that the gradient norm must fall to. Miles reports .07 to .02 before a collapse."""
+NORM_RISE = 10.0
+"""How many times its median in the first steps the gradient norm must reach to have exploded."""
+LEAST_BEFORE = 3
+"""Steps before the last ones that such a median needs."""
+COLLAPSED_SHARE = 0.5
+"""Share of the best reward below which the last one has collapsed."""
+STANDARD_ERRORS = 3.0
+"""By how many of them a mean must be above another one to be clearly above it."""
 RECENT = 5
 """Steps whose median counts as the present state."""
 EXACT = 1e-7
@@ -98,18 +100,37 @@ class Step:
 
 @dataclass(frozen=True)
 class Alarm(Finding):
-    """A finding at a step."""
+    """A finding at a step. value: the figure that was judged."""
 
+    value: float = math.nan
     step: int = -1
 
 
-Rule = Callable[[Sequence[Step]], Finding | None]
+Rule = Callable[[Sequence[Step]], Alarm | None]
+
+RUN_METRICS = {
+    "mismatch/k3": "mismatch/k3",
+    "mismatch/ess_token": "mismatch/ess_token",
+    "lag/mean": "age",
+    "optim/grad_norm": "grad_norm",
+    "length/mean": "response/length",
+    "length/truncated": "response/truncated",
+    "reward/mean": "reward/mean",
+}
+"""Metrics of a run's `metrics.jsonl` by the names that the rules use."""
+
+
+def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
+    """Returns rows of a run's metrics in the names of the rules. A number that is missing or null is left out."""
+    return [
+        Step(row["step"], {ours: row[key] for key, ours in RUN_METRICS.items() if row.get(key) is not None}, None)
+        for row in rows
+    ]
 
 
 def alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns the alarms at the last of the steps, which are in order."""
-    found = [finding for rule in RULES if (finding := rule(steps)) is not None]
-    return [Alarm(**vars(finding), step=steps[-1].number) for finding in found]
+    return [replace(alarm, step=steps[-1].number) for rule in RULES if (alarm := rule(steps)) is not None]
 
 
 def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
@@ -130,11 +151,22 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
         rules = [rule for rule in asked.get(end, ()) if rule not in done]
         kept = history.steps() if rules else []
         for rule in rules:
-            if (finding := rule(kept)) is not None:
-                raised.setdefault(finding.name, Alarm(**vars(finding), step=step.number))
+            if (alarm := rule(kept)) is not None:
+                raised.setdefault(alarm.name, replace(alarm, step=step.number))
                 if rule is not weights_do_not_arrive:  # the only rule with several names
                     done.add(rule)
     return list(raised.values())
+
+
+def lasting_alarms(steps: Sequence[Step]) -> list[Alarm]:
+    """Returns the alarms of a whole run that its last steps raise, too, beside the steps before the first alarm."""
+    lasting = {alarm.name: alarm for alarm in (alarms(steps) if steps else ())}
+    places = {step.number: place for place, step in enumerate(steps)}
+    for alarm in first_alarms(steps):
+        before = steps[: max(places[alarm.step] + 1 - WINDOW, 0)]
+        if alarm.name in {one.name for one in alarms([*before, *steps[-WINDOW:]])}:
+            lasting[alarm.name] = alarm
+    return sorted(lasting.values(), key=lambda alarm: alarm.step)
 
 
 class History:
@@ -202,7 +234,7 @@ def _candidates(steps: Sequence[Step]) -> dict[Rule, np.ndarray]:
         k3_is_large: medians("mismatch/k3", RECENT) > LARGE_K3,
         mean_ratio_is_off: [step.ratio is not None for step in steps],
         effective_sample_size_is_low: medians("mismatch/ess_token", RECENT) < LOW_ESS,
-        gradient_norm: norms < NORM_FALL * earlier,
+        gradient_norm_falls: norms < NORM_FALL * earlier,
         gradient_norm_explodes: norms >= NORM_RISE * least,
         reward_collapses: rewards < COLLAPSED_SHARE * best,
         responses_are_truncated: truncated - first("response/truncated", 2 * RECENT) > TRUNCATED_RISE,
@@ -212,27 +244,22 @@ def _candidates(steps: Sequence[Step]) -> dict[Rule, np.ndarray]:
     return {rule: np.flatnonzero(possible) for rule, possible in found.items()}
 
 
-def weights_do_not_arrive(steps: Sequence[Step]) -> Finding | None:
+def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
     """The mismatch rises within two or three steps: the sampler stays behind, whatever its versions say."""
     found = _jump(steps) or _shift(steps)
     if found is None:
         return None
     status, count, detail = found
-    ages = [step["age"] for step in steps[-WINDOW:]]
+    k3, ages = steps[-1]["mismatch/k3"], [step["age"] for step in steps[-WINDOW:]]
     if any(map(math.isnan, ages)):
-        return Finding(
-            status, "k3-jump", detail, "check that the sampler gets the new weights, and what changed at that step"
-        )
+        advice = "check that the sampler gets the new weights, and what changed at that step"
+        return Alarm(status, "k3-jump", detail, advice, k3)
     if max(ages[-count:]) > max(ages[:-count]) + 0.5:
-        return Finding(
-            "note", "stale", f"{detail}; the sampler's weights got older", "publish weights more often, or correct"
-        )
-    return Finding(
-        status,
-        "undelivered",
-        f"{detail}, while the version says that the sampler's weights are as new as before",
-        "compare the weights in the sampler with the trainer's: a checksum, or log-probs of a fixed text",
-    )
+        detail += "; the sampler's weights got older"
+        return Alarm("note", "stale", detail, "publish weights more often, or correct", k3)
+    detail += ", while the version says that the sampler's weights are as new as before"
+    advice = "compare the weights in the sampler with the trainer's: a checksum, or log-probs of a fixed text"
+    return Alarm(status, "undelivered", detail, advice, k3)
 
 
 def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
@@ -265,7 +292,7 @@ def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     return "note", SHIFT_STEPS, detail
 
 
-def k3_rises(steps: Sequence[Step]) -> Finding | None:
+def k3_rises(steps: Sequence[Step]) -> Alarm | None:
     """Slow growth of k3 over many steps, to more than is published for dense models."""
     if len(steps) < 2 * WINDOW:
         return None
@@ -273,33 +300,30 @@ def k3_rises(steps: Sequence[Step]) -> Finding | None:
     if not (last > RISE * max(first, EXACT) and last > 1e-3):
         return None
     detail = f"k3 {last:.1e} per token over the last {WINDOW} steps, {first:.1e} over the first {WINDOW}"
-    return Finding("note", "k3-rising", detail, DIAGNOSE)
+    return Alarm("note", "k3-rising", detail, DIAGNOSE, last)
 
 
-def k3_is_large(steps: Sequence[Step]) -> Finding | None:
+def k3_is_large(steps: Sequence[Step]) -> Alarm | None:
     """More than any published working setup has."""
     k3 = median(steps[-RECENT:], "mismatch/k3")
     if len(steps) < RECENT or not k3 > LARGE_K3:
         return None
-    return Finding(
-        "fail",
-        "k3-large",
-        f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)",
-        DIAGNOSE,
-    )
+    detail = f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)"
+    return Alarm("fail", "k3-large", detail, DIAGNOSE, k3)
 
 
-def mean_ratio_is_off(steps: Sequence[Step]) -> Finding | None:
+def mean_ratio_is_off(steps: Sequence[Step]) -> Alarm | None:
     """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
     recent = steps[-RATIO_STEPS:]
     ratios = [step.ratio for step in recent if step.ratio is not None]
     if not ratios or min(step["mismatch/ess_token"] for step in recent) < LOW_ESS:
         return None
-    detail = wrong_mean(reduce(add, ratios))
+    ratio = reduce(add, ratios)
+    detail = wrong_mean(ratio)
     if not detail:
         return None
     advice = f"compare temperature, top-p and top-k on both sides, and {DIAGNOSE}"
-    return Finding("fail", "mean-ratio", detail, advice)
+    return Alarm("fail", "mean-ratio", detail, advice, float(ratio.summary()[""]))
 
 
 def wrong_mean(ratio: MeanRatio) -> str:
@@ -311,71 +335,110 @@ def wrong_mean(ratio: MeanRatio) -> str:
     return f"the mean of trainer / sampler is {mean:.4f} +- {error:.4f} and must be 1 for correct log-probs"
 
 
-def effective_sample_size_is_low(steps: Sequence[Step]) -> Finding | None:
+def effective_sample_size_is_low(steps: Sequence[Step]) -> Alarm | None:
     """Importance weights would use less than half of the batch."""
     ess = median(steps[-RECENT:], "mismatch/ess_token")
     if len(steps) < RECENT or not ess < LOW_ESS:
         return None
     detail = f"effective sample size {ess:.2f} of the tokens: under importance weights most of the batch is lost"
-    return Finding("note", "ess", detail, "refresh the sampler more often, or lower the mismatch")
+    return Alarm("note", "ess", detail, "refresh the sampler more often, or lower the mismatch", ess)
 
 
-def gradient_norm(steps: Sequence[Step]) -> Finding | None:
-    """Reported before collapses; also a check of the report of a run."""
-    return gradient_norm_falls([step["grad_norm"] for step in steps], [step["reward/mean"] for step in steps])
+def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
+    """The gradient norm fell within the last steps, and the reward did not rise; Miles saw it before a collapse.
+
+    A gradient also gets smaller where prompts are learned, because groups of equal rewards have none: the reward then
+    rises. Rewards that are missing or not finite do not decide; a norm that is not finite is not a fall.
+    """
+    before, after = (_values(part, "grad_norm") for part in (steps[-KEPT:-WINDOW], steps[-WINDOW:]))
+    if len(before) < WINDOW or not np.median(after) < NORM_FALL * np.median(before):
+        return None
+    if clearly_above(*(_values(part, "reward/mean") for part in (steps[-WINDOW:], steps[-KEPT:-WINDOW]))):
+        return None
+    norm = float(np.median(after))
+    detail = f"the gradient norm fell from {np.median(before):.2g} to {norm:.2g}, medians of {WINDOW} steps each"
+    return Alarm("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses", norm)
 
 
-def gradient_norm_explodes(steps: Sequence[Step]) -> Finding | None:
-    """The gradient norm of the last steps is many times that of the first; also a check of the report of a run."""
-    return gradient_norm_rises([step["grad_norm"] for step in steps], [step["reward/mean"] for step in steps])
+def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
+    """The gradient norm of the last steps is ten times that of the first, and no reward rose.
+
+    A norm that is missing decides nothing; where a reward is, the alarm says so.
+    """
+    parts = steps[:-WINDOW][:WINDOW], steps[-WINDOW:]
+    before, after = (_values(part, "grad_norm") for part in parts)
+    if len(before) < LEAST_BEFORE or not 0 < NORM_RISE * np.median(before) <= np.median(after):
+        return None
+    earlier, later = (_values(part, "reward/mean") for part in parts)
+    known = bool(np.isfinite([*earlier, *later]).all())
+    if known and clearly_above(later, earlier):
+        return None
+    norm = float(np.median(after))
+    detail = (
+        f"the gradient norm rose from {np.median(before):.2g} to {norm:.2g}, medians of the first "
+        f"{len(before)} and the last {WINDOW} steps{'' if known else '; whether the reward rose is not known'}"
+    )
+    advice = "look at reward and entropy, lower the learning rate, or go back to a checkpoint before the rise"
+    return Alarm("note", "gradient-explosion", detail, advice, norm)
 
 
-def reward_collapses(steps: Sequence[Step]) -> Finding | None:
-    """The reward of the last steps is below half of its best; also a check of the report."""
+def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
+    """The reward of the last steps is below half of its best, by three standard errors."""
     if len(steps) < KEPT:
         return None
-    rewards = np.array([step["reward/mean"] for step in steps])
+    rewards = _values(steps, "reward/mean")
     rewards[~np.isfinite(rewards)] = math.nan
-    windows = sliding_window_view(np.arange(len(steps)), WINDOW)
-    means = rewards[windows[:-WINDOW]].mean(-1)
-    if (
-        np.isnan(means).all()
-        or (found := reward_collapse(rewards, [windows[np.nanargmax(means)], windows[-1]])) is None
-    ):
+    windows = sliding_window_view(rewards, WINDOW)
+    means = windows[:-WINDOW].mean(-1)
+    if np.isnan(means).all():
         return None
-    best, last = (float(rewards[part].mean()) for part in found)
-    detail = f"the reward fell from {best:.3g} to {last:.3g}, means of the best {WINDOW} steps and the last"
-    return Finding(
-        "fail", "reward-collapse", detail, "go back to a checkpoint before the fall, and look at its samples"
-    )
+    best, last = windows[np.nanargmax(means)], windows[-1]
+    if not (best.mean() > 0 and last.mean() < COLLAPSED_SHARE * best.mean() and clearly_above(best, last)):
+        return None
+    now = float(last.mean())
+    detail = f"the reward fell from {best.mean():.3g} to {now:.3g}, means of the best {WINDOW} steps and the last"
+    advice = "go back to a checkpoint before the fall, and look at its samples"
+    return Alarm("fail", "reward-collapse", detail, advice, now)
 
 
-def responses_are_truncated(steps: Sequence[Step]) -> Finding | None:
+def responses_are_truncated(steps: Sequence[Step]) -> Alarm | None:
     """More responses than in the first steps reach the limit of their length."""
     first, last = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
     if len(steps) < 2 * RECENT or not (last > TRUNCATED and last - first > TRUNCATED_RISE):
         return None
     detail = f"{last:.0%} of the responses are cut at the limit, {first:.0%} in the first steps"
-    return Finding("note", "truncation", detail, "raise the limit, or look at what long responses are rewarded for")
+    advice = "raise the limit, or look at what long responses are rewarded for"
+    return Alarm("note", "truncation", detail, advice, last)
 
 
-def responses_grow(steps: Sequence[Step]) -> Finding | None:
+def responses_grow(steps: Sequence[Step]) -> Alarm | None:
     """Responses are much longer than in the first steps."""
     first, last = (median(part, "response/length") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
     if len(steps) < 2 * RECENT or not last > LENGTH_RISE * first:
         return None
     detail = f"responses have {last:.0f} tokens, {first:.0f} in the first steps"
-    return Finding("note", "length", detail, "look at samples: longer answers, or repetition?")
+    return Alarm("note", "length", detail, "look at samples: longer answers, or repetition?", last)
 
 
-def log_probs_are_missing(steps: Sequence[Step]) -> Finding | None:
+def log_probs_are_missing(steps: Sequence[Step]) -> Alarm | None:
     """Trained tokens without a finite log-prob on one side."""
     missing, finite = steps[-1]["nonfinite"], steps[-1]["mismatch/tokens"]
     share = missing / max(missing + finite, 1)
     if not share > MISSING:
         return None
     advice = "leave these tokens out of the loss, and find out on which side they are missing"
-    return Finding("note", "non-finite", f"{share:.1%} of the trained tokens have no finite log-prob", advice)
+    return Alarm("note", "non-finite", f"{share:.1%} of the trained tokens have no finite log-prob", advice, share)
+
+
+def clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the mean of one series is above that of the other by more than three standard errors."""
+    standard_error = math.hypot(*(float(values.std(ddof=1)) / math.sqrt(len(values)) for values in (one, other)))
+    return float(one.mean() - other.mean()) > STANDARD_ERRORS * standard_error
+
+
+def _values(steps: Sequence[Step], name: str) -> np.ndarray:
+    """Returns a metric, (steps,) float64; NaN where a step does not have it."""
+    return np.array([step[name] for step in steps], np.float64)
 
 
 def median(steps: Sequence[Step], name: str) -> float:
@@ -390,7 +453,7 @@ RULES: tuple[Rule, ...] = (
     k3_is_large,
     mean_ratio_is_off,
     effective_sample_size_is_low,
-    gradient_norm,
+    gradient_norm_falls,
     gradient_norm_explodes,
     reward_collapses,
     responses_are_truncated,

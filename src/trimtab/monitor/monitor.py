@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import operator
 import warnings
@@ -17,8 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_batch, check_tensor
-from trimtab.errors import EXTRAS, TrimtabWarning, install_hint
-from trimtab.findings import Finding, Status
+from trimtab.errors import Finding, Status, TrimtabWarning
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
@@ -35,8 +33,8 @@ class Monitor:
         logger.log(monitor.observe(logp_train=new, logp_rollout=old, mask=mask, step=step))   # in the loop
         monitor.close()
 
-    out: a folder for `metrics.jsonl` (one object per step), `sample.jsonl` (which `trimtab diagnose` reads), both
-        written at every step, and `diagnose.html`; None writes nothing.
+    out: a folder for `metrics.jsonl` (one object per step) and `sample.jsonl` (which `trimtab diagnose` reads), both
+        written at every step; None writes nothing.
     every: measures the steps whose number is a multiple of it.
     on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
     sample_tokens: trained tokens of the sample, on each rank.
@@ -171,7 +169,7 @@ class Monitor:
         return Finding(status, "monitor", detail, advice.replace(DIAGNOSE, diagnose))
 
     def close(self) -> Finding:
-        """Judges the last step, writes the page of the sample, and returns the verdict.
+        """Judges the last step, writes the whole sample, and returns the verdict.
 
         A second call changes nothing. With `merge_ranks`, all ranks call it.
         """
@@ -182,9 +180,7 @@ class Monitor:
             atexit.unregister(self._close_at_exit)
             self._write_sample(self._out, whole=True)
             if self._distributed:
-                dist.barrier(self._group)
-            if self._rank == 0:
-                self._write_page(self._out)
+                dist.barrier(self._group)  # The sample is complete with the files of all ranks.
         return self.verdict
 
     def _close_at_exit(self) -> None:
@@ -228,19 +224,6 @@ class Monitor:
         if self._history.count >= WINDOW:
             values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         return values
-
-    def _write_page(self, out: Path) -> None:
-        missing = [name for name in EXTRAS["diagnose"] if importlib.util.find_spec(name) is None]
-        if missing:
-            _say(f"no page: {install_hint('diagnose')}, then `trimtab diagnose {out}`")
-            return
-        from trimtab.diagnosis.output.html_page import write_page
-        from trimtab.diagnosis.pipeline import diagnose
-
-        files = sorted(out.glob("sample*.jsonl"))
-        if not files:
-            return
-        write_page(diagnose(files), out / "diagnose.html", f"trimtab diagnose {out}", None)
 
 
 def _column(version: int | Tensor, mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Union
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.safe_text import clean
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.preflight.trainer import Trainer
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Completion, Engine, Prompt, SamplingParams

@@ -19,9 +19,10 @@ from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Secti
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, legend_of, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
-from trimtab.report.differences import align, differing_keys, equation_of
+from trimtab.report.differences import align, differing_keys
 from trimtab.report.figure_files import write_figures
 from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
+from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
     Column,
     Outcome,

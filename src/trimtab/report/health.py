@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.intervals import wilson
+from trimtab.monitor.alarms import clearly_above, lasting_alarms, steps_of
 from trimtab.pages.numbers import beside, number, short
-from trimtab.report.judged_metrics import JudgedMetric, equal_parts, judge_metric
+from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
-from trimtab.trends import WINDOW, clearly_above, gradient_norm_falls, gradient_norm_rises, reward_collapse
-
-if TYPE_CHECKING:
-    from trimtab.objectives import Objective
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
@@ -43,6 +40,10 @@ LOSSES = {
     "trajectories/dropped": "responses dropped",
     "metrics/nonfinite": "figures logged as not finite",
 }
+ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradient-explosion": "gradient norm"}
+"""Alarms of the monitor's rules that are repeated, by the name of the check; what the others judge has a range here."""
+State = Literal["healthy", "at times", "outside"]
+MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 MANY_CLIPPED = 0.5
 """Share of clipped updates above which a verdict notes them."""
 RULE = (
@@ -51,6 +52,52 @@ RULE = (
     "parts of the run are, and at times where fewer are. Figures are medians, over the whole run where no steps are "
     "named. In charts, the green band is the healthy range."
 )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive measurements of one metric from step `first` to `last`, `outside` of them outside its range."""
+
+    first: int
+    last: int
+    outside: int
+    measured: int
+    median: float
+
+    @property
+    def share(self) -> float:
+        return self.outside / self.measured
+
+    def __str__(self) -> str:
+        return f"{self.first} to {self.last}"
+
+
+@dataclass(frozen=True)
+class JudgedMetric:
+    """One metric over the run.
+
+    worst: the phase with the largest share of steps outside; among equals the one whose median is furthest out.
+    """
+
+    key: str
+    state: State
+    outside: int
+    measured: int
+    median: float
+    worst: Phase
+
+    @property
+    def steps(self) -> str:
+        """Text such as `62 of 80 steps, mostly 61 to 80`; empty if no step is outside."""
+        if not self.outside:
+            return ""
+        where = f", mostly {self.worst}" if self.outside < self.measured > self.worst.measured else ""
+        return f"{self.outside} of {self.measured} steps{where}"
+
+    @property
+    def shown(self) -> float:
+        """The median over the worst phase where any step is outside, otherwise over the run."""
+        return self.worst.median if self.outside else self.median
 
 
 class Change(NamedTuple):
@@ -100,7 +147,9 @@ def health(run: Run) -> HealthVerdict:
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
     changes, broken = learned(run), _steps_without_numbers(run)
     worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
-    idle, fallen = list(_nothing_learned(run)), list(_reward_fell(run, alone=not _held_out(run)))
+    idle = list(_nothing_learned(run))
+    trends = [] if worse or idle else list(_alarms(run))
+    fallen = [item for item in trends if item.status == "fail"]
     found = [
         *_end(run),
         *([Finding("fail", "numbers", "reward, k3 and gradient norm are not finite there")] if broken else []),
@@ -108,10 +157,9 @@ def health(run: Run) -> HealthVerdict:
         *idle,
         *_mismatch(run, metrics, learns=not (worse or idle or fallen)),
         *_noise(run),
-        *fallen,
+        *(fallen or trends),
         *_losses(run),
         *([] if idle else [*_signal(run, metrics), *_unused(metrics)]),
-        *([] if worse or idle or fallen else _gradient_norm(run)),
         *_clipped(run),
     ]
     found.sort(key=lambda item: ("fail", "note", "ok").index(item.status))
@@ -137,13 +185,17 @@ def learned(run: Run) -> list[Change]:
     if measured := _held_out(run):
         changes = [_accuracy_change(run, task, found, named=len(measured) > 1) for task, found in measured.items()]
         return sorted(changes, key=lambda change: not change.fault)
-    _, rewards = run.series("reward/mean")
-    first, *rest = [rewards[part] for part in equal_parts(len(rewards))]
-    if not rest:
+    steps, rewards = run.series("reward/mean")
+    parts = equal_parts(len(rewards))
+    if len(parts) == 1:
         return []
-    last = rest[-1]
-    word = "rose" if clearly_above(last, first) else "fell" if clearly_above(first, last) else "did not clearly change"
-    return [Change(f"The reward {word}: {first.mean():.3f} → {last.mean():.3f}", "")]
+    first, last = rewards[parts[0]], rewards[parts[-1]]
+    fell = clearly_above(first, last)
+    word = "rose" if clearly_above(last, first) else "fell" if fell else "did not clearly change"
+    ends = (f"{short(rewards[part].mean())} (steps {steps[part[0]]:.0f} to {steps[part[-1]]:.0f})" for part in parts)
+    start, *_, end = ends
+    fault = f"the reward fell from {start} to {end}" if fell else ""
+    return [Change(f"The reward {word}: {first.mean():.3f} → {last.mean():.3f}", fault)]
 
 
 def _held_out(run: Run) -> dict[str, Accuracy]:
@@ -269,17 +321,6 @@ def _mean_reward(rows: Sequence[Mapping[str, Any]]) -> float:
     return float(np.mean([row.get("reward/mean") or 0.0 for row in rows]))
 
 
-def _reward_fell(run: Run, *, alone: bool) -> Iterator[Finding]:
-    """Yields a reward collapse in the last phase (`trimtab.trends`). alone: no held-out accuracy was measured."""
-    steps, rewards = run.series("reward/mean")
-    if found := reward_collapse(rewards, equal_parts(len(rewards)), alone=alone):
-        best, last = found
-        before, after = (float(rewards[part].mean()) for part in (best, last))
-        (start, end), (first, final) = ((steps[part[0]], steps[part[-1]]) for part in (best, last))
-        text = f"{short(before)} (steps {start:.0f} to {end:.0f}) to {short(after)} (steps {first:.0f} to {final:.0f})"
-        yield Finding("fail", "reward", f"the reward fell from {text}")
-
-
 def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) -> Iterator[Finding]:
     """Yields the first of the critical mismatch metrics that is outside its range.
 
@@ -302,18 +343,6 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
             return
     meaning = f"healthy: {band_text(found.key)}" if published is None else published.text
     yield Finding("fail", "mismatch", f"{text}: {meaning}")
-
-
-def known_objective(config: Mapping[str, Any]) -> Objective | None:
-    """Returns the objective of a run; None for one that this version does not know, or that is code of the run."""
-    from trimtab.objectives.from_section import from_section
-    from trimtab.objectives.lookup import is_custom
-
-    section = config.get("objective", {})
-    try:
-        return None if "code" in section or is_custom(section["name"]) else from_section(section)
-    except (KeyError, ValueError):
-        return None
 
 
 def _noise(run: Run) -> Iterator[Finding]:
@@ -379,23 +408,13 @@ def _unused(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
             yield Finding("note", "unused data", f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})")
 
 
-def _gradient_norm(run: Run) -> Iterator[Finding]:
-    """Yields a rise of the gradient norm, and its last fall unless the norm has come back since (`trimtab.trends`)."""
-    updates = [row for row in run.rows if row.get("optim/grad_norm") is not None]
-    values = [row["optim/grad_norm"] for row in updates]
-    given = [math.nan if (reward := row.get("reward/mean")) is None else reward for row in updates]
-    if (rise := gradient_norm_rises(values, given)) is not None:
-        yield Finding("note", "gradient norm", rise.detail, rise.next_step)
-    keys = ("step", "optim/grad_norm", "reward/mean")
-    rows = [[row[key] for key in keys] for row in run.rows if all(row.get(key) is not None for key in keys)]
-    steps, norms, rewards = zip(*rows, strict=True) if rows else ((), (), ())
-    for end in range(len(rows), 2 * WINDOW - 1, -1):
-        start = end - 2 * WINDOW
-        if (found := gradient_norm_falls(norms[start:end], rewards[start:end])) is not None:
-            if gradient_norm_falls([*norms[start : start + WINDOW], *norms[-WINDOW:]]) is not None:
-                detail = f"{found.detail} (steps {steps[start]} to {steps[end - 1]})"
-                yield Finding("note", "gradient norm", detail, found.next_step)
-            return
+def _alarms(run: Run) -> Iterator[Finding]:
+    """Yields the alarms of the monitor that hold at the end of the run. Steps without an update have no gradient."""
+    rows = [row for row in run.rows if row.get("optim/grad_norm") is not None] or run.rows
+    for alarm in lasting_alarms(steps_of(rows)):
+        if alarm.name in ALARMS:
+            when = "" if alarm.step == rows[-1]["step"] else f" (first at step {alarm.step})"
+            yield Finding(alarm.status, ALARMS[alarm.name], f"{alarm.detail}{when}", alarm.next_step)
 
 
 def _clipped(run: Run) -> Iterator[Finding]:
@@ -417,3 +436,46 @@ def _over_run_and_worst(found: JudgedMetric, whole: str, worst: str) -> str:
     if judge(found.key, found.median) != "outside":
         return f"{worst} in steps {found.worst}"
     return whole if whole == worst else f"{whole} over the run, {worst} in steps {found.worst}"
+
+
+def judge_metric(run: Run, key: str) -> JudgedMetric | None:
+    """Returns the metric `key` judged; None if it has no range or was not measured."""
+    steps, values = _judged_series(run, key)
+    states = [judge(key, value) for value in values.tolist()]
+    if not any(states):
+        return None
+    outside = np.array([state == "outside" for state in states])
+    phases = [
+        Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
+        for part in equal_parts(len(values))
+    ]
+    worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
+    state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
+    return JudgedMetric(key, state, int(outside.sum()), len(values), _median(values), worst)
+
+
+def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and values that the range of `key` applies to: the metric, or its share of another metric."""
+    row = metric(key)
+    if row is None or not row.of:
+        return run.series(key)
+    measured = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
+    pairs = [(step, part / whole) for step, part, whole in measured if whole]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+
+
+def _excess(key: str, value: float) -> float:
+    row = metric(key)
+    assert row is not None
+    low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
+    return max(value - high, low - value, 0.0)
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values))
+
+
+def equal_parts(count: int) -> list[np.ndarray]:
+    """Returns the indices of up to four equal parts of a run, each of at least five steps."""
+    return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))

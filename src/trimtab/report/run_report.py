@@ -31,11 +31,10 @@ from trimtab.pages.page import (
 from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
 from trimtab.report.chart_specs import Chart as ChartSpec
 from trimtab.report.chart_specs import Lines, resolve
-from trimtab.report.differences import equation_of
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.health import RULE, HealthVerdict, clipped_share, health
-from trimtab.report.judged_metrics import JudgedMetric, State
+from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clipped_share, health
 from trimtab.report.line_charts import draw_chart
+from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import bounds, metric
 from trimtab.runs.provenance import describe_start, duration

@@ -111,7 +111,6 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
     }
     tokens = sum(sum(row["loss_mask"]) for row in rows)
     assert tokens == sum(int(part["mask"].sum()) for part in parts)
-    assert "<html" in (tmp_path / "diagnose.html").read_text()
     found = trimtab.diagnose(tmp_path / "sample.jsonl").measured.size.by_step
     for here, row in zip(figures, found, strict=True):
         for name in ("k1", "k3", "ess_token", "ess_seq", "ratio_mean"):
@@ -187,7 +186,6 @@ def test_the_end_of_a_process_leaves_its_rows_and_its_sample(end: str, steps: in
     )
     assert [row["step"] for row in rows] == list(range(steps))
     assert [row["step"] for row in sample] == [step for step in range(steps) for _ in range(ROWS)]
-    assert (tmp_path / "diagnose.html").exists() == (end == "without close")
 
 
 def test_the_file_holds_the_sample_after_every_step(tmp_path: Path) -> None:
@@ -212,7 +210,7 @@ def test_closing_again_changes_nothing_and_the_verdict_says_what_to_do(tmp_path:
     found = monitor.close()
     assert (found.status, found.next_step.startswith(f"run `trimtab diagnose {tmp_path}`")) == ("ok", True)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in written} == {"metrics.jsonl", "sample.jsonl", "diagnose.html"}
+    assert {path.name for path in written} == {"metrics.jsonl", "sample.jsonl"}
     assert monitor.close() == found
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
     for step in range(4, 8):
@@ -222,9 +220,8 @@ def test_closing_again_changes_nothing_and_the_verdict_says_what_to_do(tmp_path:
     assert alarmed.next_step == monitor._raised["undelivered"].next_step
 
 
-def test_a_second_trainer_begins_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_trainer_begins_a_new_run(tmp_path: Path) -> None:
     """Its k3 is not compared with that of the first, and its files are beside those of the first."""
-    monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
     names: list[str] = []
     monitor = Monitor(tmp_path / "logs", on_alarm=lambda alarm: names.append(alarm.name))
     for drift in (0.0, 0.3):
@@ -287,4 +284,3 @@ def test_two_ranks_have_the_figures_of_the_whole_batch(two_ranks: Path) -> None:
     assert rows == [20, 2 * ROWS - 20]
     assert [path.name for path in (two_ranks / "own").iterdir()] == ["rank_1"]
     assert "sample.jsonl" in {path.name for path in (two_ranks / "own" / "rank_1").iterdir()}  # Written at the end.
-    assert (two_ranks / "logs" / "diagnose.html").exists()

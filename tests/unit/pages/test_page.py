@@ -10,7 +10,7 @@ import pytest
 from markupsafe import Markup
 from tests.support.html_reader import Reader
 
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.pages.page import (
     Card,
     Cell,

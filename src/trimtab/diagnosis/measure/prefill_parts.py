@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.tokens import k3
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.pages.numbers import short
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.pages.numbers import short
 
 FARTHEST = 4  # tokens that a shift is looked for

@@ -19,7 +19,7 @@ from trimtab.diagnosis.records import (
     MismatchSize,
     PresetOutcome,
 )
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.intervals import Interval
 from trimtab.pages.numbers import beside, number, short, short_exponent
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_ranges

@@ -22,8 +22,7 @@ from trimtab.diagnosis.reading.layouts import (
 )
 from trimtab.diagnosis.reading.tables import Table
 from trimtab.diagnosis.reading.torch_file import TorchFile
-from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.findings import Finding
+from trimtab.errors import Finding, TrimtabError, did_you_mean
 
 COSTS = {
     "response_ids": "no view by token id",

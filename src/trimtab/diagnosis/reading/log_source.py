@@ -19,8 +19,7 @@ from trimtab.diagnosis.reading.tables import Table, find_files, open_table
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.errors import TrimtabError
-from trimtab.findings import Finding
+from trimtab.errors import Finding, TrimtabError
 
 NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_policy", "response_length", "sampling")
 """Roles, besides the trainer's log-probs, whose column decides which tokens count, or alone drops no response."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"

@@ -11,9 +11,8 @@ from typing import Any
 from packaging.version import VERSION_PATTERN
 
 from trimtab.diagnosis.records import Settings
-from trimtab.errors import TrimtabError
+from trimtab.errors import Finding, TrimtabError
 from trimtab.files import parse_toml
-from trimtab.findings import Finding
 from trimtab.runs.provenance import read_origins
 
 _TRAJECTORIES = "trajectories"

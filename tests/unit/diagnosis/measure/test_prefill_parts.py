@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 
 UP = float(np.log(1.5))
 K3 = 0.5 - UP  # of a token whose probability grows by half

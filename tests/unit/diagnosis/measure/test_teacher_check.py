@@ -13,7 +13,7 @@ import trimtab
 from trimtab.diagnosis.output.terminal import terminal_text
 from trimtab.diagnosis.output.words import severity, verdict_lines
 from trimtab.diagnosis.records import Diagnosis
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 
 RESPONSES, TIME = 24, 30
 

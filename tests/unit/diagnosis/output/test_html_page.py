@@ -19,8 +19,7 @@ from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
 from trimtab.diagnosis.output.markdown import markdown
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
-from trimtab.errors import TrimtabError
-from trimtab.findings import Finding
+from trimtab.errors import Finding, TrimtabError
 from trimtab.intervals import Interval
 from trimtab.pages.page import Cell, Chart
 

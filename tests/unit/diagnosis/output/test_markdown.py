@@ -10,7 +10,7 @@ from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.output.markdown import markdown, versions
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.intervals import Interval
 
 GOLDEN = """\

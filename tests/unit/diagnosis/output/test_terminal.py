@@ -17,7 +17,7 @@ from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.html_page import answers
 from trimtab.diagnosis.output.terminal import rows, terminal_text
 from trimtab.diagnosis.records import CAUSES, Cause, DriftSplit, MismatchSize, PresetOutcome, Recommendation, View
-from trimtab.findings import Finding
+from trimtab.errors import Finding
 from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,

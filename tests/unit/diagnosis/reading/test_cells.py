@@ -19,8 +19,7 @@ from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.cells import as_list, shown
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.errors import TrimtabError
-from trimtab.findings import Finding
+from trimtab.errors import Finding, TrimtabError
 
 DATA = Path(__file__).parent / "data"
 LOGPS = [-0.5, -1.25, 0.0]

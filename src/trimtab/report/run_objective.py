@@ -1,0 +1,39 @@
+"""The objective of a run, from its config.toml. A report never runs code that a run names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.objectives import Objective
+from trimtab.objectives.calibrate import bounds_of
+from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import is_custom
+
+
+def known_objective(config: Mapping[str, Any]) -> Objective | None:
+    """Returns the objective of a run; None for one that this version does not know, or that is code of the run."""
+    section = config.get("objective", {})
+    try:
+        return None if "code" in section or is_custom(section["name"]) else from_section(section)
+    except (KeyError, ValueError):
+        return None
+
+
+def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """Returns the resolved equation of a run's objective, or the reason why it cannot be built.
+
+    That of an objective that is not a preset is the one in the run's config.toml. `metrics` are those of any step;
+    calibrated bounds are logged at every step.
+    """
+    section = config.get("objective", {})
+    if "equation" in section:
+        return str(section["equation"])
+    try:
+        if is_custom(section["name"]):
+            raise ValueError(f"its config.toml has no equation of {section['name']!r}")
+        keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
+        bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
+        return from_section(section, bounds).equation(config.get("advantage", {}).get("kind"))
+    except (KeyError, ValueError) as error:
+        return f"not known to this version of trimtab: {error}"
