@@ -17,7 +17,7 @@ from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, Polic
 from trimtab.adapters.verl_monitor import MONITOR
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, correct, mismatch
-from trimtab.objectives.lookup import is_custom
+from trimtab.objectives.presets import is_custom
 
 
 def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -306,8 +306,8 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
 
 def known_objective(config: Mapping[str, Any]) -> Objective | None:
     """Returns the objective of a run; None for one that this version does not know, or that is code of the run."""
-    from trimtab.objectives.from_section import from_section
-    from trimtab.objectives.lookup import is_custom
+    from trimtab.objectives.lookup import from_section
+    from trimtab.objectives.presets import is_custom
 
     section = config.get("objective", {})
     try:
