@@ -51,7 +51,7 @@ class Output(NamedTuple):
 class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    centering: whether the expected score under the sampler is subtracted (centering.py).
+    centering: whether the expected score under the sampler is subtracted (regularizers.py).
     advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """

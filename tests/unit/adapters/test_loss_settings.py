@@ -19,7 +19,6 @@ from trimtab.objectives import keywords_of, objectives
 from trimtab.objectives.keywords import PART_KEYS
 
 TABLES = {name: table for name, table in vars(loss_settings).items() if name.isupper() and isinstance(table, dict)}
-TABLES.pop("HARMLESS")
 ZEROS = torch.zeros(1, 2)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from trimtab.adapters.config_lines import lines
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
+from trimtab.objectives import KL, Band, Objective, PolicyLogps, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.lookup import from_section
 from trimtab.report.differences import equation_of
