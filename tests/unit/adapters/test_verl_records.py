@@ -254,7 +254,7 @@ def shown(step: int) -> Any:
     one = batch(step)
     fields = {"old_log_probs": one["logp_train"], "rollout_log_probs": one["logp_rollout"]}
     versions = [step - 1 - (step == 3), *[step - 1] * (ROWS - 1)]
-    return SimpleNamespace(
+    return types.SimpleNamespace(
         batch=fields | {"response_mask": one["mask"].long()},
         non_tensor_batch={"min_global_steps": np.array(versions, dtype=object)},
         tags=[{"min_global_steps": version} for version in versions],
@@ -281,7 +281,7 @@ def fit_v1(add: Add) -> Any:
             return "trained"
 
         def _compute_advantage(self, batch: Any, metrics: dict[str, float]) -> None:
-            metrics.update(add(SimpleNamespace(batch=batch.batch, non_tensor_batch={}), {})[1])
+            metrics.update(add(types.SimpleNamespace(batch=batch.batch, non_tensor_batch={}), {})[1])
 
     return PPOTrainer
 
