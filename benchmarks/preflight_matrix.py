@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
-from trimtab.preflight.prefill_check import PARTS, WHOLE, prefill
+from trimtab.preflight.checklist import PARTS, WHOLE, prefill
 from trimtab.trainer.models.load import BUNDLED
 
 SAMPLERS = {

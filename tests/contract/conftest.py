@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +124,11 @@ class Laboratory:
     names = NAMES
 
     @staticmethod
+    def in_turn(name: str, cases: Sequence[Any]) -> Any:
+        """One of several cases: the presets take turns with what is the same in each of them."""
+        return cases[NAMES.index(name) % len(cases)]
+
+    @staticmethod
     def objective(name: str, **overrides: Any) -> Objective:
         """`trimtab.objective`, with the names of `FORMS` too."""
         preset, keywords = FORMS.get(name, (name, {}))
@@ -149,10 +153,7 @@ class Laboratory:
 
     @staticmethod
     def variants(name: str) -> list[Objective]:
-        """The preset, also with everything that spans an update or adds a term; and its weight at another level.
-
-        The presets take turns with the levels: what a level does to a weight is the same in each.
-        """
+        """The preset, also with everything that spans an update or adds a term; and its weight at another level."""
         extra: dict[str, Any] = {"kl": "unbiased", "kl_coef": 0.3, "entropy_coef": 0.2}
         result = [Laboratory.objective(name)]
         if result[0].rejects:
@@ -160,7 +161,7 @@ class Laboratory:
         result.append(Laboratory.objective(name, **extra))
         weight = result[0].weight
         if weight is not None:
-            level = LEVELS[NAMES.index(name) % len(LEVELS)]
+            level = Laboratory.in_turn(name, LEVELS)
             result.append(replace(result[0], weight=replace(weight, level=level, normalize=True)))
         return result
 
@@ -178,21 +179,6 @@ class Laboratory:
         }[obj.aggregation.kind].expand(mask.shape)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Random and finite-difference tests run without shape checks; the plain ones make the same calls with them."""
-    for item in items:
-        if item.path.parent != Path(__file__).parent:
-            continue
-        if "seed" in item.fixturenames or item.path.name == "test_gradients.py":
-            item.fixturenames.append("shapes_unchecked")
-
-
 @pytest.fixture(scope="session")
 def lab() -> Laboratory:
     return Laboratory()
-
-
-@pytest.fixture(scope="session", params=NAMES)
-def name(request: pytest.FixtureRequest) -> str:
-    """Every preset in turn, in all its forms."""
-    return request.param

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.run_results import untimed, weights
 
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.config import load_config
 from trimtab.trainer.run import train

@@ -11,7 +11,7 @@ import pytest
 from tests.support.server_process import ServerProcess, starter
 
 from trimtab.cli import main
-from trimtab.preflight.prefill_check import PARTS
+from trimtab.preflight.checklist import PARTS
 from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

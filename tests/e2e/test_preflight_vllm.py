@@ -11,8 +11,8 @@ from tests.support.vllm_support import needs_vllm, policy
 
 from trimtab.preflight import checklist
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
+from trimtab.preflight.checklist import PARTS, prefill
 from trimtab.preflight.engine_pair import EnginePair
-from trimtab.preflight.prefill_check import PARTS, prefill
 from trimtab.preflight.weight_checks import weights
 
 pytestmark = [pytest.mark.slow, needs_vllm]

@@ -28,13 +28,20 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
 from trimtab.adapters.hooks import HOOKS
-from trimtab.adapters.loss_settings import HARMLESS, TRL
+from trimtab.adapters.loss_settings import TRL
 from trimtab.adapters.trl import GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps, objective, objectives
 from trimtab.trainer.models import laboratory
 
+HARMLESS = {
+    *("beta", "use_bias_correction_kl", "steps_per_generation", "use_vllm"),
+    *("vllm_importance_sampling_correction", "router_aux_loss_coef"),  # the adapter reads these six
+    "vllm_importance_sampling_cap",  # TRL stores it as vllm_importance_sampling_clip_max
+    "max_completion_length",  # it limits generation; the constant denominator is length_max of the objective
+}
+"""Settings that TRL's loss reads and that stay beside a loss of Trimtab."""
 PROMPTS = ["3141592653=", "2718281828=", "1414213562=", "1732050807="]
 
 
@@ -511,8 +518,8 @@ def options(_: Path) -> dict[str, list[str]]:
     defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
     return {
         "read": sorted(read),
-        "unlisted": sorted(read - TRL.keys() - HARMLESS["trl"].keys()),
-        "unread": sorted((TRL.keys() | HARMLESS["trl"].keys()) - read),
+        "unlisted": sorted(read - TRL.keys() - HARMLESS),
+        "unread": sorted((TRL.keys() | HARMLESS) - read),
         "defaults": sorted(name for name, one in TRL.items() if defaults[name] != one.default),
     }
 

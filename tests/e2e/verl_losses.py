@@ -23,6 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+HARMLESS = {
+    *("loss_agg_mode", "loss_scale_factor", "global_batch_info", "loss_mode", "rollout_is"),  # the adapter reads them
+    *("policy_loss", "rollout_correction"),  # sections, of which each key is listed
+    *("entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),  # verl's own terms beside the policy loss
+}
+"""Settings that verl's losses read and that stay beside a loss of Trimtab."""
+
 
 def batch(rows: int = 8, time: int = 12) -> dict[str, Tensor]:
     """Responses of different lengths with holes; policies that are apart enough for every clip and bound."""
@@ -413,8 +420,8 @@ def settings() -> dict[str, list[str]]:
     known = {one.name: one.default for one in fields}
     return {
         "read": sorted(read & names),
-        "unlisted": sorted((read & names) - listed.keys() - tables.HARMLESS["verl"].keys()),
-        "unread": sorted((listed.keys() | tables.HARMLESS["verl"].keys()) - read),
+        "unlisted": sorted((read & names) - listed.keys() - HARMLESS),
+        "unread": sorted((listed.keys() | HARMLESS) - read),
         "defaults": sorted(name for name, one in listed.items() if known[name] != one.default),
     }
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
     ("docs/quickstart.md", 1): COMMANDS,
     ("docs/quickstart.md", 2): COMMANDS,
     ("docs/frameworks.md", 0): "tests/e2e/test_trl_subclass.py",
-    ("docs/frameworks.md", 1): "tests/unit/adapters/test_verl_dump.py",
+    ("docs/frameworks.md", 1): "tests/unit/adapters/test_verl_records.py",
     ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
     ("docs/adapters.md", 0): "tests/e2e/test_trl_trainer.py",
     ("docs/adapters.md", 3): "tests/e2e/test_adapter_recipes.py",

@@ -1,4 +1,4 @@
-"""Renders an objective as configuration of Trimtab and of other trainers, from the settings of its parts.
+"""Renders an objective as configuration of Trimtab and of other trainers: what each calls the parts.
 
 First come the trainer's own settings, where its own loss is this one, or nearly: a comment that begins with "differs"
 says how it is not. Where it has none, its adapter's lines, or those of the nearest preset. Option names are those of
@@ -10,22 +10,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from trimtab.adapters.adapter_lines import ACTOR, ALGORITHM, adapter_lines, assignment, verl_aggregation, written
 from trimtab.adapters.hooks import HOOKS, OWN_RUN, hook
-from trimtab.corrections import Setting
-from trimtab.corrections.masks import Divergence
+from trimtab.corrections import OPSM, TURN_LEVELS, Band, Divergence, Mask, Veto, Weight
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import Objective, objective
+from trimtab.objectives import (
+    Clipped,
+    GammaWeight,
+    GeometricClip,
+    LogProb,
+    Objective,
+    Reinforce,
+    SoftGate,
+    Surrogate,
+    objective,
+)
 from trimtab.objectives.calibrate import bounds_of
-from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip
-from trimtab.objectives.surrogates import Clipped, Reinforce
 
+ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
 UNBOUNDED = 1e9
 """In place of no bound where a framework must have one: above the largest ratio, e^20."""
+VERL_LOWEST = 1e-6
+"""Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
+LEVELS = ("token", "sequence", "geometric")
+"""Levels of weights and bands that other trainers have."""
 
 NEAREST = {
     "token-alp": ("token-alp-bypass", "without noise in the model"),
@@ -109,21 +121,173 @@ def _trimtab(preset: str, overrides: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _part(setting: Setting | None, what: str) -> Setting:
-    """Returns the setting of a part in a framework. Raises `_Absent` where there is none."""
-    if setting is None or not (setting.options or "differs" in "".join(setting.remarks)):
-        raise _Absent(setting.remarks[0].removeprefix("# ") if setting and setting.remarks else f"no {what}")
-    return setting
+class Settings(NamedTuple):
+    """The settings of a part in another trainer.
+
+    options: values as written in its configuration, empty for a flag. verl: keys of `rollout_correction` (weights,
+    masks) or `actor` (surrogates); TRL: arguments of `GRPOConfig`; Miles: flags, or keys of its mismatch helper's file.
+    remarks: comments on what differs there.
+    """
+
+    options: dict[str, str]
+    remarks: tuple[str, ...] = ()
 
 
-def _surrogate(built: Objective, name: str) -> Setting:
-    return _part(built.surrogate.peers(built.ratio.level).get(name), f"term {built.surrogate.equation('r')}")
+def _surrogate(built: Objective, name: str) -> Settings:
+    """Returns the settings of the term. Raises `_Absent` where a trainer has none."""
+    found = _terms(built.surrogate, built.ratio.level).get(name)
+    if found is None:
+        raise _Absent(f"no term {built.surrogate.equation('r')}")
+    return found
 
 
-def _corrections(built: Objective, name: str) -> list[Setting]:
-    """Returns the settings of the weight and the masks. Raises `_Absent` where one has none."""
-    weight = [] if built.weight is None else [_part(built.weight.peers().get(name), "such weight")]
-    return [*weight, *(_part(rule.peers().get(name), f"mask: keep where {rule.equation()}") for rule in built.masks)]
+def _terms(part: Surrogate, level: str) -> dict[str, Settings]:
+    """Returns the settings of a term by trainer. level: that of the ratio."""
+    if isinstance(part, LogProb):
+        return {"verl": Settings({"loss_mode": "gpg"})}
+    if isinstance(part, Clipped) and level in ("token", "geometric"):  # None clips the product of a response.
+        return _clipped(part, level)
+    if isinstance(part, GammaWeight) and level == "sequence":
+        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
+        # The product current/sampler is that of TRL's correction, unbounded.
+        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
+        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
+        return {"TRL": Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})}
+    if level != "token":
+        return {}
+    if isinstance(part, Reinforce):
+        ceiling = min(part.ceiling, UNBOUNDED)
+        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{ceiling - 1:.10g}"}
+        return {
+            "verl": Settings({"loss_mode": "cispo", **relative}),
+            "TRL": Settings({"loss_type": '"cispo"', "epsilon_high": repr(ceiling)}),
+        }
+    if isinstance(part, SoftGate):
+        temperatures = {"tau_pos": f"{part.positive:g}", "tau_neg": f"{part.negative:g}"}
+        options = {"sapo_temperature_pos": repr(part.positive), "sapo_temperature_neg": repr(part.negative)}
+        return {
+            "verl": Settings({"loss_mode": "sapo", **temperatures}),
+            "TRL": Settings({"loss_type": '"sapo"', **options}),
+        }
+    if isinstance(part, GeometricClip):
+        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
+        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
+        trl = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}
+        return {"verl": Settings({"loss_mode": "geo_mean", **bounds}, (remark,)), "TRL": Settings(trl)}
+    return {}
+
+
+def _clipped(part: Clipped, level: str) -> dict[str, Settings]:
+    bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
+    # verl always has a dual clip.
+    verl = {**bounds, "clip_ratio_c": "1e9" if part.dual is None else f"{part.dual:g}"}
+    trl = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}
+    miles = {"--eps-clip": f"{part.low:g}", "--eps-clip-high": f"{part.high:g}"}
+    of_verl, of_trl = tuple[str, ...](), tuple[str, ...]()
+    if level == "geometric":
+        verl, trl = {"loss_mode": "gspo", **bounds}, {**trl, "importance_sampling_level": '"sequence"'}
+        of_verl = () if part.dual is None else ("# differs: verl's gspo has no dual clip",)
+    if part.dual is not None:
+        trl |= {"delta": repr(part.dual)}
+        miles |= {"--eps-clip-c": f"{part.dual:g}"}
+        of_trl = ("# differs: TRL's delta caps the ratio where A > 0 too",) if part.dual < 1 + part.high else ()
+    return {"verl": Settings(verl, of_verl), "TRL": Settings(trl, of_trl), "Miles": Settings(miles)}
+
+
+def _corrections(built: Objective, name: str) -> list[Settings]:
+    """Returns the settings of the weight and the masks. Raises `_Absent` where a trainer has none."""
+    weight = [] if built.weight is None else [_weight(built.weight, name)]
+    return [*weight, *(_mask(rule, name) for rule in built.masks)]
+
+
+def _weight(weight: Weight, name: str) -> Settings:
+    if weight.level not in LEVELS:
+        raise _Absent(f"{name} has no weight for each {_unit(weight.level)}")
+    if name == "Miles":
+        return _miles_weight(weight)
+    if weight.level == "geometric":
+        raise _Absent(f"{name} has no geometric weight")
+    if name == "TRL":
+        form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
+        options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
+        options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
+        return Settings(options, ("# differs: TRL does not normalize the weights",) if weight.normalize else ())
+    threshold, remarks = f"{weight.high:g}", ()
+    if weight.bound == "mask":
+        threshold = f'"{max(weight.low, VERL_LOWEST):g}_{weight.high:g}"'
+    elif weight.bound == "clip":
+        remarks = (f"# differs: verl only bounds the weight from above; nothing bounds it at {weight.low:g}",)
+    normalize = {"rollout_is_batch_normalize": "true"} if weight.normalize else {}
+    return Settings({"rollout_is": weight.level, "rollout_is_threshold": threshold, **normalize}, remarks)
+
+
+def _miles_weight(weight: Weight) -> Settings:
+    """Returns flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
+    built_in = {}
+    if weight.level == "token" and not weight.normalize:
+        custom = {"--custom-tis-function-path": ICEPOP} if weight.bound == "mask" else {}
+        bounds = {"--tis-clip": f"{weight.high:g}", "--tis-clip-low": f"{weight.low:g}"}
+        built_in = {"--use-tis": "", **custom, **bounds}
+    helper = {
+        "use_tis": "true",
+        "tis_level": weight.level,
+        "tis_mode": weight.bound,
+        "tis_lower_bound": f"{float(weight.low)!r}",
+        "tis_upper_bound": f"{float(weight.high)!r}",
+        "tis_batch_normalize": str(weight.normalize).lower(),
+    }
+    return Settings({**built_in, **helper})
+
+
+def _mask(rule: Mask, name: str) -> Settings:
+    """Returns the settings of a rejection rule. Raises `_Absent`, which says what a trainer has not."""
+    if isinstance(rule, Band | Divergence) and rule.over == "current":
+        raise _Absent(f"{name} has no mask on π/μ")
+    if isinstance(rule, Band):
+        return _band(rule, name)
+    if isinstance(rule, Divergence):
+        token = rule.reduce == "token"
+        if name == "verl" and not rule.outward and rule.kind in ("k2", "k3"):  # its k1 bounds both sides
+            option = f"token_{rule.kind}" if token else f"seq_{rule.reduce}_{rule.kind}"
+            return Settings({"rollout_rs": option, "rollout_rs_threshold": f"{rule.max:g}"})
+        of = f"{rule.kind} of a token" if token else f"{rule.reduce} {rule.kind} of a response"
+        raise _Absent(f"{name} has no mask on the {of} ({rule.max:g})")
+    if isinstance(rule, Veto) and (rule.of, rule.over) != ("ratio", "proximal"):
+        policy = "π_old" if rule.over == "proximal" else "π"
+        raise _Absent(f"{name} has no veto on {policy}{'/μ' if rule.of == 'ratio' else ''}")
+    if isinstance(rule, Veto) and name == "Miles":
+        remark = "# differs: Miles applies its veto beside a band only (use_rs)"
+        return Settings({"rs_veto_threshold": f"{float(rule.min)!r}"}, (remark,))
+    if isinstance(rule, OPSM):
+        if rule.sign != "negative":
+            raise _Absent(f"{name} has no OPSM of A {'>' if rule.sign == 'positive' else '≠'} 0")
+        if name == "verl":
+            raise _Absent("verl has no OPSM")
+        if name == "TRL":
+            return Settings({"off_policy_mask_threshold": repr(rule.delta)})
+        remark = "# differs: Miles compares with π_old, not with the sampler"
+        return Settings({"--use-opsm": "", "--opsm-delta": f"{rule.delta:g}"}, (remark,))
+    raise _Absent(f"no mask: keep where {rule.equation()}")
+
+
+def _band(rule: Band, name: str) -> Settings:
+    if rule.level not in LEVELS:
+        raise _Absent(f"{name} has no mask for each {_unit(rule.level)}")
+    if name == "TRL":
+        raise _Absent(f"TRL has no {rule.level} mask [{rule.min:g}, {rule.max:g}]")
+    if name == "Miles":
+        bounds = {"rs_lower_bound": f"{float(rule.min)!r}", "rs_upper_bound": f"{float(rule.max)!r}"}
+        return Settings({"use_rs": "true", "rs_level": rule.level, **bounds})
+    option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[rule.level]
+    # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
+    low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (rule.max, rule.min))
+    remark = f"# verl bounds 1/ratio: these are the reciprocals of [{rule.min:g}, {rule.max:g}]"
+    return Settings({"rollout_rs": option, "rollout_rs_threshold": f'"{low}_{high}"'}, (remark,))
+
+
+def _unit(level: str) -> str:
+    return "turn" if level in TURN_LEVELS else "prefix"
 
 
 def _others(built: Objective, name: str) -> list[str]:
@@ -146,7 +310,7 @@ def _verl(built: Objective) -> list[str]:
         if built.weight is not None:
             raise _Absent("no weight beside π/μ")
         options = {f"{CORRECTION}.bypass_mode": "True"}
-        actor = _dppo(built) if built.masks else dict(_surrogate(built, "verl").options)
+        actor = _dppo(built) if built.masks else _surrogate(built, "verl").options
         if "loss_mode" in actor:
             remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
     else:
@@ -289,11 +453,11 @@ def _miles(built: Objective) -> list[str]:
     return [*rows, *(f"{key}: {value}" for key, value in settings.items())]
 
 
-def _flags(setting: Setting) -> list[str]:
+def _flags(setting: Settings) -> list[str]:
     return [f"{key} {value}".rstrip() for key, value in setting.options.items() if key.startswith("--")]
 
 
-def _keys(setting: Setting) -> dict[str, str]:
+def _keys(setting: Settings) -> dict[str, str]:
     return {key: value for key, value in setting.options.items() if not key.startswith("--")}
 
 

@@ -1,8 +1,7 @@
 """Settings that the policy loss of each trainer reads, and what becomes of them beside a loss of Trimtab.
 
 A setting without effect would be believed: each is taken over as a keyword of the objective where both mean the same,
-or refused with what replaces it. `HARMLESS` lists those that keep their effect, or have none to lose. Versions are
-those of docs/adapters.md.
+or refused with what replaces it. Versions are those of docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -171,24 +170,6 @@ OPENRLHF: LossSettings = {
     "vllm_is_correction_type": LossSetting("tis", "the preset: token-tis, icepop or geo-mask"),
 }
 """Arguments of OpenRLHF's `PolicyLoss`."""
-
-TERMS = "the trainer's own term, which it adds to the policy loss"
-READ = "the adapter reads it"
-HARMLESS: dict[str, dict[str, str]] = {
-    "trl": {
-        **dict.fromkeys(("beta", "use_bias_correction_kl", "steps_per_generation", "use_vllm"), READ),
-        **dict.fromkeys(("vllm_importance_sampling_correction", "router_aux_loss_coef"), READ),
-        "vllm_importance_sampling_cap": "TRL stores it as vllm_importance_sampling_clip_max",
-        "max_completion_length": "it limits generation; the constant denominator is length_max of the objective",
-    },
-    "verl": {
-        **dict.fromkeys(("loss_agg_mode", "loss_scale_factor", "global_batch_info", "loss_mode", "rollout_is"), READ),
-        **dict.fromkeys(("policy_loss", "rollout_correction"), "a section, of which each key is listed"),
-        **dict.fromkeys(("entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"), TERMS),
-    },
-}
-"""Settings that a trainer's loss reads too, with the reason why they stay: those of the trainers that tests walk."""
-
 
 _ABSENT = object()
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.monitoring import Observer
-from trimtab.adapters.trl_settings import check_settings
-from trimtab.adapters.trl_updates import ObjectiveLoss, Update
+from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 

@@ -22,8 +22,7 @@ from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, missing_logps, peer_module, turns_of, usable_tokens
 from trimtab.adapters.monitoring import Observer
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
-from trimtab.adapters.trl_settings import check_ignored
-from trimtab.adapters.trl_updates import ObjectiveLoss, Update
+from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_ignored
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 

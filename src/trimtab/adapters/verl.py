@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trimtab.adapters import verl_driver, verl_dump, verl_monitor
+from trimtab.adapters import verl_driver, verl_records
 from trimtab.adapters.verl_loss import KEYWORDS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objectives
@@ -48,8 +48,8 @@ def register() -> list[str]:
                 registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
     _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_correction, named))
-    if folder := os.environ.get(verl_monitor.MONITOR):
-        watch = verl_monitor.Watch(folder)
+    if folder := os.environ.get(verl_records.MONITOR):
+        watch = verl_records.Watch(folder)
         _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
         watch.follow()  # Imports the trainers, which find the wrapped function.
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
@@ -57,8 +57,8 @@ def register() -> list[str]:
     _replace(f"{PPO}.core_algos", "get_policy_loss_fn", partial(verl_driver.wrap_policy_loss_fn, named))
     _replace("verl.utils.config", "validate_config", partial(verl_driver.wrap_validate_config, named, own))
     _replace("verl.workers.config", "PolicyLossConfig", with_keywords)
-    if folder := os.environ.get(verl_dump.DUMP):
-        verl_dump.install(folder)
+    if folder := os.environ.get(verl_records.DUMP):
+        verl_records.install_dump(folder)
     return [LOSS_PREFIX + name for name in named]
 
 

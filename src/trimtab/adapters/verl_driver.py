@@ -12,12 +12,11 @@ from torch import Tensor
 
 from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
 from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
-from trimtab.adapters.verl_dump import DUMP, SETTINGS
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, PolicyLoss, given_keywords
-from trimtab.adapters.verl_monitor import MONITOR
+from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, correct, mismatch
-from trimtab.objectives.lookup import is_custom
+from trimtab.objectives.presets import is_custom
 
 
 def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:

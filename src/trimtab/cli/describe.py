@@ -102,9 +102,8 @@ def explain(
     if trusted:
         allow_code()
     from trimtab.objectives import objectives
-    from trimtab.objectives.from_section import from_section
-    from trimtab.objectives.lookup import is_custom, split_name
-    from trimtab.objectives.presets import COMPOSED
+    from trimtab.objectives.lookup import from_section, split_name
+    from trimtab.objectives.presets import COMPOSED, is_custom
     from trimtab.trainer.config import is_recipe, recipe_names, split_overrides
 
     if name is None:
@@ -169,7 +168,7 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, as_json: bool)
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
-    from trimtab.objectives.from_section import from_section
+    from trimtab.objectives.lookup import from_section
     from trimtab.trainer.config import REQUIRED_SECTIONS, load_config
     from trimtab.trainer.requirements import check_recipe
 
@@ -189,7 +188,7 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
 
 def _is_keyword(name: str, item: str) -> bool:
     from trimtab.objectives import keywords_of
-    from trimtab.objectives.composition import PART_KEYS
+    from trimtab.objectives.keywords import PART_KEYS
     from trimtab.trainer.config import parse_override
 
     return parse_override(item)[0] in {"calibrate", *keywords_of(name), *PART_KEYS}

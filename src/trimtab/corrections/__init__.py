@@ -4,9 +4,7 @@ They read no model, file or configuration, and do not synchronize with the devic
 """
 
 from trimtab.corrections.correction import BatchCorrection, compute_correction
-from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, Veto
-from trimtab.corrections.prefix_budget import PrefixBudget
-from trimtab.corrections.protocols import Peers, Setting
+from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, PrefixBudget, Veto
 from trimtab.corrections.ratios import LEVELS, LOG_RATIO_BOUND, PREFIX_LEVELS, TURN_LEVELS, Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences, finite_rows, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics
@@ -26,12 +24,10 @@ __all__ = [
     "Mask",
     "Mean",
     "Mergeable",
-    "Peers",
     "PrefixBudget",
     "RatioStatistics",
     "Ratios",
     "Sequences",
-    "Setting",
     "Veto",
     "Weight",
     "compute_correction",

@@ -1,9 +1,14 @@
-"""Checks of tensors that callers pass. Each names the argument, what it is and what it must be, in one line."""
+"""Checks of what callers pass: tensors, and options and bounds of parts.
+
+Each error names the argument, what it is and what it must be, in one line.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from trimtab.corrections.ratios import Number
 
 TOKENS = "(batch, time)"
 _KINDS = {"sequence_ids": "integer", "turn": "integer", "age": "integer", "response_ids": "integer"}
@@ -57,3 +62,15 @@ def _is(kind: str, dtype: torch.dtype) -> bool:
     whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     number = whole or dtype.is_floating_point
     return {"integer": whole, "float": dtype.is_floating_point, "number": number, "real": not dtype.is_complex}[kind]
+
+
+def check_option(value: str, options: tuple[str, ...], part: str) -> None:
+    """Raises `ValueError` for an unknown option of a part."""
+    if value not in options:
+        raise ValueError(f"{part}: unknown {value!r}, use one of {', '.join(options)}")
+
+
+def check_bounds(low: Number, high: Number, part: str) -> None:
+    """Raises `ValueError` for bounds that do not enclose 1."""
+    if not 0.0 <= low <= 1.0 <= high:
+        raise ValueError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")

@@ -15,14 +15,22 @@ from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
+from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.ratios import (
+    LEVELS,
+    PER_TOKEN_LEVELS,
+    TURN_LEVELS,
+    Number,
+    Ratios,
+    definition,
+    symbol,
+    units_of,
+)
 from trimtab.corrections.reduce import Sequences, select
-from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_option
 
 Part = TypeVar("Part")
 
@@ -115,10 +123,6 @@ class Mask(ABC):
     def equation(self) -> str:
         """Returns the condition that follows `keep where` in the equation, with its numbers."""
 
-    def peers(self) -> Peers:
-        """Returns the settings of the same rule in other frameworks; one without an equivalent has no entry."""
-        return {}
-
 
 def keeps_all_of(rule: Mask, other: Mask) -> bool:
     """Whether a rule rejects nothing beside another one of the same kind, because its bounds are the wider ones."""
@@ -168,34 +172,6 @@ class Band(Mask):
         letter, policy = _SYMBOLS[self.over]
         bounds = f"{self.min:g} ≤ {symbol(letter, self.level)} ≤ {self.max:g}"
         return f"{bounds}, {definition(letter, self.level, policy, 'μ')}"
-
-    def peers(self) -> Peers:
-        if self.over == "current":
-            return _absent("mask on π/μ")
-        if self.level not in PEER_LEVELS:
-            return _absent(f"mask for each {'turn' if self.level in TURN_LEVELS else 'prefix'}")
-        option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
-        # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
-        low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (self.max, self.min))
-        return {
-            "verl": Setting(
-                {"rollout_rs": option, "rollout_rs_threshold": f'"{low}_{high}"'},
-                (f"# verl bounds 1/ratio: these are the reciprocals of [{self.min:g}, {self.max:g}]",),
-            ),
-            "TRL": Setting(remarks=(f"# TRL has no {self.level} mask [{self.min:g}, {self.max:g}]",)),
-            "Miles": Setting(
-                {
-                    "use_rs": "true",
-                    "rs_level": self.level,
-                    "rs_lower_bound": f"{float(self.min)!r}",
-                    "rs_upper_bound": f"{float(self.max)!r}",
-                }
-            ),
-        }
-
-
-def _absent(what: str) -> Peers:
-    return {name: Setting(remarks=(f"# {name} has no {what}",)) for name in FRAMEWORKS}
 
 
 @dataclass(frozen=True)
@@ -250,16 +226,6 @@ class Divergence(Mask):
         condition = f"{over}{value} ≤ {self.max:g}"
         return f"{condition} or A·({policy} − μ) ≤ 0" if self.outward else condition
 
-    def peers(self) -> Peers:
-        if self.over == "current":
-            return _absent("mask on π/μ")
-        of = f"{self.kind} of a token" if self.reduce == "token" else f"{self.reduce} {self.kind} of a response"
-        absent = {name: Setting(remarks=(f"# {name} has no mask on the {of} ({self.max:g})",)) for name in FRAMEWORKS}
-        if self.outward or self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
-            return absent
-        option = f"token_{self.kind}" if self.reduce == "token" else f"seq_{self.reduce}_{self.kind}"
-        return absent | {"verl": Setting({"rollout_rs": option, "rollout_rs_threshold": f"{self.max:g}"})}
-
 
 def moves_away(log_ratio: Float[Tensor, "batch time"], advantage: Float[Tensor, "batch #time"]) -> Tensor:
     """Returns True where a step along the advantage takes current/behavior further away from 1; never at A = 0."""
@@ -305,12 +271,6 @@ class Veto(Mask):
             return f"every {policy}(y_t) ≥ {self.min:g}"
         return f"every {letter}_t ≥ {self.min:g}, {definition(letter, 'token', policy, 'μ')}"
 
-    def peers(self) -> Peers:
-        if (self.of, self.over) != ("ratio", "proximal"):
-            return _absent(f"veto on {_SYMBOLS[self.over][1]}{'/μ' if self.of == 'ratio' else ''}")
-        remark = "# differs: Miles applies its veto beside a band only (use_rs)"
-        return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (remark,))}
-
 
 _REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (torch.ne, "≠")}
 
@@ -354,14 +314,95 @@ class OPSM(Mask):
     def equation(self) -> str:
         return f"not (A {_REJECTED[self.sign][1]} 0 and mean_t(log μ − log π) > {self.delta:g})"
 
-    def peers(self) -> Peers:
-        if self.sign != "negative":
-            return _absent(f"OPSM of A {_REJECTED[self.sign][1]} 0")
-        return {
-            "verl": Setting(remarks=("# verl has no OPSM",)),
-            "TRL": Setting({"off_policy_mask_threshold": repr(self.delta)}),
-            "Miles": Setting(
-                {"--use-opsm": "", "--opsm-delta": f"{self.delta:g}"},
-                ("# differs: Miles compares with π_old, not with the sampler",),
-            ),
-        }
+
+@dataclass(frozen=True)
+class PrefixBudget(Mask):
+    """Rejects tokens that move further from the sampler once the response has spent its budget of divergence.
+
+    The divergence D_t = |pi - mu| of the sampled token has a weight that falls linearly from 1 at the first trained
+    token to `weight_min` at the last, since early tokens change more of what follows. Kept where the update does not
+    lead away from the sampler, or where
+
+        weight_t D_t <= min(max, max + b sum_(s<t) weight_s - sum_(s<t) weight_s D_s)
+
+    with b the `quantile` of D over the response, within [budget, 2 budget]. The sums run over all trained tokens, kept
+    or not. Cumulative prefix divergence, CPPO, arXiv 2606.10968.
+    """
+
+    max: Number = 0.15
+    budget: Number = 0.02
+    quantile: Number = 0.9
+    weight_min: Number = 0.8
+
+    def __post_init__(self) -> None:
+        if not (0 < self.max < math.inf and 0 < self.budget < math.inf):
+            raise ValueError(
+                f"PrefixBudget: max = {self.max:g} and budget = {self.budget:g} must be finite and above 0"
+            )
+        if not (0 <= self.quantile <= 1 and 0 <= self.weight_min <= 1):
+            raise ValueError(
+                f"PrefixBudget: quantile = {self.quantile:g} and weight_min = {self.weight_min:g} must lie in [0, 1]"
+            )
+
+    @property
+    def rule(self) -> str:
+        return "prefix_budget"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"current", "behavior", "advantage"})
+
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch time"]:
+        sequences, log = evidence.sequences, evidence.policy.log
+        divergence = divergences.probability_gap(evidence.behavior, log).abs()
+        place, last = sequences.positions.to(log.dtype) - 1, sequences.spread(sequences.lengths) - 1
+        weight = torch.where(sequences.mask, 1 - (1 - self.weight_min) * (place / last.clamp(min=1)), 0.0)
+        spent = weight * divergence
+        rate = self._quantile(divergence, sequences).clamp(self.budget, 2 * self.budget)
+        earned_before = sequences.prefix_sum(weight) - weight
+        spent_before = sequences.prefix_sum(spent) - spent
+        allowed = self.max + sequences.spread(rate) * earned_before - spent_before
+        return ~moves_away(log, evidence.advantage) | (spent <= allowed.clamp(max=self.max))
+
+    def _quantile(self, values: Float[Tensor, "batch time"], sequences: Sequences) -> Float[Tensor, "sequences 1"]:
+        """Returns the quantile over the trained tokens of each sequence, linear between two values; 0 without one."""
+        lengths = sequences.lengths[:, 0].to(values.dtype)
+        ordered, first = _sorted_values(values, sequences)
+        # The place of the quantile among the values of its sequence, in general between two of them.
+        place = self.quantile * (lengths - 1).clamp(min=0)
+        low = place.floor()
+        last = first + (lengths - 1).clamp(min=0).long()
+        # A sequence without a trained token may begin past the end: any value will do, it is replaced below.
+        end = len(ordered) - 1
+        below = ordered[(first + low.long()).clamp(max=end)]
+        above = ordered[torch.minimum(first + low.long() + 1, last).clamp(max=end)]
+        value = below + (above - below) * (place - low)
+        return torch.where(lengths > 0, value, 0.0)[:, None]
+
+    def equation(self) -> str:
+        return (
+            f"u_t |π − μ| ≤ min({self.max:g}, {self.max:g} + b Σ_s<t u_s − Σ_s<t u_s |π − μ|_s) or A·(π − μ) ≤ 0, "
+            f"u falls from 1 to {self.weight_min:g}, b = {self.quantile:g}-quantile of |π − μ| within "
+            f"[{self.budget:g}, {2 * self.budget:g}]"
+        )
+
+
+def _sorted_values(
+    values: Float[Tensor, "batch time"], sequences: Sequences
+) -> tuple[Float[Tensor, "positions"], Int[Tensor, "sequences"]]:
+    """Returns the values sorted within each sequence, and the place of each sequence's smallest one.
+
+    The values of untrained tokens come after all trained ones of the sequence, or of the batch.
+    """
+    device = values.device
+    if sequences.ids is None:  # a row is a sequence: one sort along the rows
+        rows, time = values.shape
+        ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
+        return ordered.reshape(-1), torch.arange(rows, device=device) * time
+    count = sequences.lengths.numel()
+    slots = torch.where(sequences.mask.reshape(-1), sequences.slots, count)  # untrained: after all sequences
+    # Sorted by value, and then by sequence with a stable sort, which keeps the order by value inside each.
+    order = values.reshape(-1).argsort()
+    by_sequence = slots[order].sort(stable=True)
+    first = torch.searchsorted(by_sequence.values, torch.arange(count, device=device))
+    return values.reshape(-1)[order[by_sequence.indices]], first

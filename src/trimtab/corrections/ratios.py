@@ -126,3 +126,33 @@ class Ratios:
         """Ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise."""
         # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
         return bounded(self.log_at(level)).exp()
+
+
+_SYMBOL = {
+    "token": "{0}_t",
+    "sequence": "{0}",
+    "geometric": "{0}_geo",
+    "turn": "{0}_turn",
+    "turn_geometric": "{0}_geo(turn)",
+    "prefix": "{0}_≤t",
+    "prefix_geometric": "{0}_geo(≤t)",
+}
+_VALUE = {
+    "token": "{0} = {1}",
+    "sequence": "{0} = Π_t {1}",
+    "geometric": "{0} = (Π_t {1})^(1/T)",
+    "turn": "{0} = Π_t {1} over the tokens of the turn",
+    "turn_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
+    "prefix": "{0} = Π_t {1} over the tokens up to this one",
+    "prefix_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens up to this one",
+}
+
+
+def symbol(letter: str, level: str) -> str:
+    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn, ρ_geo(turn), ρ_≤t or ρ_geo(≤t)."""
+    return _SYMBOL[level].format(letter)
+
+
+def definition(letter: str, level: str, numerator: str, denominator: str) -> str:
+    """Returns the definition of a ratio's symbol, such as `ρ_t = π_old(y_t)/μ(y_t)`."""
+    return _VALUE[level].format(symbol(letter, level), f"{numerator}(y_t)/{denominator}(y_t)")

@@ -16,31 +16,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.protocols import FRAMEWORKS, PEER_LEVELS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number
+from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
 
 BOUNDS = ("truncate", "clip", "mask")
 
-VERL_LOWEST = 1e-6
-"""Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
-
-_ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
-
 MEAN_FLOOR = 1e-8
 """Smallest mean weight that normalization divides by; below it the weights stay unchanged."""
-
-
-def check_option(value: str, options: tuple[str, ...], part: str) -> None:
-    """Raises `ValueError` for an unknown option of a part."""
-    if value not in options:
-        raise ValueError(f"{part}: unknown {value!r}, use one of {', '.join(options)}")
-
-
-def check_bounds(low: Number, high: Number, part: str) -> None:
-    """Raises `ValueError` for bounds that do not enclose 1."""
-    if not 0.0 <= low <= 1.0 <= high:
-        raise ValueError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
 
 
 @dataclass(frozen=True)
@@ -116,48 +99,6 @@ class Weight:
         units = units.get(self.level, "sequences")
         mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
         return definition("ρ", self.level, "π_old", "μ") + mean
-
-    def peers(self) -> Peers:
-        """Returns the settings of the same weight in other frameworks."""
-        if self.level not in PEER_LEVELS:
-            unit = "turn" if self.level in TURN_LEVELS else "prefix"
-            return {name: Setting(remarks=(f"# {name} has no weight for each {unit}",)) for name in FRAMEWORKS}
-        if self.level == "geometric":
-            absent = {name: Setting(remarks=(f"# {name} has no geometric weight",)) for name in FRAMEWORKS}
-            return {**absent, "Miles": self._miles()}
-        return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
-
-    def _verl(self) -> Setting:
-        threshold, remarks = f"{self.high:g}", ()
-        if self.bound == "mask":
-            threshold = f'"{max(self.low, VERL_LOWEST):g}_{self.high:g}"'
-        elif self.bound == "clip":
-            remarks = (f"# differs: verl only bounds the weight from above; nothing bounds it at {self.low:g}",)
-        normalize = {"rollout_is_batch_normalize": "true"} if self.normalize else {}
-        return Setting({"rollout_is": self.level, "rollout_is_threshold": threshold, **normalize}, remarks)
-
-    def _trl(self) -> Setting:
-        form, key = "mask" if self.bound == "mask" else "truncate", "vllm_importance_sampling"
-        options = {f"{key}_mode": f'"{self.level}_{form}"', f"{key}_clip_max": repr(self.high)}
-        options |= {f"{key}_clip_min": repr(self.low)} if self.low > 0 else {}
-        return Setting(options, ("# differs: TRL does not normalize the weights",) if self.normalize else ())
-
-    def _miles(self) -> Setting:
-        """Flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
-        built_in = {}
-        if self.level == "token" and not self.normalize:
-            custom = {"--custom-tis-function-path": _ICEPOP} if self.bound == "mask" else {}
-            bounds = {"--tis-clip": f"{self.high:g}", "--tis-clip-low": f"{self.low:g}"}
-            built_in = {"--use-tis": "", **custom, **bounds}
-        helper = {
-            "use_tis": "true",
-            "tis_level": self.level,
-            "tis_mode": self.bound,
-            "tis_lower_bound": f"{float(self.low)!r}",
-            "tis_upper_bound": f"{float(self.high)!r}",
-            "tis_batch_normalize": str(self.normalize).lower(),
-        }
-        return Setting({**built_in, **helper})
 
 
 @dataclass(frozen=True, eq=False)

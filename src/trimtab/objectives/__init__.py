@@ -3,21 +3,28 @@
 import sys
 from types import ModuleType
 
-from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, Peers, PrefixBudget, Setting, Veto, Weight
+from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, PrefixBudget, Veto, Weight
 from trimtab.objectives.advantages import advantages
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.correct import Correction, correct, mismatch
 from trimtab.objectives.lookup import keywords_of, objective, objectives
-from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.objective import Objective, Output
 from trimtab.objectives.policies import PolicyLogps, Ratio
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip
+from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
 from trimtab.objectives.regularizers import KL
-from trimtab.objectives.second_moment import SecondMoment
 from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
-from trimtab.objectives.state import State
-from trimtab.objectives.surrogate import Surrogate, Terms, Value
-from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Unclipped
+from trimtab.objectives.state import Metrics, State
+from trimtab.objectives.surrogates import (
+    Clipped,
+    LogProb,
+    Regression,
+    Reinforce,
+    Shaped,
+    Surrogate,
+    Terms,
+    Unclipped,
+    Value,
+)
 
 __all__ = [
     "KL",
@@ -38,7 +45,6 @@ __all__ = [
     "Metrics",
     "Objective",
     "Output",
-    "Peers",
     "PolicyLogps",
     "PrefixBudget",
     "QuadraticPenalty",
@@ -46,7 +52,6 @@ __all__ = [
     "Regression",
     "Reinforce",
     "SecondMoment",
-    "Setting",
     "Shaped",
     "SoftGate",
     "State",

@@ -23,10 +23,8 @@ from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
-from trimtab.objectives.composition import parse_parts
-from trimtab.objectives.keywords import UNSET, value_at
-from trimtab.objectives.lookup import get_preset, is_custom
-from trimtab.objectives.presets import COMPOSED
+from trimtab.objectives.keywords import UNSET, parse_parts, value_at
+from trimtab.objectives.presets import COMPOSED, get_preset, is_custom
 
 SAMPLES_MIN = 20
 """Fewest tokens or responses from which a bound is estimated."""

@@ -13,7 +13,7 @@ from trimtab.corrections.correction import compute_correction
 from trimtab.corrections.masks import Mask
 from trimtab.corrections.reduce import widen
 from trimtab.corrections.weights import Weight
-from trimtab.objectives.metrics import Metrics
+from trimtab.objectives.state import Metrics
 
 
 class Correction(NamedTuple):

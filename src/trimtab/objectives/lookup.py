@@ -1,17 +1,21 @@
-"""Builds an objective from a name and keywords: a preset, a custom `module:function`, or parts alone."""
+"""Builds an objective from a name and keywords, or a section of a recipe.
+
+The name is that of a preset, a custom `module:function`, or `composed` for an objective of parts alone.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives.composition import PART_KEYS, convert
-from trimtab.objectives.keywords import Preset
+from trimtab.objectives.calibrate import check_calibration
+from trimtab.objectives.keywords import PART_KEYS, Preset, convert
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.presets import COMPOSED, PRESETS
+from trimtab.objectives.presets import COMPOSED, PRESETS, get_preset, is_custom
 from trimtab.plugins import load_function
 
 if TYPE_CHECKING:
@@ -50,10 +54,33 @@ def objective(name: str, **overrides: Unpack[Keywords]) -> Objective:
         raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
 
 
+def from_section(section: Mapping[str, Any], bounds: Mapping[str, Any] | None = None) -> Objective:
+    """Returns the objective of an `[objective]` section: `name`, `calibrate`, and keywords and parts.
+
+    With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
+    Raises `TrimtabError` for what `objective` and `check_calibration` refuse, and for an objective that was given in
+    code.
+    """
+    given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
+    name, calibrate = section["name"], section.get("calibrate", False)
+    if section.get("code") is not None:
+        raise TrimtabError(
+            f"objective {name!r} was given in code (objective.code): pass it again, trimtab.train(..., objective=...)"
+        )
+    if not isinstance(calibrate, bool):
+        raise TrimtabError(f"objective.calibrate = {calibrate!r} has the wrong type: use true or false")
+    if not calibrate:
+        return objective(name, **given)
+    keywords = check_calibration(name, given)
+    built = objective(name, **{**given, **(bounds or {})})
+    state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
+    return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))
+
+
 def keywords_of(name: str) -> dict[str, Any]:
     """Returns every keyword of an objective with its default (`Parameter.empty` where required).
 
-    Not listed are parts (`composition.PART_KEYS`) and `advantage` beside them, which every objective takes.
+    Not listed are parts (`PART_KEYS`) and `advantage` beside them, which every objective takes.
     Raises `TrimtabError` for an unknown name, and for a function whose keywords have no names.
     """
     if not is_custom(name):
@@ -62,26 +89,12 @@ def keywords_of(name: str) -> dict[str, Any]:
     return {**own, **{key: default for key, default in COMPOSED.defaults.items() if key not in own}}
 
 
-def is_custom(name: str) -> bool:
-    """Whether a name refers to a custom function. Building it runs that code."""
-    return ":" in name
-
-
 def split_name(spec: str) -> tuple[str, str]:
     """Returns the name in `NAME` or `NAME:KEY=VALUE,...`, which may be a `module:function`, and the text after it."""
     name, _, rest = spec.partition(":")
     function, _, more = rest.partition(":")
     own = function and "=" not in function and name not in PRESETS
     return (f"{name}:{function}", more) if own else (name, rest)
-
-
-def get_preset(name: str) -> Preset:
-    """Returns the preset of a name, `composed` included. Raises `TrimtabError` for an unknown one."""
-    known = {**PRESETS, COMPOSED.objective.name: COMPOSED}
-    if name not in known:
-        listing = "`trimtab explain` lists them, `trimtab.objectives()` in Python"
-        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, known, listing)}")
-    return known[name]
 
 
 def _check_names(name: str, given: Mapping[str, Any]) -> None:

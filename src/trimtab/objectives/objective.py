@@ -18,14 +18,15 @@ from trimtab.corrections.arguments import check_advantage
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
-from trimtab.corrections.protocols import definition, symbol
 from trimtab.corrections.ratios import (
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
     Number,
     at_level,
     beyond_bound,
+    definition,
     log_ratio,
+    symbol,
 )
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
@@ -33,12 +34,10 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import centering_ceiling, centering_equation, centering_term
-from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.policies import PolicyLogps, Ratio
-from trimtab.objectives.regularizers import KL
-from trimtab.objectives.state import State
-from trimtab.objectives.surrogate import Surrogate, Terms
+from trimtab.objectives.regularizers import KL, centering_ceiling, centering_equation, centering_term
+from trimtab.objectives.state import Metrics, State
+from trimtab.objectives.surrogates import Surrogate, Terms
 
 
 class Output(NamedTuple):
@@ -52,7 +51,7 @@ class Output(NamedTuple):
 class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    centering: whether the expected score under the sampler is subtracted (centering.py).
+    centering: whether the expected score under the sampler is subtracted (regularizers.py).
     advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """

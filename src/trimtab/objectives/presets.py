@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 
-from trimtab.corrections.masks import OPSM, Band, Divergence
-from trimtab.corrections.prefix_budget import PrefixBudget
+from trimtab.corrections.masks import OPSM, Band, Divergence, PrefixBudget
 from trimtab.corrections.weights import Weight
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.keywords import Preset
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip
-from trimtab.objectives.second_moment import SecondMoment
+from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
 from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Unclipped
 
@@ -340,3 +339,17 @@ PRESETS: dict[str, Preset] = {preset.objective.name: preset for preset in _PRESE
 
 COMPOSED = Preset(Objective("composed", Ratio(), Unclipped()))
 """An objective of given parts alone, one of which is a surrogate."""
+
+
+def get_preset(name: str) -> Preset:
+    """Returns the preset of a name, `composed` included. Raises `TrimtabError` for an unknown one."""
+    known = {**PRESETS, COMPOSED.objective.name: COMPOSED}
+    if name not in known:
+        listing = "`trimtab explain` lists them, `trimtab.objectives()` in Python"
+        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, known, listing)}")
+    return known[name]
+
+
+def is_custom(name: str) -> bool:
+    """Whether a name refers to a custom function. Building it runs that code."""
+    return ":" in name

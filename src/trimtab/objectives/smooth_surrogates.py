@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogate import Surrogate, Terms, Value
-from trimtab.objectives.surrogates import Unclipped
+from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value
 
 
 def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) -> Tensor:
@@ -54,16 +52,6 @@ class SoftGate(Surrogate):
 
     def unbounded(self) -> Surrogate:
         return Unclipped()
-
-    def peers(self, level: str) -> Peers:
-        if level != "token":
-            return {}
-        temperatures = {"tau_pos": f"{self.positive:g}", "tau_neg": f"{self.negative:g}"}
-        options = {"sapo_temperature_pos": repr(self.positive), "sapo_temperature_neg": repr(self.negative)}
-        return {
-            "verl": Setting({"loss_mode": "sapo", **temperatures}),
-            "TRL": Setting({"loss_type": '"sapo"', **options}),
-        }
 
 
 @dataclass(frozen=True)
@@ -114,15 +102,6 @@ class GammaWeight(Surrogate):
             f'GammaWeight shapes the product over a response, not a ratio at {ratio.level} level: use level "sequence"'
         )
 
-    def peers(self, level: str) -> Peers:
-        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-        values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
-        options = dict(zip(names, map(repr, values), strict=True))
-        # The product current/sampler is that of TRL's correction, unbounded.
-        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
-        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
-        return {"TRL": Setting({"loss_type": '"vespo"', **weight, **options})} if level == "sequence" else {}
-
 
 def _largest_exponent(k1: Number, k2: Number) -> float:
     """Returns the maximum of k1 log W - k2 (W - 1) over the bounded ratios, which lies at W = k1 / k2."""
@@ -167,14 +146,6 @@ class GeometricClip(Surrogate):
 
     def unbounded(self) -> Surrogate:
         return GeometricClip(math.inf, math.inf)
-
-    def peers(self, level: str) -> Peers:
-        bounds = {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
-        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
-        trl = {"epsilon": repr(self.low), "epsilon_high": repr(self.high)}
-        if level != "token":
-            return {}
-        return {"verl": Setting({"loss_mode": "geo_mean", **bounds}, (remark,)), "TRL": Setting(trl)}
 
 
 @dataclass(frozen=True)

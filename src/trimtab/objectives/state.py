@@ -1,11 +1,14 @@
-"""Statistics of one optimizer update: denominators, mean weight, and the log-ratios of M2PO's second moment.
+"""What is summed over the parts of an update: `State`, which the loss needs, and `Metrics`, which it returns.
 
-`Objective.prepare` computes them for each part of the update, without gradient; `+` adds the parts. Every micro-batch
-then uses the same state, so that any split of the update gives the same loss and gradient.
+`State` has denominators, the mean weight, and the log-ratios of M2PO's second moment. `Objective.prepare` computes them
+for each part of the update, without gradient; `+` adds the parts. Every micro-batch then uses the same state, so that
+any split of the update gives the same loss and gradient.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -104,3 +107,30 @@ class State(Mergeable):
         last_of_equals = torch.cat([values[1:] > values[:-1], counted.new_ones(1)])
         within = last_of_equals & counted & (sums <= tau * counted.cumsum(0).double())
         return torch.where(within, values, NOT_COUNTED).max()
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """Statistics by the prefix of their metric keys. `+` merges those of two parts of a batch."""
+
+    parts: Mapping[str, Mergeable]
+
+    def __add__(self, other: Metrics) -> Metrics:
+        shared = self.parts.keys() & other.parts.keys()
+        return Metrics({**self.parts, **other.parts, **{name: self.parts[name] + other.parts[name] for name in shared}})
+
+    def finalize(self) -> dict[str, float]:
+        """Returns the metrics as floats, in one transfer from the device.
+
+        A mean over nothing is NaN; a bin of a histogram without data is left out.
+        """
+        named = [
+            (prefix + suffix, value, part.is_histogram)
+            for prefix, part in self.parts.items()
+            for suffix, value in part.summary().items()
+        ]
+        if not named:
+            return {}
+        values = torch.stack([value.to(torch.float64) for _, value, _ in named]).tolist()
+        pairs = zip(named, values, strict=True)
+        return {key: value for (key, _, is_bin), value in pairs if not (is_bin and math.isnan(value))}

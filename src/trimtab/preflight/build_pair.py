@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.preflight.engine_pair import EnginePair
-from trimtab.preflight.trainer import ATTENTION, FORWARDS, Trainer
+from trimtab.preflight.engine_pair import ATTENTION, FORWARDS, EnginePair, Trainer
 from trimtab.runs.provenance import versions
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, is_recipe, load_config

@@ -1,4 +1,8 @@
-"""Runs all checks of a pair and keeps what they found."""
+"""The checks of a pair, in the order of `CHECKS`, and what runs them all; those of changed weights: weight_checks.py.
+
+Each takes the pair and the responses of each length, and returns what it found. All but that of the weights look at the
+log-probs that the sampler reports under one set of weights.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,48 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.errors import TrimtabError
-from trimtab.preflight import mismatch_checks as checks
-from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
-from trimtab.preflight.prefill_check import prefill
+import numpy as np
+
+from trimtab.diagnosis.causes import NOISES, find_causes
+from trimtab.diagnosis.causes.detector import contract
+from trimtab.diagnosis.measure import measure
+from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
+from trimtab.diagnosis.tokens import TokenTable, excess, k3
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.pages.numbers import short
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses, common_log_ratio
 from trimtab.preflight.weight_checks import weights
+from trimtab.trainer.chat_template import render
 
 TOKENS = 1024
 """Tokens that are sampled for each length, in 2 to 16 responses."""
-CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
-    "mismatch": checks.mismatch,
-    "prefill": prefill,
-    "distribution": checks.distribution,
-    "batch sizes": checks.batch_sizes,
-    "prefix cache": checks.prefix_cache,
-    "sampling settings": checks.sampling_settings,
-    "weights": weights,
-    "end tokens": checks.end_tokens,
-    "null update": checks.null_update,
+BATCHES = (8, 64)
+PROBES, PROBE_TOKENS = 8, 16
+"""Responses of a check, and tokens of each, where nothing else is said."""
+IMPOSSIBLE_CAUSES = ("copied",)
+"""Causes that this data cannot have: the trainer has no access to the sampler's log-probs."""
+CONFIDENT = 0.5
+"""Least confidence of a cause that fails a check."""
+CLIP = 0.2
+CLIPPED, MANY_CLIPPED = 0.01, 0.05
+"""Shares of clipped tokens before any update that are remarked on, and that fail."""
+OTHER_TEMPERATURE = 0.7
+"""Where the configured sampling is neutral, raw and processed log-probs are told apart at this temperature."""
+END_MARGIN = 30
+"""How many times the bound, or the k3 of other tokens, that of the few end tokens may reach."""
+PARTS = {
+    "decode/prefill": (
+        "decode differs from prefill: cache or decode kernels",
+        "compare without CUDA graphs, prefix caching and a quantized key-value cache (vLLM: enforce_eager, "
+        "enable_prefix_caching=False, kv_cache_dtype=auto)",
+    ),
+    "prefill/trainer": (
+        "prefill differs from the trainer: weights or numerics of the engine",
+        "see weights and distribution; compare dtypes, attention implementations and the model's config",
+    ),
 }
+"""What is wrong, and what to do, where the two sides of a pair differ. Ratios are second over first."""
+WHOLE = "decode/trainer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,3 +115,319 @@ def run(
             found.append(Check("fail", name, str(error)))
         on_check(found[-1])
     return Preflight(facts, pair.bound, found, samples)
+
+
+def measured_of(*parts: ScoredResponses) -> Measured:
+    """Returns size, location and placeholders of the mismatch, as `trimtab diagnose` measures a file."""
+    table = TokenTable.concat([part.table() for part in parts])
+    summary = DataSummary("trimtab", 0, table.responses, table.tokens, table.tokens, "proximal")
+    return measure([table], lambda: summary)
+
+
+def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+    """Checks k3 of each length, that the mean ratio is 1, and whether diagnosis knows a fault in the tokens."""
+    sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
+    whole = measured_of(*samples.values())
+    causes = [cause for cause in find_causes(whole, IMPOSSIBLE_CAUSES) if cause.confidence >= CONFIDENT]
+    faults = [cause for cause in causes if cause.name not in NOISES]
+    figures = {f"k3/{length}": size["k3"] for length, size in sizes.items()}
+    total = whole.size.mismatch
+    figures |= {name: total[name] for name in ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "ess_token")}
+    figures["abs_diff_max"] = total["abs_diff_max"]
+    lengths = ", ".join(f"{short(size['k3'])} at {length} tokens" for length, size in sizes.items())
+    detail = (
+        f"k3 {lengths} (bound {short(pair.bound)}); mean ratio {total['ratio_mean']:.5g}; largest difference "
+        f"{short(total['abs_diff_max'])} nats"
+    )
+    if faults:
+        named = "; ".join(f"{cause.name}: {cause.evidence}" for cause in faults)
+        return Check("fail", "mismatch", f"{detail}; {named}", faults[0].fix, figures)
+    if not max(size["k3"] for size in sizes.values()) <= pair.bound:
+        fix = causes[0].fix if causes else CAUSES["unexplained"].fix
+        named = f"; it looks like {causes[0].name}" if causes else ""
+        return Check("fail", "mismatch", f"{detail}{named}", fix, figures)
+    return Check("ok", "mismatch", detail, "", figures)
+
+
+def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+    """Tells the sampler's decoding from its prefill: which of the two differs from the trainer.
+
+    The sampler scores the ids that it sampled once more, as a prompt. Decode against prefill shows what only decoding
+    has: the key-value cache and its kernels. Prefill against trainer shows the engine: its weights and its numerics.
+    At temperature 1, since inference engines ignore the temperature in a prefill.
+    """
+    score = getattr(pair.engine, "prefill_logps", None)
+    if score is None:
+        return Check("note", "prefill", "skipped: this sampler cannot score given responses")
+    parts = list(samples.values())
+    if pair.sampling.temperature != 1:
+        longest = max(samples)
+        parts = [pair.compare(samples[longest].prompts, longest, temperature=1.0)]
+    logps = []
+    for part in parts:
+        # vLLM and servers score a prompt, which must leave room for one more token.
+        pieces = [
+            one if pair.context is None else one.truncated(max(1, pair.context - 1 - len(prompt.ids)))
+            for prompt, one in zip(part.prompts, part.completions, strict=True)
+        ]
+        try:
+            rows = score(part.prompts, pieces)
+        except EngineDeadError:
+            raise
+        except TrimtabError as error:
+            return Check("note", "prefill", f"skipped: {error}")
+        pairs = zip(pieces, rows, part.logp_trainer, strict=True)
+        logps += [(one.logp_behavior, row, trainer[: len(row)]) for one, row, trainer in pairs]
+    decode, again, trainer = (np.concatenate(column).astype(np.float64) for column in zip(*logps, strict=True))
+    return prefill_verdict(pair.bound, {"decode/prefill": again - decode, "prefill/trainer": trainer - again})
+
+
+def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check:
+    """Names the part that makes a difference beyond the bound, or a mean ratio that cannot be 1.
+
+    log_ratios: (tokens,) of each pair of `PARTS`. Decoding sampled the tokens: ratios over it have the mean 1.
+    """
+    every = {**log_ratios, WHOLE: sum(log_ratios.values())}
+    sizes = {name: float(k3(np.asarray(values)).mean()) for name, values in every.items()}
+    means = {name: float(np.exp(values).mean()) for name, values in every.items()}
+    figures = {f"k3/{name}": size for name, size in sizes.items()}
+    figures |= {f"ratio_mean/{name}": mean for name, mean in means.items()}
+    detail = "; ".join(f"{name} k3 {short(sizes[name])}, mean ratio {means[name]:.5g}" for name in sizes)
+    decode = next(iter(PARTS))
+    shifted = [name for name in (decode, WHOLE) if contract(excess(np.asarray(every[name]))) == "outside"]
+    if all(size <= bound for size in sizes.values()) and not shifted:
+        return Check("ok", "prefill", detail, "", figures)
+    beyond = [name for name in PARTS if not sizes[name] <= bound or name in shifted]
+    beyond = beyond or [max(PARTS, key=lambda name: sizes[name])]
+    found, advice = ("; ".join(texts) for texts in zip(*(PARTS[name] for name in beyond), strict=True))
+    return Check("fail", "prefill", f"{detail}; {found}", advice, figures)
+
+
+def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Compares the log-probs of all ids, or the most probable ones, and not only of the sampled ones."""
+    prompts = pair.prompts[:PROBES]
+    completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
+    tops = [one.top for one in completions]
+    lists = [top for top in tops if top is not None]
+    if len(lists) < len(tops):
+        return Check("note", "distribution", "not checked: the sampler returns log-probs of sampled tokens only")
+    rows = pair.trainer.score(prompts, completions, pair.sampling.temperature, further=[top.ids for top in lists])
+    sampler, trainer = (
+        np.concatenate(parts).astype(np.float64)
+        for parts in ([top.logps for top in lists], [others for _, others in rows if others is not None])
+    )
+    sampled = np.concatenate([one.response_ids for one in completions])
+    reported = np.concatenate([one.logp_behavior for one in completions])
+    ids = np.concatenate([top.ids for top in lists])
+    known = np.isfinite(sampler)
+    divergence = float(
+        np.where(known, np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0)), 0.0).sum(1).mean()
+    )
+    agreement = float((np.where(known, trainer, -np.inf).argmax(1) == sampler.argmax(1)).mean())
+    shown = "all ids" if pair.top_logprobs >= pair.trainer.vocabulary else f"the {pair.top_logprobs} most probable ids"
+    figures = {"divergence": divergence, "top1_agreement": agreement, "ids": float(ids.shape[1])}
+    detail = (
+        f"divergence {short(divergence)} nats per token over {shown}; the most probable id agrees at {agreement:.1%}"
+    )
+    own = np.where(ids == sampled[:, None], sampler, -np.inf).max(1)
+    # In most engines the log-prob of the sampled token comes first in its list, and a wrong index takes the best one.
+    is_top = (np.abs(sampler.max(1) - reported) < 1e-3) & (np.abs(own - reported) > 1e-2)
+    if is_top.any():
+        detail += (
+            f"; at {is_top.mean():.0%} of the tokens the sampler reports the log-prob of the most probable id instead"
+        )
+        return Check("fail", "distribution", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
+    if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised of sampled tokens
+        return Check("fail", "distribution", detail, "compare weights, dtypes and temperatures", figures)
+    return Check("ok", "distribution", detail, "", figures)
+
+
+def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Checks whether a response has the same log-probs alone and among others."""
+    alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
+    figures, words = {}, []
+    for size in BATCHES:
+        together = []
+        for anchor in range(len(alone)):  # it stays the first of its batch, and so draws the same random numbers
+            others = [prompt for number, prompt in enumerate(pair.prompts) if number != anchor][: size - 1]
+            together.append(pair.sample([pair.prompts[anchor], *others], PROBE_TOKENS)[0])
+        figures[f"k3/{size}"], text = _difference(common_log_ratio(alone, together))
+        words.append(f"{text} in a batch of {size}")
+    detail = f"against a response alone: {', '.join(words)}"
+    if max(figures.values()) <= pair.bound:
+        return Check("ok", "batch sizes", detail, "", figures)
+    advice = (
+        "use batch-invariant kernels (vLLM: VLLM_BATCH_INVARIANT=1 on a GPU; SGLang: --enable-deterministic-inference; "
+        'Trimtab: numerics = "invariant")'
+    )
+    return Check("fail", "batch sizes", detail, advice, figures)
+
+
+def prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Checks prompts asked again, whose prefix is cached, and responses that continue a prefix."""
+    prompts = pair.prompts[:PROBES]
+    pair.publish()  # empties the cache
+    cold, warm = pair.sample(prompts, PROBE_TOKENS), pair.sample(prompts, PROBE_TOKENS)
+    half = [one.truncated(len(one.response_ids) // 2) for one in cold]
+    sizes = []
+    for completions in (pair.sample(prompts, PROBE_TOKENS, half), cold):
+        rows = zip(pair.score(prompts, completions).by_response, half, strict=True)
+        sizes.append(float(k3(np.concatenate([row[len(start.response_ids) :] for row, start in rows])).mean()))
+    again, text = _difference(common_log_ratio(cold, warm))
+    figures = {"k3/again": again, "k3/continued": sizes[0], "k3/plain": sizes[1]}
+    detail = (
+        f"prompts asked again: {text}; tokens after a given half: k3 {short(sizes[0])} against the trainer, "
+        f"{short(sizes[1])} without it"
+    )
+    if again <= pair.bound and sizes[0] <= max(pair.bound, MARGIN * sizes[1]):
+        return Check("ok", "prefix cache", detail, "", figures)
+    advice = "compare with prefix caching off (vLLM: enable_prefix_caching=False, SGLang: --disable-radix-cache)"
+    return Check("fail", "prefix cache", detail, advice, figures)
+
+
+def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
+    """Returns k3 between two computations of the same log-probs, and its size in words; infinite without any token."""
+    if not len(log_ratio):
+        return np.inf, "no token in common"
+    size = float(k3(log_ratio).mean())
+    return size, f"k3 {short(size)}" if np.any(log_ratio) else "equal to the bit"
+
+
+def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Checks which distribution the log-probs describe: that of the model, or the one that is sampled."""
+    configured, prompts = pair.sampling, pair.prompts[:PROBES]
+    neutral = configured.temperature == 1 and not configured.truncated
+    temperature = OTHER_TEMPERATURE if neutral else configured.temperature
+    changes = {"temperature": temperature, "top_p": configured.top_p, "top_k": configured.top_k}
+    completions = pair.sample(prompts, PROBE_TOKENS, **changes)
+    reported = np.concatenate([one.logp_behavior for one in completions])
+    readings = {"processed": (temperature, configured.truncated), "raw": (1.0, False)}
+    if configured.truncated:
+        readings["before truncation"] = (temperature, False)
+    distances = {}
+    for name, (divisor, kept) in readings.items():
+        logp = np.concatenate([row for row, _ in pair.trainer.score(prompts, completions, divisor, kept=kept)])
+        distances[name] = float(np.abs(logp - reported).mean())
+    nearest = min(distances, key=lambda name: distances[name])
+    settings = f"temperature {temperature:g}, top_p {configured.top_p:g}, top_k {configured.top_k}"
+    shown = ", ".join(f"{short(value)} nats from {name}" for name, value in distances.items())
+    detail = f"at {settings} the log-probs are {nearest}: {shown}"
+    figures = {f"distance/{name}": value for name, value in distances.items()}
+    if nearest == "processed":
+        return Check("ok", "sampling settings", detail, "", figures)
+    cause = "raw-logprobs" if nearest == "raw" else "truncated-sampling"
+    if neutral:
+        return Check("note", "sampling settings", f"{detail}; at temperature 1, as configured, both agree", "", figures)
+    return Check("fail", "sampling settings", f"{detail} ({cause})", CAUSES[cause].fix, figures)
+
+
+def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+    """Checks with which tokens responses end, and the log-probs there; and padding in the trainer."""
+    prompts = pair.prompts[:PROBES]
+    scored = pair.compare(prompts, 4 * PROBE_TOKENS, ignore_stop=False)
+    faults, ends, others = _template_faults(pair), [], []
+    for number, one in enumerate(scored.completions):
+        inside = np.isin(one.response_ids[:-1], list(pair.stop_ids))
+        if inside.any():
+            faults.append(f"response {number} goes on after end token {int(one.response_ids[:-1][inside][0])}")
+        log_ratio = scored.by_response[number]
+        if one.finish_reason == "stop":
+            ends.append((int(one.response_ids[-1]), log_ratio[-1]))
+            log_ratio = log_ratio[:-1]
+        others.append(log_ratio)
+    wrong = sorted({token for token, _ in ends} - pair.stop_ids)
+    if wrong:
+        names = ", ".join(f"{token} ({pair.tokenizer.decode([token])!r})" for token in wrong)
+        faults.append(
+            f"responses end with token {names}, which is none of the model's end tokens {sorted(pair.stop_ids)}"
+        )
+    far = float(k3(np.array([difference for _, difference in ends])).mean()) if ends else 0.0
+    if not far <= END_MARGIN * max(pair.bound, float(k3(np.concatenate(others)).mean())):
+        faults.append(f"k3 {short(far)} at the end tokens: the trainer scores another end than was sampled")
+    for one in measured_of(scored).placeholders:
+        faults.append(f"placeholder {one.value:g} in place of {one.tokens} log-probs ({one.column}, {one.place})")
+    padding = _padding_effect(pair, scored)
+    if not padding <= pair.bound:
+        faults.append(
+            f"padding changes the trainer's log-probs (k3 {short(padding)}): check attention mask and positions"
+        )
+    figures = {"ended": float(len(ends)), "k3/end": far, "k3/padding": padding}
+    summary = f"{len(ends)} of {len(prompts)} responses ended, k3 {short(far)} there; padding k3 {short(padding)}"
+    if faults:
+        fix = "give sampler and trainer the end tokens of the chat template, and train on the ids that were sampled"
+        return Check("fail", "end tokens", "; ".join(dict.fromkeys(faults)), fix, figures)
+    return Check("ok" if ends else "note", "end tokens", summary, "", figures)
+
+
+def _template_faults(pair: EnginePair) -> list[str]:
+    """Returns what is wrong with the special tokens of the chat template and of the prompts."""
+    faults, tokenizer = [], pair.tokenizer
+    special = set(tokenizer.all_special_ids)
+    if getattr(tokenizer, "chat_template", None):
+        try:
+            text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except TrimtabError as error:
+            return [str(error)]
+        ids = tokenizer(text.rpartition("b")[2], add_special_tokens=False)["input_ids"]
+        end = next((token for token in ids if token in special), None)
+        if end is not None and end not in pair.stop_ids:
+            name = tokenizer.decode([end])
+            faults.append(f"the chat template ends an answer with {end} ({name!r}), where the sampler does not stop")
+    start = tokenizer.bos_token_id
+    if start is not None and any(len(one.ids) > 1 and one.ids[0] == one.ids[1] == start for one in pair.prompts):
+        faults.append(
+            "prompts begin with two beginning-of-text tokens: the template has one, the tokenizer adds another"
+        )
+    return faults
+
+
+def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
+    """Returns k3 of the trainer's log-probs of the shortest response alone against those in the whole batch."""
+    lengths = [
+        len(prompt.ids) + len(one.response_ids) for prompt, one in zip(scored.prompts, scored.completions, strict=True)
+    ]
+    shortest = int(np.argmin(lengths))
+    [(alone, _)] = pair.trainer.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
+    return float(k3(alone - scored.logp_trainer[shortest]).mean())
+
+
+def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+    """Counts the tokens that a clip band would cut before any update, and compares training and evaluation mode."""
+    ratio = np.exp(np.concatenate([one.log_ratio for one in samples.values()]))
+    share = float((np.abs(ratio - 1) > CLIP).mean())
+    shortest = samples[min(samples)]
+    prompts, completions = shortest.prompts[:2], shortest.completions[:2]
+    was_training = pair.trainer.model.training
+    passes = []
+    for training in (True, False):
+        pair.trainer.model.train(training)
+        passes.append([row for row, _ in pair.trainer.score(prompts, completions, pair.sampling.temperature)])
+    pair.trainer.model.train(was_training)
+    modes = float(k3(np.concatenate(passes[0]) - np.concatenate(passes[1])).mean())
+    figures = {"clipped": share, "k3/modes": modes}
+    detail = f"a clip band of {CLIP:g} around 1 would cut {share:.1%} of the tokens before any update"
+    if not modes <= pair.bound:
+        advice = "switch dropout off: the first ratio must be 1"
+        return Check(
+            "fail", "null update", f"{detail}; training mode changes the log-probs (k3 {short(modes)})", advice, figures
+        )
+    if share <= CLIPPED:
+        return Check("ok", "null update", detail, "", figures)
+    advice = (
+        "take the ratio over the trainer's own log-probs (verl: rollout_correction.bypass_mode=False; TRL: "
+        "vllm_importance_sampling_correction=True) and correct trainer over sampler with a bounded weight"
+    )
+    return Check("fail" if share > MANY_CLIPPED else "note", "null update", detail, advice, figures)
+
+
+CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
+    "mismatch": mismatch,
+    "prefill": prefill,
+    "distribution": distribution,
+    "batch sizes": batch_sizes,
+    "prefix cache": prefix_cache,
+    "sampling settings": sampling_settings,
+    "weights": weights,
+    "end tokens": end_tokens,
+    "null update": null_update,
+}

@@ -12,9 +12,7 @@ from trimtab.pages.charts import draw, scatter_svg
 from trimtab.pages.numbers import short
 from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 from trimtab.pages.svg import CYCLE, STYLES, VERMILLION, log_scale
-from trimtab.preflight.checklist import Preflight
-from trimtab.preflight.mismatch_checks import measured_of
-from trimtab.preflight.prefill_check import PARTS, WHOLE
+from trimtab.preflight.checklist import PARTS, WHOLE, Preflight, measured_of
 from trimtab.runs.atomic import write_output
 
 QUESTIONS = {

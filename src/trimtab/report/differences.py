@@ -103,8 +103,8 @@ def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     named by a run. `metrics` are those of any step; calibrated bounds are logged at every step.
     """
     from trimtab.objectives.calibrate import bounds_of  # imported here: needs torch
-    from trimtab.objectives.from_section import from_section
-    from trimtab.objectives.lookup import is_custom
+    from trimtab.objectives.lookup import from_section
+    from trimtab.objectives.presets import is_custom
 
     section = config.get("objective", {})
     if "equation" in section:

@@ -8,8 +8,8 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
-from trimtab.objectives.from_section import from_section
-from trimtab.objectives.lookup import is_custom
+from trimtab.objectives.lookup import from_section
+from trimtab.objectives.presets import is_custom
 from trimtab.trainer.config import Config, parse_config
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.runs.reader import read_run

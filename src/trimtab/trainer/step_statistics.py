@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.corrections import Mergeable, Sequences, log_ratio
 from trimtab.objectives import mismatch
-from trimtab.objectives.metrics import Metrics
+from trimtab.objectives.state import Metrics
 from trimtab.trainer.batching import MicroBatch
 from trimtab.trainer.ranks import RankGroup
 

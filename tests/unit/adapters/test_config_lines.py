@@ -15,10 +15,9 @@ import trimtab
 from trimtab.adapters.adapter_lines import written
 from trimtab.adapters.config_lines import lines, lines_for
 from trimtab.adapters.hooks import HOOKS
-from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objectives
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 
 EXACTLY = "# exactly this loss, with Trimtab's adapter (docs/adapters.md):"
 
@@ -47,7 +46,7 @@ def test_lines_are_valid_in_every_framework(preset: str) -> None:
     miles = [line for line in result["miles"].splitlines() if not line.startswith(("--", "# "))]
     assert isinstance(yaml.safe_load("\n".join(miles) or "{}"), dict)
     assert not miles or any(line.startswith("--custom-config-path ") for line in result["miles"].splitlines())
-    for name in FRAMEWORKS:
+    for name in ("verl", "TRL", "Miles"):
         text = result[name.lower()]
         own = not text.startswith((f"# {name}'s own losses lack {preset}: ", f"# {name} cannot train {preset}, "))
         assert own or text.count("\n") or preset in ("oapl", "luffy")
@@ -155,3 +154,33 @@ def test_values_are_written_in_each_language() -> None:
     assert yaml.safe_load(written(value, "yaml")) == value
     assert tomllib.loads(f"v = {written(value, 'toml')}")["v"] == value
     assert written(value, "hydra") == '{a:[1, inf, True], b:"x y", c:token-mean}'
+
+
+def test_parts_of_every_level_have_their_own_words() -> None:
+    """Names and bounds follow the level and the reduction of a part, not those of the presets that use it."""
+    correction = "algorithm.rollout_correction"
+
+    def of(trainer: str, **parts: Any) -> str:
+        return lines_for(trainer, "reinforce" if trainer == "verl" else "grpo", parts)
+
+    for level, verl in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        mask = [{"kind": "band", "level": level, "min": 0.5, "max": 2.0}]
+        assert overrides(of("verl", mask=mask))[f"{correction}.rollout_rs"] == verl
+        text = of("miles", mask=mask, weight={"level": level})
+        assert yaml.safe_load(text.partition("# mis.yaml")[2])["rs_level"] == level
+    for reduce, verl in (("token", "token_k3"), ("mean", "seq_mean_k3"), ("max", "seq_max_k3"), ("sum", "seq_sum_k3")):
+        mask = [{"kind": "k3", "reduce": reduce, "max": 0.1}]
+        assert overrides(of("verl", mask=mask))[f"{correction}.rollout_rs"] == verl
+    assert "verl has no mask on the mean tv" in of("verl", mask=[{"kind": "tv", "reduce": "mean", "max": 0.1}])
+    assert "off_policy_mask_threshold=0.1" in of("trl", mask=[{"kind": "opsm", "delta": 0.1}])
+    assert "TRL has no OPSM of A > 0" in of("trl", mask=[{"kind": "opsm", "delta": 0.1, "sign": "positive"}])
+    assert "rs_veto_threshold: 0.001" in of("miles", mask=[{"kind": "veto", "min": 1e-3}], weight={})
+    # verl reads a lower bound of 0 as none: the smallest number it accepts stands for it.
+    for low, shown in ((0.0, 1e-06), (0.5, 0.5)):
+        weight = {"level": "sequence", "bound": "mask", "min": low, "max": 2.0}
+        assert overrides(of("verl", weight=weight))[f"{correction}.rollout_is_threshold"] == f'"{shown:g}_2"'
+    # Miles has flags for a token weight that is not normalized, and its helper for all others.
+    for level, normalize in (("token", False), ("token", True), ("sequence", False)):
+        text = of("miles", weight={"level": level, "normalize": normalize})
+        assert ("# mis.yaml" in text) == (normalize or level != "token")
+    assert overrides(lines_for("verl", "cispo", {}))["actor_rollout_ref.actor.clip_ratio_high"] == "4"

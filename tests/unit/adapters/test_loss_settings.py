@@ -16,10 +16,9 @@ from trimtab.adapters import areal, loss_settings, nemo_rl, openrlhf, skyrl, sli
 from trimtab.adapters.loss_settings import LossSettings, chosen, refuse
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objectives
-from trimtab.objectives.composition import PART_KEYS
+from trimtab.objectives.keywords import PART_KEYS
 
 TABLES = {name: table for name, table in vars(loss_settings).items() if name.isupper() and isinstance(table, dict)}
-TABLES.pop("HARMLESS")
 ZEROS = torch.zeros(1, 2)
 
 

@@ -19,7 +19,7 @@ from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_monitor
+from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
 from trimtab.adapters.hooks import evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
@@ -385,7 +385,7 @@ def test_the_driver_of_verl_shows_a_batch_a_step(tmp_path: Path) -> None:
         shown.batch["response_mask"] = torch.zeros_like(shown.batch["response_mask"])
         return shown, {"rollout_corr/kl": 0.5}
 
-    add, direct = verl_monitor.Watch(str(tmp_path)).wrap_correction(original), Monitor()
+    add, direct = verl_records.Watch(str(tmp_path)).wrap_correction(original), Monitor()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for step in range(LOST + 3):

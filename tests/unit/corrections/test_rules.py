@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, compute_correction
-from trimtab.corrections.weights import VERL_LOWEST
 
 
 def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +144,6 @@ def test_opsm_of_the_other_sign_is_its_control(sign: str, kept_rows: list[bool],
     result = compute_correction(behavior, behavior, mask, masks=[rule], current=behavior - drift, advantage=advantage)
     assert result.keep[:, 0].tolist() == kept_rows + [True] * 3
     assert condition in rule.equation()
-    assert ("TRL" in rule.peers() and "off_policy" in str(rule.peers()["TRL"])) == (sign == "negative")
 
 
 def test_opsm_refuses_per_token_advantages():
@@ -308,18 +306,3 @@ def test_prefix_budget_of_ragged_rows_and_of_packed_sequences(seed: int, quantil
         None, *mixed[:2], current=mixed[2], advantage=mixed[3], sequence_ids=mixed[4].contiguous(), **given
     )
     assert torch.equal(packed.keep.reshape(20, 6).T, expected)
-
-
-def test_the_bounds_of_a_mask_and_of_a_weight_over_the_response() -> None:
-    # verl reads a lower bound of 0 as none: the smallest number it accepts stands for it.
-    masks = [Weight("sequence", "mask", low, 2.0).peers()["verl"].options for low in (0.0, 0.5)]
-    assert [float(options["rollout_is_threshold"].strip('"').partition("_")[0]) for options in masks] == [
-        VERL_LOWEST,
-        0.5,
-    ]
-    # Miles has flags for a token weight that is not normalized, and its helper for all others.
-    weights = [("token", False), ("token", True), ("sequence", False)]
-    flags = [
-        Weight(level, "truncate", max=2.0, normalize=normalize).peers()["Miles"].options for level, normalize in weights
-    ]
-    assert ["--use-tis" in each for each in flags] == [True, False, False]

@@ -14,7 +14,7 @@ import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Band, Veto, Weight, correct, objectives
 from trimtab.objectives.calibrate import SAMPLES_MIN, Observed, bounds_of, calibrated
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 
 PUBLISHED = {name: bounds_of(name) for name in objectives() if bounds_of(name)}
 

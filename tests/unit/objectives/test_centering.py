@@ -19,7 +19,7 @@ from trimtab.objectives import (
     Weight,
     objective,
 )
-from trimtab.objectives.centering import centering_term
+from trimtab.objectives.regularizers import centering_term
 
 P, Q = torch.tensor([[0.40, 0.40, 0.15, 0.05], [0.50, 0.30, 0.15, 0.05]], dtype=torch.float64)
 SAMPLER = Ratio("token", "behavior")

@@ -8,8 +8,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Band, Clipped, Objective, Ratio, Veto, Weight, keywords_of, objective
-from trimtab.objectives.composition import PART_KEYS, convert
-from trimtab.objectives.keywords import PATHS, TYPES, Preset, value_at
+from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, Preset, convert, value_at
 from trimtab.objectives.presets import COMPOSED, PRESETS
 
 SHARED = {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}

@@ -12,9 +12,9 @@ import torch
 
 from trimtab.adapters.config_lines import lines
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
+from trimtab.objectives import KL, Band, Objective, PolicyLogps, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.report.differences import equation_of
 from trimtab.report.health import known_objective
 from trimtab.trainer.config import load_config
@@ -79,18 +79,6 @@ def test_lines_for_a_framework_name_the_rule_it_lacks():
     for name, key in (("verl", "verl"), ("TRL", "trl"), ("Miles", "miles")):
         assert result[key].startswith(f"# {name}'s own losses lack {OWN}clipped: "), name
     ast.parse(result["trl"])
-
-
-def test_rules_of_every_level_have_their_own_words():
-    """The names of verl and Miles follow the rule's level and reduction, not those of the presets that use it."""
-    for level, verl in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
-        peers = Band(level, 0.5, 2.0).peers()
-        assert peers["verl"].options == {"rollout_rs": verl, "rollout_rs_threshold": '"0.5_2"'}
-        assert peers["Miles"].options["rs_level"] == level
-    for reduce, verl in (("token", "token_k3"), ("mean", "seq_mean_k3"), ("max", "seq_max_k3"), ("sum", "seq_sum_k3")):
-        assert Divergence("k3", reduce, 0.1).peers()["verl"].options["rollout_rs"] == verl
-    assert not Divergence("tv", "mean", 0.1).peers()["verl"].options
-    assert Veto(1e-3).peers()["Miles"].options == {"rs_veto_threshold": "0.001"}
 
 
 def test_evidence_that_was_not_asked_for_is_refused_not_missing():

@@ -26,11 +26,11 @@ from trimtab.objectives import (
     Unclipped,
     Veto,
     Weight,
-    composition,
+    keywords,
     objective,
     presets,
 )
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer.config import load_config, recipe_names
 from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 
@@ -217,7 +217,7 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
     """Without `from __future__ import annotations`, as in a file of one's own."""
     kinds = [("name", str, "a"), ("far", bool, False), ("low", float, 0.2), ("dual", float | None, None)]
     own = make_dataclass("Own", kinds, bases=(Veto,), frozen=True)
-    monkeypatch.setitem(composition.MASKS, "own", own)
+    monkeypatch.setitem(keywords.MASKS, "own", own)
     built = objective("grpo", mask=[{"kind": "own", "name": "b", "far": True, "low": 1, "dual": None}])
     assert built.masks == (own(name="b", far=True, low=1, dual=None),)
     for key, value in {"name": 1, "far": 1, "low": None, "dual": "x"}.items():
@@ -226,7 +226,7 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
 
 
 def test_the_recipe_knows_the_names_of_the_parts():
-    assert (presets.COMPOSED.objective.name, composition.PART_KEYS) == (COMPOSED, OBJECTIVE_PARTS)
+    assert (presets.COMPOSED.objective.name, keywords.PART_KEYS) == (COMPOSED, OBJECTIVE_PARTS)
 
 
 def test_a_keyword_at_its_default_may_stand_beside_the_part_that_replaces_it():
@@ -276,8 +276,8 @@ def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
     """A rule that `trimtab.corrections` or `trimtab.objectives` exports can be named in a recipe."""
     exported = [value for package in (corrections, objectives) for value in vars(package).values()]
     classes = {value for value in exported if isinstance(value, type) and not inspect.isabstract(value)}
-    assert {kind for kind in classes if issubclass(kind, corrections.Mask)} == set(composition.MASKS.values())
-    assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(composition.SURROGATES.values())
+    assert {kind for kind in classes if issubclass(kind, corrections.Mask)} == set(keywords.MASKS.values())
+    assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(keywords.SURROGATES.values())
 
 
 UNCLIPPED = 'objective.surrogate={kind="unclipped"}'

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trimtab.objectives import Clipped, PolicyLogps, Reinforce, objective
+from trimtab.objectives import Clipped, PolicyLogps, objective
 
 
 def one_token(name: str, ratio: float, advantage: float, *, over: str = "proximal", logp: float = -1.0, **keywords):
@@ -266,7 +266,3 @@ def test_self_normalisation_makes_the_mean_weight_one_at_every_level():
 @pytest.mark.parametrize("advantage", [2.0, -3.0])
 def test_reinforce_does_not_read_the_ratio(ratio, advantage):
     assert one_token("reinforce", ratio, advantage, logp=-1.5)[:2] == pytest.approx((-1.5 * advantage, advantage))
-
-
-def test_the_ceiling_of_cispo_is_relative_in_verl() -> None:
-    assert Reinforce(5.0).peers("token")["verl"].options["clip_ratio_high"] == "4"

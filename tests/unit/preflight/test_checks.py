@@ -14,10 +14,10 @@ from tests.support import faulty_engines as faults
 
 from trimtab.diagnosis.tokens import k3
 from trimtab.errors import TrimtabError
-from trimtab.preflight import checklist, mismatch_checks
+from trimtab.preflight import checklist
 from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
+from trimtab.preflight.checklist import PARTS, prefill, prefill_verdict
 from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
-from trimtab.preflight.prefill_check import PARTS, prefill, verdict
 from trimtab.preflight.weight_checks import weights
 from trimtab.runs.provenance import versions
 from trimtab.types import Completion, Engine
@@ -136,23 +136,25 @@ def test_the_prefill_of_a_healthy_pair(make_pair: MakePair) -> None:
 
 def test_the_part_behind_a_difference_by_hand() -> None:
     log = np.log(1.1)
-    found = verdict(5e-3, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.array([log, 0.0])})
+    found = prefill_verdict(5e-3, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.array([log, 0.0])})
     assert found.figures == pytest.approx(
         {f"k3/{name}": (0.1 - log) / 2 for name in PARTS}
         | {f"ratio_mean/{name}": 1.05 for name in PARTS}
         | {"k3/decode/trainer": (0.21 - 2 * log) / 2, "ratio_mean/decode/trainer": 1.105}
     )
     assert found.status == "fail"  # no part alone is beyond the bound
-    assert verdict(1e-2, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.zeros(2)}).status == "ok"
-    assert verdict(1.0, {"decode/prefill": np.array([np.nan]), "prefill/trainer": np.zeros(1)}).status == "fail"
+    assert (
+        prefill_verdict(1e-2, {"decode/prefill": np.array([log, 0.0]), "prefill/trainer": np.zeros(2)}).status == "ok"
+    )
+    assert prefill_verdict(1.0, {"decode/prefill": np.array([np.nan]), "prefill/trainer": np.zeros(1)}).status == "fail"
 
 
 def test_a_shift_far_below_the_bound_is_a_difference_of_its_part() -> None:
     noise = 0.05 * np.random.default_rng(0).standard_normal(2000) - 0.05**2 / 2
     healthy = dict.fromkeys(PARTS, noise)
-    assert verdict(1e-2, healthy).status == "ok"
+    assert prefill_verdict(1e-2, healthy).status == "ok"
     for part, (words, _) in PARTS.items():
-        found = verdict(1e-2, {**healthy, part: noise - 0.05})
+        found = prefill_verdict(1e-2, {**healthy, part: noise - 0.05})
         assert found.status == "fail"
         assert words in found.detail
 
@@ -227,7 +229,7 @@ def test_an_interrupted_check_gives_the_sampler_its_weights_back(make_pair: Make
 
 def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> None:
     pair = plant(make_pair(), faults.BatchDependent)
-    found = mismatch_checks.batch_sizes(pair, {})
+    found = checklist.batch_sizes(pair, {})
     assert found.status == "fail"
     assert "batch-invariant" in found.next_step
     assert found.figures is not None
@@ -236,7 +238,7 @@ def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> Non
 
 def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
     pair = plant(make_pair(), faults.RawLogprobs)
-    found = mismatch_checks.sampling_settings(pair, {})
+    found = checklist.sampling_settings(pair, {})
     assert (found.status, found.next_step) == ("note", "")
     assert "at temperature 0.7" in found.detail
 
@@ -267,7 +269,7 @@ def test_dropout_fails_the_null_update(make_pair: MakePair) -> None:
     pair.trainer.model.model.layers[0].mlp.register_forward_hook(
         lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
     )
-    found = mismatch_checks.null_update(pair, samples)
+    found = checklist.null_update(pair, samples)
     assert found.status == "fail"
     assert "dropout" in found.next_step
 

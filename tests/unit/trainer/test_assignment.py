@@ -10,7 +10,7 @@ from tests.support.trajectories import trajectory
 
 from trimtab.corrections.statistics import Count, Mean, Mergeable
 from trimtab.objectives import PolicyLogps, objective, objectives
-from trimtab.objectives.metrics import Metrics
+from trimtab.objectives.state import Metrics
 from trimtab.trainer.assignment import assign_micro_batches, empty_micro_batch
 from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.step_statistics import without_counts

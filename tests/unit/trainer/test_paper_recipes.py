@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from trimtab.objectives import Band, Objective, Veto, Weight
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, load_config, recipe_names
 from trimtab.trainer.held_out import eval_metrics

@@ -15,7 +15,7 @@ from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, roundin
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
-from trimtab.objectives.metrics import Metrics
+from trimtab.objectives.state import Metrics
 from trimtab.runs.metric_catalog import k3_range
 
 CLUSTERS = 2048

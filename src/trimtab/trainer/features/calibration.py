@@ -12,7 +12,7 @@ import torch
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
 from trimtab.objectives.calibrate import Observed, calibrated
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord

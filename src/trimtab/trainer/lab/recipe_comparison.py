@@ -87,7 +87,7 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     the recipe's objective uses, and an advantage of another default. Any other incompatible key is rejected by `check`.
     """
     from trimtab.objectives.calibrate import bounds_of
-    from trimtab.objectives.from_section import from_section
+    from trimtab.objectives.lookup import from_section
 
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:

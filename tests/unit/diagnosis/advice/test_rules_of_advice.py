@@ -17,7 +17,7 @@ from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
 from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer.config import load_config
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer import requirements, tasks
 from trimtab.trainer.config import consistency, load_config, recipe_names, recipes
 from trimtab.trainer.ranks import RankGroup

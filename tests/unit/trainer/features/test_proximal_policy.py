@@ -14,7 +14,7 @@ from tests.support.trajectories import trajectory
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.trainer.batch_preparation import _pack  # pyright: ignore[reportPrivateUsage]
 from trimtab.trainer.batching import MicroBatch
 from trimtab.trainer.config import load_config

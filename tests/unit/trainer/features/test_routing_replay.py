@@ -21,7 +21,7 @@ from tests.support.trajectories import trajectory
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
-from trimtab.objectives.from_section import from_section
+from trimtab.objectives.lookup import from_section
 from trimtab.runs import trajectories
 from trimtab.runs.binary_columns import stored_bytes
 from trimtab.trainer.batching import MicroBatch, to_tensors

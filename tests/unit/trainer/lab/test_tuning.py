@@ -45,7 +45,7 @@ def test_the_other_bound_is_a_keyword_of_its_method_with_another_value(name: str
         load_config("laboratory", ["objective.name=another", f"objective.name={name}", *parse_method(spec).overrides])
         for spec in (name, f"{name}:{tuning.OTHER_BOUND[name]}")
     )
-    from trimtab.objectives.from_section import from_section
+    from trimtab.objectives.lookup import from_section
 
     built = [from_section(config.objective.model_dump()) for config in (published, other)]
     assert (built[0], published.perturbation, published.prefix) != (built[1], other.perturbation, other.prefix)

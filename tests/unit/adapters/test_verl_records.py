@@ -1,4 +1,4 @@
-"""The log-probs of verl's trainers: what the plugin writes, whether `diagnose` reads it, whether it matches verl.
+"""The log-probs of verl's trainers: what the plugin writes and shows to a monitor, and whether it matches verl.
 
 verl itself needs Ray, CUDA builds and a cluster's worth of packages: its classes are stood in for by ones with the
 signatures of 0.9.1, and those are compared with verl's own source where it is installed.
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.noisy_batch import ROWS, batch
 
 import trimtab
-from trimtab.adapters.verl_dump import NAMES, SYNCHRONOUS, install, versions
+from trimtab.adapters import verl_records
+from trimtab.adapters.verl_records import NAMES, SYNCHRONOUS, install_dump, versions
+from trimtab.monitor import Monitor
 
 ROOT = Path(__file__).parents[3]
 V1_ARGUMENTS = ["self", "batch", "timing_raw", "rollout_data_dir"]
@@ -108,7 +111,7 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_a_batch_of_v1_is_written_as_diagnose_reads_it(tmp_path: Path, verl: Any) -> None:
-    install(str(tmp_path / "logps"))
+    install_dump(str(tmp_path / "logps"))
     trainer = verl.v1()
     trainer._log_rollout_data(META, {}, str(tmp_path / "dump"))
     assert trainer.written == [(META, str(tmp_path / "dump"))], "verl's own dump stays"
@@ -144,7 +147,7 @@ def test_a_batch_of_v1_is_written_as_diagnose_reads_it(tmp_path: Path, verl: Any
 
 
 def test_unknown_versions_leave_out_a_view_and_no_response(tmp_path: Path, verl: Any) -> None:
-    install(str(tmp_path / "logps"))
+    install_dump(str(tmp_path / "logps"))
     unknown = Meta(META.keys, META.partition_id, [{}, {"min_global_steps": None}, {}, {"is_padding": True}])
     verl.v1()._log_rollout_data(unknown, {}, str(tmp_path))
     diagnosis = trimtab.diagnose(tmp_path / "logps")
@@ -153,7 +156,7 @@ def test_unknown_versions_leave_out_a_view_and_no_response(tmp_path: Path, verl:
 
 
 def test_a_batch_of_v0_is_cut_to_its_responses(tmp_path: Path, verl: Any) -> None:
-    install(str(tmp_path))
+    install_dump(str(tmp_path))
     tensors = {name: padded(STORED[name]) for name in NAMES if name in STORED}
     attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
     tensors |= {"attention_mask": attention, "token_level_scores": padded(STORED["rm_scores"])}
@@ -188,7 +191,7 @@ def padded(values: torch.Tensor) -> torch.Tensor:
 def test_a_batch_without_the_sampler_s_log_probs_is_refused(
     tmp_path: Path, verl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(str(tmp_path / "logps"))
+    install_dump(str(tmp_path / "logps"))
     monkeypatch.delitem(STORED, "rollout_log_probs")
     with pytest.raises(trimtab.TrimtabError, match=r"rollout\.calculate_log_probs=True"):
         verl.v1()._log_rollout_data(META, {}, "")
@@ -240,3 +243,62 @@ def test_verls_own_source_still_matches() -> None:
     assert "self.current_param_version" in (root / "experimental/fully_async_policy/fully_async_trainer.py").read_text()
     assert "  use_v1: true" in (root / "trainer/config/ppo_trainer.yaml").read_text()
     assert "calculate_log_probs" in (root / "trainer/config/rollout/rollout.yaml").read_text()
+
+
+LAST = 4
+Add = Callable[[Any, Any], Any]
+
+
+def shown(step: int) -> Any:
+    """A batch of verl's driver; the first response is one step old in step 3."""
+    one = batch(step)
+    fields = {"old_log_probs": one["logp_train"], "rollout_log_probs": one["logp_rollout"]}
+    versions = [step - 1 - (step == 3), *[step - 1] * (ROWS - 1)]
+    return types.SimpleNamespace(
+        batch=fields | {"response_mask": one["mask"].long()},
+        non_tensor_batch={"min_global_steps": np.array(versions, dtype=object)},
+        tags=[{"min_global_steps": version} for version in versions],
+    )
+
+
+def fit_v0(add: Add) -> Any:
+    class RayPPOTrainer:
+        def fit(self) -> str:
+            for self.global_steps in range(1, LAST + 1):
+                add(shown(self.global_steps), {})
+            return "trained"
+
+    return RayPPOTrainer
+
+
+def fit_v1(add: Add) -> Any:
+    """Its tensors leave the queue without their tags."""
+
+    class PPOTrainer:
+        def fit(self) -> str:
+            for self.global_steps in range(1, LAST + 1):
+                self._compute_advantage(shown(self.global_steps), {})
+            return "trained"
+
+        def _compute_advantage(self, batch: Any, metrics: dict[str, float]) -> None:
+            metrics.update(add(types.SimpleNamespace(batch=batch.batch, non_tensor_batch={}), {})[1])
+
+    return PPOTrainer
+
+
+@pytest.mark.parametrize("trainer", [fit_v0, fit_v1])
+def test_updates_versions_and_the_end_are_those_of_the_trainer(
+    trainer: Callable[[Add], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Monitor, "_write_page", lambda *_: (tmp_path / "page").touch())  # It takes seconds.
+    watch = verl_records.Watch(str(tmp_path))
+    kind = trainer(watch.wrap_correction(lambda batch, _: (batch, {})))
+    monkeypatch.setattr(verl_records, "trainers", lambda: [(kind, None)])
+    watch.follow()
+    assert kind().fit() == "trained"
+    assert (tmp_path / "page").exists()  # Closed.
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["age"] for row in rows] == pytest.approx([0, 0, 1 / ROWS, 0])
+    sample = [json.loads(line) for line in (tmp_path / "sample.jsonl").open()]
+    assert sum(row["policy_version"] != row["step"] for row in sample) == 1

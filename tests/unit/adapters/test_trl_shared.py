@@ -8,7 +8,7 @@ import re
 import pytest
 
 from trimtab.adapters.loss_settings import TRL
-from trimtab.adapters.trl_settings import check_settings
+from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objective, objectives
 
