@@ -71,8 +71,9 @@ def _evaluate(job: tuple[Path, Config, int, int]) -> str:
     folder, config, samples, problems = job
     with tempfile.TemporaryDirectory() as scratch:
         model = export(folder, Path(scratch) / "model", "last")
-        measured = evaluation.run(str(model), config.task.name, problems=problems, samples=samples, dtype="float32")
-    (folder / PASSES).write_text(json.dumps({str(k): measured.pass_at(k) for k in measured.pass_ks}))
+        settings = evaluation.Settings(samples, problems=problems, dtype="float32")
+        [measured] = evaluation.compare([str(model)], [config.task.name], settings).measured.values()
+    (folder / PASSES).write_text(json.dumps({str(k): one.value for k, one in measured.pass_estimates.items()}))
     return folder.name
 
 

@@ -17,11 +17,10 @@ from dataclasses import replace
 import torch
 
 from trimtab.runs import trajectories
-from trimtab.runs.binary_columns import stored_bytes
 from trimtab.trainer import tasks
 from trimtab.trainer.batching import MicroBatch, to_tensors
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.features.routing_replay import RoutingReplay
+from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
 from trimtab.trainer.models.load import MIXTURE, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import router_info

@@ -3,7 +3,7 @@
     python benchmarks/sampling_masks.py [--models laboratory smollm2-135m-instruct] [--tokens 64]
 
 For every truncation: how many ids a token was drawn from; bytes a token in a parquet file, for several forms of the
-column (`runs/binary_columns.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler
+column (`runs/trajectories.py` has "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler
 in float32, pi from the trainer in float32 with the sets and without. Without them every ratio is too small by the mass
 of the set under pi: their mean is the mean kept mass, however exact the arithmetic.
 """
@@ -11,16 +11,14 @@ of the set under pi: their mean is the mean kept mass, however exact the arithme
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from trimtab.runs import binary_columns
+from trimtab.runs import trajectories
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import BUNDLED, LABORATORY, load
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
@@ -101,9 +99,9 @@ def _sizes(rows: Sequence[Completion], vocabulary: int) -> dict[str, int]:
         "lists of int64": _lists(rows, np.dtype(np.int64)),
         f"lists of {narrow}": _lists(rows, narrow),
         "bit sets": pa.array([_bits(row, vocabulary) for row in rows], pa.binary()),
-        "steps": binary_columns.encode_masks(rows),
     }
-    return {form: _written(column) for form, column in columns.items()}
+    sizes = {form: len(trajectories.encode_table({"kept": column}, rows)) for form, column in columns.items()}
+    return sizes | {"steps": len(trajectories.encode_table(trajectories.mask_columns(rows), rows))}
 
 
 def _lists(rows: Sequence[Completion], dtype: np.dtype[Any]) -> pa.Array:
@@ -115,12 +113,6 @@ def _bits(row: Completion, vocabulary: int) -> bytes:
     for token, ids in enumerate(row.sampling_mask or ()):
         inside[token, ids] = True
     return np.packbits(inside, axis=1).tobytes()
-
-
-def _written(column: pa.Array) -> int:
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"kept": column}), buffer, compression="zstd")
-    return len(buffer.getvalue())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ API = {
             "api.train",
             "diagnosis.pipeline.diagnose",
             "trainer.config.recipes.load_config",
-            "trainer.evaluation.eval_result.pass_at_k",
+            "trainer.evaluation.eval_results.pass_at_k",
         ),
         "errors.TrimtabError",
     ),

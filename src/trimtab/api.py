@@ -102,8 +102,7 @@ def _resolve(
 
 
 def _progress_lines() -> Observer:
-    from trimtab.cli.console import PlainTextConsole, progress_bar
-    from trimtab.cli.display import RunDisplay
+    from trimtab.cli.display import PlainTextConsole, RunDisplay, progress_bar
 
     return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 

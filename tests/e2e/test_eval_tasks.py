@@ -64,18 +64,23 @@ def test_the_gold_text_of_every_real_row_is_paid_in_full(benchmark_data, name, s
     assert [score.total for score in scores] == [1.0] * len(right) + [0.0] * len(wrong)
 
 
+def measured(task, **settings):
+    [result] = evaluation.compare([MODEL], [task], evaluation.Settings(**settings)).measured.values()
+    return result
+
+
 @pytest.mark.slow
 def test_a_real_evaluation_on_mawps(benchmark_data):
     """A few dozen word problems, few-shot: far from nothing, far from everything."""
     options = {"path": benchmark_data / "mawps-singleop.jsonl", "format": "mawps", "holdout": 0.5}
-    result = evaluation.run(MODEL, "file", options=options, problems=48)
+    result = measured(evaluation.TaskSpec("file", options), problems=48)
     assert len(result.problems) == 48
     assert result.failures == 0
     # A quarter in one rounding; others change single answers. Were all new, a binomial of 48 would leave this range
     # less than once in 10^4.
     assert 0 < result.accuracy <= 0.6
-    low, high = result.interval
-    assert low <= result.accuracy <= high
+    estimate = result.accuracy_estimate
+    assert estimate.low <= estimate.value <= estimate.high
     json.dumps(result.as_dict())
 
 
@@ -84,8 +89,8 @@ def test_the_quickstart_task_starts_where_it_should():
     """Two-digit addition: wrong most of the time, but right often enough to learn from."""
     # In one rounding .17 of 64 were right, .03 of 192 samples, 4 of 24 problems sometimes; another one draws others.
     # The bounds are those of binomials with these means, false alarms below 10^-4 (72 problems: 12 expected).
-    greedy = evaluation.run(MODEL, "arithmetic", problems=64)
+    greedy = measured("arithmetic", problems=64)
     assert 0 < greedy.accuracy <= 0.4
-    sampled = evaluation.run(MODEL, "arithmetic", problems=72, samples=8)
+    sampled = measured("arithmetic", problems=72, samples=8)
     assert sampled.accuracy <= 0.25
     assert sum(0 < problem.correct < 8 for problem in sampled.problems) >= 2

@@ -94,13 +94,13 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
         (tmp_path / "train.jsonl").write_text(
             json.dumps(row) + "\n" + json.dumps(row | {"question": "And now?"}) + "\n"
         )
-        signature = inspect.signature(evaluation.run)
+        signature = inspect.signature(evaluation.compare)
 
-        def run(*arguments: Any, **keywords: Any) -> SimpleNamespace:
+        def compare(*arguments: Any, **keywords: Any) -> SimpleNamespace:
             signature.bind(*arguments, **keywords)
             return SimpleNamespace(markdown=str)
 
-        monkeypatch.setattr(evaluation, "run", run)
+        monkeypatch.setattr(evaluation, "compare", compare)
         return {}
 
     def build() -> torch.nn.Module:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
+from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
@@ -24,26 +22,6 @@ if TYPE_CHECKING:
 EXIT_RUNS_FAILED = 1
 
 
-class MultiValueCommand(TyperCommand):
-    """Accepts `--methods a b` for `--methods a --methods b`, for the options of `MULTI_VALUE_OPTIONS`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for option, word in itertools.pairwise([*args, "-"]):
-            # Without a value the defaults would apply.
-            if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
-                raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
-        expanded: list[str] = []
-        option = ""
-        for word in args:
-            if word.startswith("-"):
-                option = word if word in MULTI_VALUE_OPTIONS else ""
-                expanded += [] if option else [word]
-            else:
-                expanded += [option, word] if option else [word]
-        return super().parse_args(ctx, expanded)
-
-
-MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths")
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -113,19 +91,12 @@ def compare(
     chosen = [regime(name) for name in regimes or lab.REGIMES]
     plan = lab.plan_experiment(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
     train = partial(_train, workers=workers or usable_cores(), keep=keep, as_json=as_json)
-    tuned = None
+    choices: list[Choice] | None = None
+    notes: list[str] = []
     if tune is not None:
-        plan, tuned = _tune(plan, tune, out, train, model, sets or ())
+        plan, choices, notes = _tune(plan, tune, out, train, model, sets or ())
     train(plan, out)
-    _show(plan, out, page, as_json, tuned)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The settings that were chosen, and lines that describe them and their budget."""
-
-    choices: list[Choice]
-    lines: list[str]
+    _show(plan, out, page, as_json, choices, notes)
 
 
 def _tune(
@@ -135,14 +106,14 @@ def _tune(
     train: Callable[[ExperimentPlan, Path], dict[str, RunSummary]],
     model: str | None,
     sets: Sequence[str],
-) -> tuple[ExperimentPlan, Tuned]:
-    """Tunes the methods of a plan; returns it with the chosen settings as further rows."""
+) -> tuple[ExperimentPlan, list[Choice], list[str]]:
+    """Tunes the methods of a plan; returns it with the chosen settings as further rows, these, and lines on them."""
     from trimtab.trainer.lab import tuning
 
     candidates = tuning.plan_tuning(plan, seeds, out, model=model, sets=sets)
     choices = tuning.choose(candidates, train(candidates.plan, out / tuning.FOLDER))
-    lines = tuning.describe(choices, candidates)
-    return tuning.plan_comparison(plan, choices, out, model=model, sets=sets), Tuned(choices, lines)
+    tuned_plan = tuning.plan_comparison(plan, choices, out, model=model, sets=sets)
+    return tuned_plan, choices, tuning.describe(choices, candidates)
 
 
 def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
@@ -156,18 +127,25 @@ def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
-def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tuned: Tuned | None) -> None:
+def _show(
+    plan: ExperimentPlan,
+    out: Path,
+    page: Path | None,
+    as_json: bool,
+    choices: list[Choice] | None,
+    notes: list[str],
+) -> None:
     from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
     from trimtab.report.figure_files import accuracy_figure, write_figures
     from trimtab.runs.summary import read_table
 
     grid = summarize(read_table(out))
-    report = write_experiment_page(grid, out / "report.html", notes=() if tuned is None else tuned.lines)
+    report = write_experiment_page(grid, out / "report.html", notes=notes)
     figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
     text = f"{markdown(grid)}\n\n{legend(grid)}\n"
-    if tuned is not None:
-        text += "\n" + "".join(f"- {line}\n" for line in tuned.lines)
+    if notes:
+        text += "\n" + "".join(f"- {line}\n" for line in notes)
     if page is not None:
         try:
             page.write_text(text)
@@ -175,8 +153,10 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tun
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
-        settings = {} if tuned is None else {"tuned": [_choice(choice) for choice in tuned.choices]}
-        print_json(_json(grid, out, report) | {"figures": figures} | settings)
+        data = _json(grid, out, report) | {"figures": figures}
+        if choices is not None:
+            data["tuned"] = [{**asdict(choice), "settings": choice.settings} for choice in choices]
+        print_json(data)
     else:
         echo(text)
         for item in plan.skipped:
@@ -186,10 +166,6 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tun
         echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(EXIT_RUNS_FAILED)
-
-
-def _choice(choice: Choice) -> dict[str, Any]:
-    return {**asdict(choice), "settings": choice.settings}
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def page_path(out: Path | None) -> Path:
 
 def _width() -> int | None:
     """Returns the width of the terminal; None for a file or a pipe, where lines are not wrapped."""
-    from trimtab.cli.console import PlainTextConsole
+    from trimtab.cli.display import PlainTextConsole
 
     console = PlainTextConsole()
     return console.width if console.is_terminal else None
@@ -281,7 +281,7 @@ def _width() -> int | None:
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
     """Shows the current activity on standard error, if that is a terminal."""
-    from trimtab.cli.console import PlainTextConsole, progress_bar
+    from trimtab.cli.display import PlainTextConsole, progress_bar
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         task = bar.add_task("starting", total=None)

@@ -1,23 +1,49 @@
-"""The progress of a run and of an experiment: a line for each event, and on a terminal a bar."""
+"""What is printed with rich: tables, bars on a terminal, and the progress of a run and of an experiment in lines.
+
+Texts are printed as they are, with control characters escaped.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import Progress
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
-from trimtab.cli.console import PlainTextConsole, progress_bar
 from trimtab.intervals import wilson
 from trimtab.runs.provenance import duration
-from trimtab.trainer.config import Config
-from trimtab.trainer.observer import Moment, Observer
+from trimtab.safe_text import clean
 
 if TYPE_CHECKING:
     from trimtab.runs.summary import RunSummary
+    from trimtab.trainer.config import Config
+    from trimtab.trainer.observer import Moment, Observer
+
+PACE_SECONDS = 3600.0  # the remaining time follows the pace of the last hour
+
+
+class PlainTextConsole(Console):
+    """A rich console that interprets nothing in a text: no markup, emoji codes or escape sequences."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Control segments are those of rich itself, which move the cursor of a live display.
+            yield segment if segment.control else Segment(clean(segment.text), segment.style)
+
+
+def progress_bar(console: PlainTextConsole) -> Progress:
+    """Returns a bar with the share that is done and the remaining time; it is only drawn on a terminal."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    is_hidden = not console.is_terminal
+    return Progress(*columns, console=console, disable=is_hidden, transient=True, speed_estimate_period=PACE_SECONDS)
 
 
 @contextmanager
@@ -101,13 +127,11 @@ class RunsDisplay:
         self._advance(name, step / self._steps[name])
 
     def finished(self, name: str, result: RunSummary) -> None:
-        from trimtab.trainer.lab.recipe_comparison import summary_line
-
         self._advance(name, 1.0)
         del self._share[name]
         left = self._bar.tasks[0].time_remaining
         count = f"{len(self._steps) - len(self._share)}/{len(self._steps)}"
-        line = f"{count}  {name}  {summary_line(result)}  ({duration(result.seconds)})"
+        line = f"{count}  {name}  {_result_line(result)}  ({duration(result.seconds)})"
         self._print(line if left is None else f"{line}  about {duration(left)} left")
 
     def _advance(self, name: str, share: float) -> None:
@@ -116,6 +140,14 @@ class RunsDisplay:
 
     def _print(self, line: str) -> None:
         self._bar.console.print(line, soft_wrap=True)
+
+
+def _result_line(result: RunSummary) -> str:
+    """Returns a run's status, reward and accuracy as text."""
+    if result.status != "done":
+        return f"{result.status}: {result.error}"
+    reward = [] if result.reward is None else [f"reward {result.reward:.2f}"]
+    return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
 FIGURES = (

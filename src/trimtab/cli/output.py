@@ -1,7 +1,8 @@
-"""Output helpers of all commands: text, JSON, aligned pairs, and the default run directory of a recipe."""
+"""What commands share: options, output as text, JSON and aligned pairs, and the default run directory of a recipe."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from trimtab.errors import TrimtabError
 from trimtab.safe_text import UNPRINTABLE, clean
 
 
@@ -42,12 +45,32 @@ AllowCode = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths")
+
+
+class MultiValueCommand(TyperCommand):
+    """Accepts `--methods a b` for `--methods a --methods b`, for the options of `MULTI_VALUE_OPTIONS`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for option, word in itertools.pairwise([*args, "-"]):
+            # Without a value the defaults would apply.
+            if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
+                raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
+        expanded: list[str] = []
+        option = ""
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in MULTI_VALUE_OPTIONS else ""
+                expanded += [] if option else [word]
+            else:
+                expanded += [option, word] if option else [word]
+        return super().parse_args(ctx, expanded)
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text, which may contain that of others: control characters are escaped.
 
-    All text of the command line goes through here, `print_json` and the consoles of `trimtab.cli.console`.
+    All text of the command line goes through here, `print_json` and the consoles of `trimtab.cli.display`.
     """
     typer.echo(clean(text), err=err, nl=nl)
 

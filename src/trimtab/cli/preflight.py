@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.compare import MultiValueCommand
-from trimtab.cli.output import Json, Sets, echo, only_json, print_json
+from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError, require_extra
 from trimtab.safe_text import markdown_text
 
@@ -134,7 +133,7 @@ def _check_row(check: Check) -> tuple[str, str]:
 
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
-    from trimtab.cli.console import PlainTextConsole
+    from trimtab.cli.display import PlainTextConsole
     from trimtab.diagnosis.output.terminal import folded
     from trimtab.preflight.checklist import CHECKS
 
@@ -176,7 +175,7 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, str], No
     What is done next stands on standard error: in a bar on a terminal, else in lines, without the checks, whose own
     lines follow.
     """
-    from trimtab.cli.console import PlainTextConsole, progress_bar
+    from trimtab.cli.display import PlainTextConsole, progress_bar
     from trimtab.preflight.checklist import CHECKS
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:

@@ -11,7 +11,7 @@ from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
-BEST = "best.json"
+BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 
 

@@ -3,6 +3,11 @@
 One row per trajectory. The documented columns come first; the others hold the rest of a `trimtab.types.Trajectory`, so
 that reading returns bit for bit what was written. Tokens of observations have NaN log-probs and `EXTERNAL_VERSION`.
 `Problem.extra` is left out: the trajectory is scored, and its problem can be looked up in the task by `prompt_id`.
+
+Sampling masks and routed experts, which are large, are only in pending data. A sampling mask is the set of vocabulary
+ids that a token was sampled from: under top-p from one to thousands, ascending. Stored are the differences between
+consecutive ids of a response, split by byte position: most are small, and bytes of one position compress best
+(`benchmarks/sampling_masks.py` compares other forms).
 """
 
 from __future__ import annotations
@@ -20,11 +25,12 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.files import open_parquet
-from trimtab.runs import atomic, binary_columns
+from trimtab.runs import atomic
 from trimtab.types import (
     EXTERNAL_VERSION,
     Completion,
     FloatArray,
+    IntArray,
     Problem,
     Prompt,
     SamplingParams,
@@ -32,8 +38,9 @@ from trimtab.types import (
     Trajectory,
 )
 
-ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
+ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # of one column and in one row group
 
+MASK_SIZES, MASK_STEPS = "kept", "kept_steps"
 _DRIFT_COLUMNS = ("drift_mismatch", "drift_staleness")
 _SAMPLING_TYPE = pa.struct(
     [("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int64()), ("logprobs", pa.string())]
@@ -135,19 +142,31 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
         "limits": pa.array([_record(s, _LIMITS_TYPE) for s in samplings], _LIMITS_TYPE),
-        "kept": binary_columns.encode_masks(completions) if kept else None,
-        "routes": binary_columns.encode_experts(completions) if kept else None,
-        **(_top_columns(completions) if kept else {}),
+        **({**mask_columns(completions), **_expert_columns(completions), **_top_columns(completions)} if kept else {}),
     }
+    return encode_table({name: column for name, column in columns.items() if column is not None}, completions)
+
+
+def encode_table(columns: dict[str, pa.Array], completions: Sequence[Completion]) -> bytes:
+    """Returns columns of these completions as a parquet file."""
     buffer = io.BytesIO()
-    table = pa.table({name: column for name, column in columns.items() if column is not None})
-    pq.write_table(table, buffer, compression="zstd", row_group_size=_row_group_size(completions))
+    encoding = {f"{MASK_STEPS}.list.element": "BYTE_STREAM_SPLIT"} if MASK_STEPS in columns else None
+    pq.write_table(
+        pa.table(columns),
+        buffer,
+        compression="zstd",
+        row_group_size=_row_group_size(completions),
+        use_dictionary=encoding is None,  # a column has one or the other
+        column_encoding=encoding,
+    )
     return buffer.getvalue()
 
 
 def _row_group_size(completions: Sequence[Completion]) -> int:
-    """Returns the rows per row group: parquet limits a binary column of a group to 2 GiB, which experts and sampling
-    masks may exceed."""
+    """Returns the rows per row group, so that no column of a group is much larger than `ROW_GROUP_BYTES`.
+
+    Within a group readers count in 32 bits, and experts and sampling masks may exceed that.
+    """
     largest = ROW_GROUP_BYTES // ROW_GROUP_ROWS
     for completion in completions:
         routes, top, mask = completion.routed_experts, completion.top, completion.sampling_mask
@@ -160,7 +179,7 @@ def _decode(table: pa.Table, name: str) -> list[Row]:
     try:
         columns = {column: _values(table[column]) for column in table.column_names}
         return [_row(columns, index) for index in range(table.num_rows)]
-    except (pa.ArrowException, KeyError, ValueError) as error:
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
 
 
@@ -175,7 +194,8 @@ def _row(columns: dict[str, Any], index: int) -> Row:
     limits, external = value("limits"), bool(optional("off_policy"))
     sampled = value("policy_version") != EXTERNAL_VERSION
     ids, tokens = optional("top_ids"), len(value("response_ids"))
-    shape = (tokens, 0 if ids is None else len(ids) // max(1, tokens))
+    layers = value("route_layers") if "routes" in columns else None
+    top_shape = (tokens, 0 if ids is None else len(ids) // max(1, tokens))
     observed = "turn" in columns and not external and not sampled.all()
     completion = Completion(
         response_ids=value("response_ids"),
@@ -184,10 +204,10 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         finish_reason=value("finish"),
         text=value("text"),
         entropy=None if external else optional("entropy"),
-        sampling_mask=binary_columns.decode_mask(optional("kept")),
-        routed_experts=binary_columns.decode_experts(optional("routes")),
+        sampling_mask=_mask(optional(MASK_SIZES), optional(MASK_STEPS)),
+        routed_experts=value("routes").reshape(-1, layers, value("route_experts")) if layers is not None else None,
         loss_mask=sampled if observed else None,
-        top=None if ids is None else TopTokens(ids.reshape(shape), optional("top_logps").reshape(shape)),
+        top=None if ids is None else TopTokens(ids.reshape(top_shape), optional("top_logps").reshape(top_shape)),
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
@@ -221,6 +241,47 @@ def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
         np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
         for trajectory, entropy in zip(trajectories, entropies, strict=True)
     ]
+
+
+def mask_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
+    """Returns the columns of sampling masks: the number of ids of each token, and the differences of consecutive ids.
+
+    Empty if no completion has a mask. Raises `ValueError` if only some have one, or if one does not have as many sets
+    as tokens.
+    """
+    masks = [completion.sampling_mask for completion in completions]
+    if not masks or not _all_or_none("kept", masks):
+        return {}
+    sizes = [np.array([len(ids) for ids in mask or ()], np.int64) for mask in masks]
+    steps = [np.diff(np.concatenate([np.empty(0, np.int64), *(mask or ())]), prepend=0) for mask in masks]
+    lengths = [len(completion.response_ids) for completion in completions]
+    return {
+        MASK_SIZES: _token_column(MASK_SIZES, sizes, lengths, pa.int64()),
+        MASK_STEPS: _lists(steps, pa.int64(), large=True),
+    }
+
+
+def _mask(sizes: IntArray | None, steps: IntArray) -> tuple[IntArray, ...] | None:
+    """Returns the sets of one row. Raises `ValueError` if the number of ids does not match the sizes."""
+    if sizes is None:
+        return None
+    ends = np.cumsum(sizes)
+    if ends[-1:].sum() != len(steps):
+        raise ValueError(f"{MASK_STEPS} has {len(steps)} entries, {MASK_SIZES} says {ends[-1:].sum()}")
+    return tuple(np.split(np.cumsum(steps), ends[:-1])) if len(sizes) else ()
+
+
+def _expert_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
+    """Returns the columns of routed experts, row-major, with their shapes; null for a completion without any."""
+    routed = [completion.routed_experts for completion in completions]
+    if all(routes is None for routes in routed):
+        return {}
+    flat = [np.empty(0, np.int16) if routes is None else routes.reshape(-1) for routes in routed]
+    return {
+        "routes": _lists(flat, pa.int16(), large=True),
+        "route_layers": pa.array([None if routes is None else routes.shape[1] for routes in routed], pa.int32()),
+        "route_experts": pa.array([None if routes is None else routes.shape[2] for routes in routed], pa.int32()),
+    }
 
 
 def _top_columns(completions: Sequence[Completion]) -> dict[str, pa.Array | None]:
@@ -259,16 +320,18 @@ def _token_column(name: str, arrays: Sequence[Any], lengths: Sequence[int], kind
     return _lists(arrays, kind)
 
 
-def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
+def _lists(arrays: Sequence[Any], kind: pa.DataType, *, large: bool = False) -> pa.Array:
+    """Returns a column of lists; a `large` one may hold more than 2^31 values."""
     flat = np.concatenate([np.asarray(a, kind.to_pandas_dtype()) for a in arrays]) if arrays else []
     offsets = np.cumsum([0, *(len(a) for a in arrays)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind))
+    array, index = (pa.LargeListArray, pa.int64()) if large else (pa.ListArray, pa.int32())
+    return array.from_arrays(pa.array(offsets, index), pa.array(flat, kind))
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
     """Returns the values per row: numpy arrays for lists of numbers, Python objects otherwise."""
     array = column.combine_chunks()
-    if not pa.types.is_list(array.type):
+    if not pa.types.is_list(array.type) and not pa.types.is_large_list(array.type):
         return array.to_pylist()
     flat = array.values.to_numpy(zero_copy_only=False)
     return [flat[start:end].copy() for start, end in pairwise(array.offsets.to_numpy())]

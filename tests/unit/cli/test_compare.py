@@ -11,10 +11,10 @@ import pytest
 import typer
 from rich.progress import Progress
 
-from trimtab.cli.compare import MultiValueCommand, register
-from trimtab.cli.console import PACE_SECONDS, PlainTextConsole
-from trimtab.cli.display import RunsDisplay
+from trimtab.cli.compare import register
+from trimtab.cli.display import PACE_SECONDS, PlainTextConsole, RunsDisplay
 from trimtab.cli.main import run
+from trimtab.cli.output import MultiValueCommand
 from trimtab.runs.summary import RunSummary
 from trimtab.trainer.config import load_config
 from trimtab.trainer.lab import runner

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from trimtab.cli.console import PlainTextConsole, progress_bar
-from trimtab.cli.display import RunDisplay, closing_lines, figures
+from trimtab.cli.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
 from trimtab.trainer.config import load_config
 
 STEP: dict[str, float | str] = {

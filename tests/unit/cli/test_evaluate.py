@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import eval_sources, main
+from trimtab.cli import evaluate, main
 from trimtab.errors import TrimtabError
 from trimtab.trainer.evaluation import TaskSpec
 from trimtab.types import RewardSpec
 
 
 def specs(*named: str, sets: tuple[str, ...] = ()) -> list[TaskSpec]:
-    return [what.spec for what in eval_sources.tasks_of(named, sets, [])]
+    return [what.spec for what in evaluate.tasks_of(named, sets, [])]
 
 
 def write_run(folder: Path, text: str) -> Path:
@@ -59,7 +59,7 @@ def test_several_tasks_and_set_for_a_single_one() -> None:
 def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[task]\nname = "sort"\n[engine]\ndtype = "float32"\n[[reward]]\nname = "exact"\nweight = 2.0\n')
-    [what] = eval_sources.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
+    [what] = evaluate.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
     assert what.spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
     assert what.dtype == "float32"
 
@@ -81,54 +81,52 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
 )
 def test_errors_name_the_wrong_word(named: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(TrimtabError) as caught:
-        eval_sources.tasks_of(named, [], [eval_sources.source("some-model", "last")])
+        evaluate.tasks_of(named, [], [evaluate.source("some-model", "last")])
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_names_of_runs_checkpoints_and_models(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "seed = 0\n")
-    assert (eval_sources.source(f"{run}/", "last").run, eval_sources.source(str(run), "best").label) == (
+    assert (evaluate.source(f"{run}/", "last").run, evaluate.source(str(run), "best").label) == (
         run,
         f"{run} (best)",
     )
-    step = eval_sources.source(f"{run}/checkpoints/step-000010/", "best")
+    step = evaluate.source(f"{run}/checkpoints/step-000010/", "best")
     assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
     for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):
-        assert eval_sources.source(name, "best") == eval_sources.ModelChoice(name, None, "best")
+        assert evaluate.source(name, "best") == evaluate.ModelChoice(name, None, "best")
 
 
 def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     sort = '[task]\nname = "sort"\n[engine]\ndtype = "{}"\n'
     names = [write_run(tmp_path / name, sort.format(dtype)) for name, dtype in (("a", "float32"), ("b", "float32"))]
-    runs = [eval_sources.source(str(name), "last") for name in names]
-    whats = eval_sources.tasks_of([], [], runs)
+    runs = [evaluate.source(str(name), "last") for name in names]
+    whats = evaluate.tasks_of([], [], runs)
     assert [what.spec.name for what in whats] == ["sort"]
-    assert eval_sources.dtype_of(None, runs, whats) == "float32"
-    assert eval_sources.dtype_of("bfloat16", runs, whats) == "bfloat16"
-    named = eval_sources.tasks_of(["arithmetic"], [], runs)
-    assert eval_sources.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
-    assert eval_sources.dtype_of(None, [eval_sources.source("laboratory", "last")], named) == "bfloat16"
+    assert evaluate.dtype_of(None, runs, whats) == "float32"
+    assert evaluate.dtype_of("bfloat16", runs, whats) == "bfloat16"
+    named = evaluate.tasks_of(["arithmetic"], [], runs)
+    assert evaluate.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
+    assert evaluate.dtype_of(None, [evaluate.source("laboratory", "last")], named) == "bfloat16"
 
-    other = eval_sources.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
+    other = evaluate.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
     with pytest.raises(TrimtabError, match=rf"different tasks, .*environments .*--task {tmp_path}/a/config.toml"):
-        eval_sources.tasks_of([], [], [*runs, other])
+        evaluate.tasks_of([], [], [*runs, other])
     with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
-        eval_sources.dtype_of(None, [*runs, other], whats)
+        evaluate.dtype_of(None, [*runs, other], whats)
     with pytest.raises(TrimtabError, match="--task is missing"):
-        eval_sources.tasks_of([], [], [*runs, eval_sources.source("laboratory", "last")])
+        evaluate.tasks_of([], [], [*runs, evaluate.source("laboratory", "last")])
 
 
 def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> None:
     tools = '[task]\nname = "swap-sort"\n[environment]\nname = "swap"\n[sampling]\nmax_tokens = 40\n'
-    runs = [
-        eval_sources.source(str(write_run(tmp_path / name, text)), "last") for name, text in (("a", tools), ("b", ""))
-    ]
-    [note] = eval_sources.notes_on_tools(runs, eval_sources.tasks_of(["swap-sort"], [], runs))
+    runs = [evaluate.source(str(write_run(tmp_path / name, text)), "last") for name, text in (("a", tools), ("b", ""))]
+    [note] = evaluate.notes_on_tools(runs, evaluate.tasks_of(["swap-sort"], [], runs))
     assert note.startswith(f"{tmp_path}/a was trained with the tools of environment 'swap'")
     assert note.endswith(f"--task {tmp_path}/a/config.toml measures with them")
     own = f"{tmp_path}/a/config.toml"
-    assert eval_sources.notes_on_tools(runs, eval_sources.tasks_of([own], [], runs)) == []
-    [note] = eval_sources.notes_on_tools(runs, eval_sources.tasks_of([own, "sort"], [], runs))
+    assert evaluate.notes_on_tools(runs, evaluate.tasks_of([own], [], runs)) == []
+    [note] = evaluate.notes_on_tools(runs, evaluate.tasks_of([own, "sort"], [], runs))
     assert note.endswith("is measured without them on sort")
 
 

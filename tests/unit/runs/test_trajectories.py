@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -200,22 +201,16 @@ def test_both_parts_of_a_drift_are_columns_of_their_own(tmp_path: Path) -> None:
         trajectories.write(tmp_path / "b.parquet", [row(), drifted], 1)
 
 
-@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "advantage", "proximal_version"])
-def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "logp_perturbed", "advantage", "proximal_version"])
+def test_half_a_column_and_a_list_of_another_length_are_refused(tmp_path: Path, name: str) -> None:
+    whole = row(logp_perturbed=floats(0, 0, 0))
     with pytest.raises(ValueError, match=f"{name}: 1 of 2 rows have it"):
-        trajectories.write(tmp_path / "a.parquet", [row(), row(**{name: None})], 1)
+        trajectories.write(tmp_path / "a.parquet", [whole, dataclasses.replace(whole, **{name: None})], 1)
+    if name.startswith("logp"):
+        short = dataclasses.replace(whole, **{name: floats(0, 0)})
+        with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
+            trajectories.write(tmp_path / "a.parquet", [whole, short], 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_half_a_column_of_perturbed_log_probs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="logp_perturbed: 1 of 2 rows have it"):
-        trajectories.write(tmp_path / "a.parquet", [row(logp_perturbed=floats(0, 0, 0)), row()], 1)
-
-
-@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "logp_perturbed"])
-def test_every_list_has_the_length_of_the_response(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
-        trajectories.write(tmp_path / "a.parquet", [row(**{name: floats(0, 0, 0)}), row(**{name: floats(0, 0)})], 1)
 
 
 def test_lengths_inside_the_trajectory_are_checked_too() -> None:
@@ -328,6 +323,22 @@ def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: py
     for result, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):
         assert result.completion.routed_experts is not None
         np.testing.assert_array_equal(result.completion.routed_experts, given_.completion.routed_experts)
+
+
+def test_sampling_masks_take_few_bytes_are_in_all_rows_or_none_and_as_long_as_they_say() -> None:
+    drawn = np.random.default_rng(0)
+    sets = tuple(np.sort(drawn.choice(50_000, 200, replace=False)) for _ in range(3))
+    one = row().trajectory
+    masked = dataclasses.replace(one, completion=dataclasses.replace(one.completion, sampling_mask=sets))
+    data = trajectories.to_bytes([masked])
+    assert (len(data) - len(trajectories.to_bytes([one]))) / 600 < 3  # 1.4, and 2 for the two columns; int64 has 8
+    with pytest.raises(ValueError, match="kept: 1 of 2 rows have it"):
+        trajectories.to_bytes([masked, one])
+    table = pq.read_table(pa.BufferReader(data))
+    damaged = io.BytesIO()
+    pq.write_table(table.set_column(table.column_names.index("kept"), "kept", [[[200, 200, 199]]]), damaged)
+    with pytest.raises(TrimtabError, match="600 entries"):
+        trajectories.from_bytes(damaged.getvalue())
 
 
 def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:

@@ -1,20 +1,11 @@
-"""Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks."""
+"""Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks.
 
-from trimtab.trainer.evaluation.eval_result import EvalResult, ProblemResult, pass_at_k
-from trimtab.trainer.evaluation.eval_tables import Results
+`suite` measures models on tasks, `evaluator` one model on one task, which training does too; `eval_results` has the
+numbers and tables, `result_store` the files from which an interrupted evaluation continues.
+"""
+
+from trimtab.trainer.evaluation.eval_results import EvalResult, Results, pass_at_k
 from trimtab.trainer.evaluation.evaluator import evaluate
-from trimtab.trainer.evaluation.settings import ModelSpec, Settings, TaskSpec
-from trimtab.trainer.evaluation.suite import compare, run
+from trimtab.trainer.evaluation.suite import ModelSpec, Settings, TaskSpec, compare
 
-__all__ = [
-    "EvalResult",
-    "ModelSpec",
-    "ProblemResult",
-    "Results",
-    "Settings",
-    "TaskSpec",
-    "compare",
-    "evaluate",
-    "pass_at_k",
-    "run",
-]
+__all__ = ["EvalResult", "ModelSpec", "Results", "Settings", "TaskSpec", "compare", "evaluate", "pass_at_k"]

@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
-from trimtab.trainer.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
+from trimtab.trainer.evaluation.eval_results import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
 from trimtab.trainer.evaluation.result_store import PartFile
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.prefixes import prefix_tokens

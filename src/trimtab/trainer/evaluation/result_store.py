@@ -23,7 +23,7 @@ from trimtab.errors import TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.dotted_keys import differences
-from trimtab.trainer.evaluation.eval_result import BatchCounts
+from trimtab.trainer.evaluation.eval_results import BatchCounts
 
 SETTINGS, PARTS = "settings.json", "parts"
 FORMAT = 1

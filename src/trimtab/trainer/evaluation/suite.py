@@ -4,25 +4,89 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
-from trimtab.trainer.evaluation.eval_result import EvalResult
-from trimtab.trainer.evaluation.eval_tables import Results
+from trimtab.trainer.evaluation.eval_results import EvalResult, Results
 from trimtab.trainer.evaluation.evaluator import Relay, evaluate, require_problems
 from trimtab.trainer.evaluation.result_store import PartFile, results_folder
-from trimtab.trainer.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.environment_section import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
+
+DTYPES = ("bfloat16", "float32")
+Mode = Literal["greedy", "sampled", "relay"]
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task with its options; `reward` and `max_tokens` replace the task's own, `environment` is of its episodes."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reward: Sequence[RewardSpec] = ()
+    max_tokens: int | None = None
+    environment: EnvironmentSpec | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's name in tables, and a context manager that gives the folder or name for `models.load`."""
+
+    label: str
+    folder: Callable[[], AbstractContextManager[str]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an evaluation."""
+
+    samples: int = 1  # responses to each problem
+    greedy: bool = False  # measure one greedy response as well
+    temperature: float | None = None  # default: greedy for one sample, 1 for several
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    problems: int | None = None  # limits each task to its first test problems
+    seed: int = 0
+    dtype: str = "bfloat16"  # of the engine's weights
+    relay_ratio: float = 0.5  # share of its response that a relay model keeps
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise TrimtabError(f"unknown dtype {self.dtype!r}: use 'bfloat16' or 'float32'")
+        if not 0 < self.top_p <= 1:
+            raise TrimtabError(f"top_p = {self.top_p:g}: it must be above 0 and at most 1")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise TrimtabError(f"temperature = {self.temperature:g}: it must be a number of at least 0")
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature of the samples."""
+        return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
+
+    def modes(self, relay: bool) -> tuple[Mode, ...]:
+        """Returns what is measured of every model and task.
+
+        Raises `TrimtabError` for a relay of single or greedy responses.
+        """
+        if relay and (self.samples == 1 or self.sampling_temperature == 0):
+            raise TrimtabError("a relay is compared over several sampled responses: set samples to 2 or more")
+        if self.sampling_temperature == 0 and self.samples > 1:
+            raise TrimtabError(
+                f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
+            )
+        if self.sampling_temperature == 0:
+            return ("greedy",)
+        return (*(("greedy",) if self.greedy else ()), "sampled", *(("relay",) if relay else ()))
 
 
 @dataclass(frozen=True)
@@ -50,7 +114,7 @@ class _Sampler:
 
 def compare(
     models: Sequence[ModelSpec | str],
-    specs: Sequence[TaskSpec],
+    specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
     relay: ModelSpec | None = None,
@@ -62,6 +126,7 @@ def compare(
 
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
+        specs: names of tasks or `TaskSpec`s.
         relay: begins the responses of a further measurement of each model (see `Relay`).
         out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
@@ -71,12 +136,15 @@ def compare(
         TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
     """
     modes = settings.modes(relay is not None)
-    model_specs = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
+    model_specs = [
+        ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
+    ]
+    task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
     shown_settings = {**asdict(settings), "temperature": settings.sampling_temperature}
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
-        prepared_tasks = _prepare_tasks(specs, settings, stack)  # before torch is imported: rewards fork
+        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
         if out is not None:
             # A greedy or relay column may be added later.
             shared = {key: value for key, value in shown_settings.items() if key not in ("greedy", "relay_ratio")}
@@ -107,34 +175,6 @@ def compare(
             atomic.write_text(out / "results.json", text + "\n")
             atomic.write_text(out / "results.md", results.markdown())
     return results
-
-
-def run(
-    model: str,
-    task: str,
-    *,
-    options: Mapping[str, Any] | None = None,
-    reward: Sequence[RewardSpec] = (),
-    problems: int | None = None,
-    samples: int = 1,
-    temperature: float | None = None,
-    top_p: float = 1.0,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    dtype: str = "bfloat16",
-    progress: Callable[[int, int], None] | None = None,
-) -> EvalResult:
-    """Evaluates a model (bundled name, folder or HF id) on a task's test split with the embedded engine.
-
-    `reward` defaults to the task's own; `progress(done, all)` is called with numbers of problems; the others are those
-    of `Settings`.
-    """
-    settings = Settings(
-        samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens, problems=problems, seed=seed, dtype=dtype
-    )
-    on_batch = None if progress is None else lambda _name, done, count: progress(done, count)
-    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=on_batch).measured.values()
-    return result
 
 
 def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.runs.binary_columns import stored_bytes
 from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
@@ -93,6 +92,13 @@ class RoutingReplay(Feature):
         if any(trajectory.completion.routed_experts is not None for trajectory in record.trajectories):
             metrics["routing/bytes"] = stored_bytes(record.trajectories)
         return metrics
+
+
+def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
+    """Returns the bytes of the routed experts: one for each where all indices of a response fit, else two."""
+    routed = [experts for one in trajectories if (experts := one.completion.routed_experts) is not None]
+    # Seen as unsigned, a negative index is a large one.
+    return sum(routes.size * (1 if routes.view(np.uint16).max(initial=0) < 256 else 2) for routes in routed)
 
 
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:

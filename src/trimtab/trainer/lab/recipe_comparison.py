@@ -9,7 +9,6 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.runs.summary import RunSummary
 from trimtab.trainer.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun
@@ -50,14 +49,6 @@ def run_recipe_comparison(
     metrics = {run.name: read_metrics(out / run.name / METRICS)[-1] for run in plan.runs}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
     return RecipeComparison(runs, metrics)
-
-
-def summary_line(result: RunSummary) -> str:
-    """Returns a run's status, reward and accuracy as text."""
-    if result.status != "done":
-        return f"{result.status}: {result.error}"
-    reward = [] if result.reward is None else [f"reward {result.reward:.2f}"]
-    return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
 def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:

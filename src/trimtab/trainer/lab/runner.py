@@ -1,29 +1,36 @@
 """Trains many recipes in worker processes and resumes interrupted ones.
 
 Workers are separate processes, since threads and global state of torch must not be shared; each trains several runs in
-turn. A run is finished if its directory contains a result; a later start checks nothing else.
+turn. A run is finished if its directory contains a result (`result.json`); a later start checks nothing else but that
+the settings are the same. `results.parquet` is the table of all results.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from trimtab.errors import Stopped
+from trimtab.errors import Stopped, TrimtabError
+from trimtab.files import parse_json, parse_toml, regular_file
 from trimtab.runs import atomic, provenance
-from trimtab.runs.summary import RunSummary
-from trimtab.trainer.config import Config
-from trimtab.trainer.lab import results
-from trimtab.trainer.lab.experiment import ExperimentPlan
+from trimtab.runs.dotted_keys import differences
+from trimtab.runs.layout import CONFIG, RESULT
+from trimtab.runs.summary import RunSummary, write_table
+from trimtab.trainer.config import Config, parse_config
+from trimtab.trainer.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun
 from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.stop import Stop
 
 POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
+REFUSED = "refused"
+FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
 
 class ExperimentObserver(Protocol):
@@ -49,7 +56,7 @@ def run_experiment(
     """Trains all runs of the plan and returns the results by name; updates `out/results.parquet` after every run."""
     cells = {run.name: run.config for run in plan.runs}
     with atomic.locked(out, "comparison"):
-        save = partial(results.write_results, out, plan)
+        save = partial(write_results, out, plan)
         return run_cells(cells, workers=workers, observer=observer, keep=keep, save=save)
 
 
@@ -70,7 +77,7 @@ def run_cells(
         TrimtabError: the directory of a run holds one with other settings; nothing was trained.
         Stopped: by Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
     """
-    finished = {name: result for name, config in cells.items() if (result := results.read(config)) is not None}
+    finished = {name: result for name, config in cells.items() if (result := read_result(config)) is not None}
     save(finished)
     observer = observer or _Silent()
     observer.planned(cells, finished)
@@ -172,3 +179,71 @@ def cost(config: Config) -> float:
         + EVALUATION_COST * evaluations * config.eval.problems / 128
         + responses * (SAMPLING_COST + TRAINING_COST * trainer.epochs)
     )
+
+
+def read_result(config: Config) -> RunSummary | None:
+    """Reads the summary of a finished run; None if it is not finished or failed, so that it is trained again.
+
+    Raises `TrimtabError` if the directory holds a run with other settings, naming the first that differs.
+    """
+    folder = Path(str(config.out))
+    _check_settings(folder, config)
+    file = folder / RESULT
+    try:
+        data = parse_json(regular_file(file).read_text())
+        if not isinstance(data, dict) or set(data) != {field.name for field in fields(RunSummary)}:
+            raise ValueError("it is not a result of this version")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
+    data |= {key: tuple(data[key]) for key in ("curve", "curve_steps")}
+    return None if data["status"] == "failed" else RunSummary(**data)
+
+
+def _check_settings(folder: Path, config: Config) -> None:
+    file = folder / CONFIG
+    if not file.is_file():
+        return
+    try:
+        saved = parse_config(parse_toml(file.read_text()), str(file))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
+    for key, old, new in differences(saved.model_dump(mode="json"), config.model_dump(mode="json")):
+        # The run adds the equation of an objective that is a user function.
+        if key not in FREE_TO_CHANGE and not (key == "objective.equation" and new is None):
+            raise TrimtabError(
+                f"{folder} was trained with {key} = {old}, now it is {new}: "
+                "give the same settings to continue, or choose another --out"
+            )
+
+
+def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
+    """Replaces `results.parquet` atomically and returns its path. Runs without a result have no row.
+
+    The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
+    seed, the reason in `error`).
+    """
+    rows = [
+        {
+            **_cell(run),
+            "seed": run.seed,
+            "run": run.name,
+            "planned_steps": run.config.trainer.steps,
+            **asdict(results[run.name]),
+        }
+        for run in plan.runs
+        if run.name in results
+    ]
+    rows += [{**_cell(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
+    return write_table(folder, rows)
+
+
+def _cell(item: PlannedRun | SkippedRun) -> dict[str, Any]:
+    return {
+        "method": item.method.spec,
+        "objective": item.method.objective,
+        "keywords": " ".join(item.method.overrides),
+        "regime": item.regime.name,
+        "regime_description": item.regime.description,
+    }

@@ -5,24 +5,24 @@ It exits with its parent: an unfinished run is left for the next start.
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import CONFIG, METRICS, MODEL
+from trimtab.runs.layout import CONFIG, METRICS, MODEL, RESULT
 from trimtab.runs.reader import Run
 from trimtab.runs.summary import RunSummary, Status, summarize
 from trimtab.trainer.config import Config
-from trimtab.trainer.lab.results import write
 from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.processes import Message, Parent
 from trimtab.trainer.run import train
@@ -89,7 +89,8 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG).exists():  # removed by a run that ended before its first step
         atomic.write_text(folder / CONFIG, config.dump())
-    write(folder, result)
+    # Its presence marks the run as finished.
+    atomic.write_text(folder / RESULT, json.dumps(asdict(result), allow_nan=False) + "\n")
     return result
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.unit.trainer.tasks.test_file import jsonl
 
-from trimtab.cli import eval_sources
+from trimtab.cli import evaluate
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.config import load_config
@@ -84,7 +84,7 @@ def test_the_table_is_complete() -> None:
 
 def on_the_command_line(options: str, path: Path) -> tasks.Task:
     """As `trimtab eval --task file:path=...,OPTIONS` builds it."""
-    [what] = eval_sources.tasks_of([f"file:path={path},holdout=1,{options}"], [], [])
+    [what] = evaluate.tasks_of([f"file:path={path},holdout=1,{options}"], [], [])
     return tasks.build(what.spec.name, **what.spec.options)
 
 

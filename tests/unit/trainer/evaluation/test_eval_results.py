@@ -1,15 +1,84 @@
-"""Tables of several models and tasks, by hand."""
+"""pass@k against enumeration; results of several models and tasks, by hand."""
 
 import json
+import math
 from dataclasses import replace
+from itertools import combinations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
-from tests.unit.trainer.evaluation.test_eval_result import result
 
 from trimtab.errors import TrimtabError
+from trimtab.intervals import wilson
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
-from trimtab.trainer.evaluation import Results, Settings
+from trimtab.trainer.evaluation import Results, Settings, pass_at_k
+from trimtab.trainer.evaluation.eval_results import BatchCounts, EvalResult, ProblemResult
+
+
+def result(counts, seed=0, task="t"):
+    """An evaluation with these (correct, scored) counts."""
+    problems = tuple(ProblemResult(f"p{i}", n, c, c / n) for i, (c, n) in enumerate(counts))
+    part = BatchCounts(problems, sum(n for _, n in counts), 0, 0, 0, 0, (), 0.0)
+    most = max(n for _, n in counts)
+    return EvalResult.of([part], task=task, samples=most, temperature=1.0, seed=seed, prompt="plain")
+
+
+def brute(n, c, k):
+    """The share of k-subsets of n samples, c of them right, that hold a right one."""
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    return sum(map(any, subsets)) / len(subsets)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_hit(case):
+    n, c, k = case
+    assert pass_at_k(n, c, k) == pytest.approx(brute(n, c, k), abs=1e-12)
+
+
+@given(
+    st.integers(1, 8).flatmap(
+        lambda n: st.tuples(st.just(n), st.integers(1, n), st.lists(st.integers(0, n), min_size=1, max_size=6))
+    )
+)
+def test_a_result_averages_enumerated_subsets_over_problems(case):
+    n, k, correct = case
+    actual = result([(c, n) for c in correct])
+    passes = actual.passes(range(1, n + 1))
+    enumerated = sum(brute(n, c, k) for c in correct) / len(correct)
+    assert passes.mean(axis=0)[k - 1] == pytest.approx(enumerated, abs=1e-12)
+    assert passes.mean(axis=0)[0] == pytest.approx(actual.accuracy)
+    assert np.all(np.diff(passes, axis=1) >= 0), "more tries never hurt"
+
+
+def test_hand_numbers_and_large_counts():
+    assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(5, 4, 2) == 1.0
+    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
+    assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5)
+    assert pass_at_k(10**9, 1, 10**8) == pytest.approx(0.1)
+    assert pass_at_k(10**9, 10**8, 10**8) == 1.0
+    # Each of 20,000 draws misses 20,000 of 10^9 with a chance of about e^(-2e-5): e^-.4 in all.
+    assert pass_at_k(10**9, 20_000, 20_000) == pytest.approx(1 - math.exp(-0.4), abs=1e-4)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)])
+def test_undefined_cases_are_errors(n, c, k):
+    with pytest.raises(TrimtabError, match="pass@"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_has_an_interval_for_every_k():
+    """Eight samples: pass@8 is yes or no, one observation a problem; pass@1 is the accuracy."""
+    actual = result([(0, 8), (1, 8), (2, 8), (8, 8)])
+    assert tuple(actual.pass_estimates) == (1, 2, 4, 8)
+    assert actual.pass_estimates[1] == actual.accuracy_estimate
+    assert actual.pass_estimates[8] == pytest.approx((0.75, *wilson(0.75, 4)))
+    assert result([(8, 8)] * 5).pass_estimates[2] == pytest.approx((1.0, *wilson(1.0, 5)))
+
 
 SETTINGS = {"samples": 4, "seed": 0, "relay_ratio": 0.5}
 FOUND = {
@@ -136,6 +205,14 @@ def test_problems_scored_on_neither_side_have_no_difference():
     actual = Results(("m",), ("t",), SETTINGS, {("m", "t", "sampled"): alone, ("m", "t", "relay"): other}, relay="old")
     with pytest.raises(TrimtabError, match="no problem was scored both with the relay and without"):
         actual.gains("m")
+
+
+def test_a_result_as_plain_data():
+    data = json.loads(json.dumps(FOUND["b", "easy", "sampled"].as_dict()))
+    assert data["accuracy_low"] <= data["accuracy"] == 0.5 <= data["accuracy_high"]
+    assert data["pass"]["2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert data["pass_low"]["4"] <= data["pass"]["4"] <= data["pass_high"]["4"]
+    assert data["counts"] == [["p0", 3, 4], ["p1", 1, 4]]
 
 
 def test_json_and_terminal_show_the_same_numbers(relayed):

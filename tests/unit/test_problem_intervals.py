@@ -1,69 +1,13 @@
-"""pass@k against enumeration; intervals against published ones, and how often they hold the truth."""
+"""Intervals over problems against published ones, and how often they hold the truth."""
 
 import math
-from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval, student_quantile, wilson
-from trimtab.trainer.evaluation import pass_at_k
-from trimtab.trainer.evaluation.eval_result import BatchCounts, EvalResult, ProblemResult
-
-
-def result(counts, seed=0, task="t"):
-    """An evaluation with these (correct, scored) counts."""
-    problems = tuple(ProblemResult(f"p{i}", n, c, c / n) for i, (c, n) in enumerate(counts))
-    part = BatchCounts(problems, sum(n for _, n in counts), 0, 0, 0, 0, (), 0.0)
-    most = max(n for _, n in counts)
-    return EvalResult.of([part], task=task, samples=most, temperature=1.0, seed=seed, prompt="plain")
-
-
-def brute(n, c, k):
-    """The share of k-subsets of n samples, c of them right, that hold a right one."""
-    subsets = list(combinations([True] * c + [False] * (n - c), k))
-    return sum(map(any, subsets)) / len(subsets)
-
-
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_subsets_with_a_hit(case):
-    n, c, k = case
-    assert pass_at_k(n, c, k) == pytest.approx(brute(n, c, k), abs=1e-12)
-
-
-@given(
-    st.integers(1, 8).flatmap(
-        lambda n: st.tuples(st.just(n), st.integers(1, n), st.lists(st.integers(0, n), min_size=1, max_size=6))
-    )
-)
-def test_a_result_averages_enumerated_subsets_over_problems(case):
-    n, k, correct = case
-    actual = result([(c, n) for c in correct])
-    assert actual.pass_at(k) == pytest.approx(sum(brute(n, c, k) for c in correct) / len(correct), abs=1e-12)
-    assert actual.pass_at(1) == pytest.approx(actual.accuracy)
-    assert actual.pass_at(n) == pytest.approx(sum(c > 0 for c in correct) / len(correct))
-    assert np.all(np.diff(actual.passes(range(1, n + 1)), axis=1) >= 0), "more tries never hurt"
-
-
-def test_hand_numbers_and_large_counts():
-    assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
-    assert pass_at_k(5, 4, 2) == 1.0
-    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
-    assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5)
-    assert pass_at_k(10**9, 1, 10**8) == pytest.approx(0.1)
-    assert pass_at_k(10**9, 10**8, 10**8) == 1.0
-    # Each of 20,000 draws misses 20,000 of 10^9 with a chance of about e^(-2e-5): e^-.4 in all.
-    assert pass_at_k(10**9, 20_000, 20_000) == pytest.approx(1 - math.exp(-0.4), abs=1e-4)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)])
-def test_undefined_cases_are_errors(n, c, k):
-    with pytest.raises(TrimtabError, match="pass@"):
-        pass_at_k(n, c, k)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +20,15 @@ def test_undefined_cases_are_errors(n, c, k):
     ],
 )
 def test_one_sample_a_problem_has_the_published_wilson_interval(right, count, low, high):
-    actual = result([(1, 1)] * right + [(0, 1)] * (count - right))
-    assert actual.accuracy == pytest.approx(right / count)
-    assert actual.interval == pytest.approx((low, high), abs=6e-5)  # four printed decimals
+    actual = problem_interval([1] * right + [0] * (count - right), count)
+    assert actual == pytest.approx((right / count, low, high), abs=6e-5)  # four printed decimals
 
 
 def test_all_wrong_and_all_right_are_not_certain():
     z2 = 1.959964**2
-    assert result([(0, 1)] * 4).interval == pytest.approx((0.0, z2 / (4 + z2)))  # [0, .490]
-    assert result([(1, 1)] * 16).interval == pytest.approx((16 / (16 + z2), 1.0))  # [.806, 1]
-    assert result([(8, 8)] * 16).interval == result([(1, 1)] * 16).interval, "samples of one problem may all be alike"
+    assert problem_interval([0] * 4, 4) == pytest.approx((0.0, 0.0, z2 / (4 + z2)))  # [0, .490]
+    assert problem_interval([1] * 16, 16) == pytest.approx((1.0, 16 / (16 + z2), 1.0))  # [.806, 1]
+    assert problem_interval([1] * 16, 128) == problem_interval([1] * 16, 16), "samples of a problem may all be alike"
 
 
 def test_two_proportions_have_the_published_interval():
@@ -206,15 +149,6 @@ def test_equal_counts_have_an_interval_of_some_width():
     assert actual.value == 0
     assert -0.6 < actual.low < -0.2
     assert actual.high == pytest.approx(-actual.low)
-
-
-def test_pass_at_k_has_an_interval_for_every_k():
-    """Eight samples: pass@8 is yes or no, one observation a problem; pass@1 is the accuracy."""
-    actual = result([(0, 8), (1, 8), (2, 8), (8, 8)])
-    assert tuple(actual.pass_estimates) == (1, 2, 4, 8)
-    assert actual.pass_estimates[1] == actual.accuracy_estimate
-    assert actual.pass_estimates[8] == pytest.approx((0.75, *wilson(0.75, 4)))
-    assert result([(8, 8)] * 5).pass_estimates[2] == pytest.approx((1.0, *wilson(1.0, 5)))
 
 
 def test_the_macro_mean_weighs_tasks_not_problems():

@@ -1,20 +1,191 @@
-"""Result tables: a row per model, a column per task, and the macro average."""
+"""Results of an evaluation: of one model on one task, and of several on several as JSON and tables."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trimtab.errors import TrimtabError
-from trimtab.intervals import Interval, macro_average, paired_difference
+from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval
 from trimtab.safe_text import markdown_text
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
-from trimtab.trainer.evaluation.eval_result import EvalResult
 
+ERRORS_KEPT = 5
 AVERAGE = "average"
 NOTE = "percent, with 95% intervals over problems"
+
+
+@lru_cache(maxsize=1 << 16)
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from n samples of which c are (Chen et al. 2021).
+
+    1 - C(n-c, k) / C(n, k), by min(c, k) factors of which those after the smallest share are not needed. Raises
+    `TrimtabError` unless 0 <= c <= n and 1 <= k <= n: for k > n it is undefined.
+    """
+    if not 0 <= c <= n:
+        raise TrimtabError(f"pass@k: {c} correct of {n} samples is impossible")
+    if not 1 <= k <= n:
+        raise TrimtabError(
+            f"pass@{k} needs at least {k} samples per problem and k >= 1, there are {n}; draw more samples"
+        )
+    missed = 1.0
+    for drawn in range(min(c, k)):
+        missed *= max(0, n - max(c, k) - drawn) / (n - drawn)
+        if missed < sys.float_info.epsilon / 4:
+            break
+    return 1.0 - missed
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """The result of one problem: number of scored samples, number of correct ones among them, and mean reward."""
+
+    id: str
+    scored: int
+    correct: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """The counts of one batch of problems. Its samples themselves are not kept."""
+
+    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
+    answers: int  # samples
+    cut: int  # samples that ended at the length limit
+    tokens: int  # response tokens of all samples
+    prefix: int  # those of them that another model wrote
+    failures: int  # samples whose reward failed
+    errors: tuple[str, ...]
+    seconds: float
+    # Problems whose prompt did not fit: in `problems` with every sample wrong, and in no other count. Files of older
+    # versions do not have it: such a prompt was an error.
+    too_long: int = 0
+    episodes: EpisodeCounts | None = None  # None without an environment
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of one model on one task. Accuracy is the mean over problems of correct / scored (avg@n)."""
+
+    task: str
+    samples: int
+    temperature: float
+    seed: int
+    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
+    failures: int  # samples whose reward failed, failed episodes included: they are in no other number
+    errors: tuple[str, ...]
+    truncated: float  # share of samples cut by the length limit
+    tokens: float  # mean number of response tokens
+    prefix: float  # mean number of those that a relay model wrote
+    seconds: float
+    too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
+    prompt: str  # its style
+    episodes: EpisodeCounts | None = None  # None without an environment
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[BatchCounts], *, task: str, samples: int, temperature: float, seed: int, prompt: str
+    ) -> EvalResult:
+        """Returns the sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
+        problems = tuple(problem for part in parts for problem in part.problems)
+        errors = tuple(error for part in parts for error in part.errors)
+        if not problems:
+            raise TrimtabError(f"task {task!r}: not one sample could be scored; the first failure: {errors[0]}")
+        answers = sum(part.answers for part in parts)
+        episodes = [part.episodes for part in parts if part.episodes is not None]
+        return cls(
+            task=task,
+            samples=samples,
+            temperature=temperature,
+            seed=seed,
+            problems=problems,
+            failures=sum(part.failures for part in parts),
+            errors=errors[:ERRORS_KEPT],
+            truncated=sum(part.cut for part in parts) / answers,
+            tokens=sum(part.tokens for part in parts) / answers,
+            prefix=sum(part.prefix for part in parts) / answers,
+            seconds=sum(part.seconds for part in parts),
+            too_long=sum(part.too_long for part in parts),
+            prompt=prompt,
+            episodes=sum(episodes, EpisodeCounts()) if episodes else None,
+        )
+
+    @property
+    def accuracy(self) -> float:
+        return self.accuracy_estimate.value
+
+    @cached_property
+    def accuracy_estimate(self) -> Interval:
+        """The accuracy with its 95% confidence interval over problems drawn at random."""
+        return problem_interval([problem.correct / problem.scored for problem in self.problems], self.scored)
+
+    @property
+    def scored(self) -> int:
+        """Number of scored samples of all problems."""
+        return sum(problem.scored for problem in self.problems)
+
+    @property
+    def reward(self) -> float:
+        return sum(problem.reward for problem in self.problems) / len(self.problems)
+
+    def passes(self, ks: Sequence[int]) -> NDArray[np.float64]:
+        """Returns the unbiased pass@k, (problems, ks). Raises `TrimtabError` if a problem has fewer scored samples."""
+        short = next((problem for problem in self.problems if problem.scored < max(ks)), None)
+        if short is not None:
+            raise TrimtabError(
+                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or fix the reward"
+            )
+        return np.array([[pass_at_k(problem.scored, problem.correct, k) for k in ks] for problem in self.problems])
+
+    @property
+    def pass_ks(self) -> tuple[int, ...]:
+        """Powers of two up to the smallest number of scored samples; none for a single sample."""
+        most = min(problem.scored for problem in self.problems)
+        return tuple(1 << power for power in range(most.bit_length())) if most > 1 else ()
+
+    @cached_property
+    def pass_estimates(self) -> dict[int, Interval]:
+        """pass@k with its interval for every k of `pass_ks`."""
+        if not self.pass_ks:
+            return {}
+        columns = self.passes(self.pass_ks).T
+        return {k: problem_interval(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON types."""
+        accuracy, low, high = self.accuracy_estimate
+        passes = self.pass_estimates.items()
+        return {
+            "task": self.task,
+            "accuracy": accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "problems": len(self.problems),
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "prompt": self.prompt,
+            "too_long": self.too_long,
+            "pass": {str(k): estimate.value for k, estimate in passes},
+            "pass_low": {str(k): estimate.low for k, estimate in passes},
+            "pass_high": {str(k): estimate.high for k, estimate in passes},
+            "reward": self.reward,
+            "failures": self.failures,
+            "errors": list(self.errors),
+            "truncated": self.truncated,
+            "tokens": self.tokens,
+            "prefix": self.prefix,
+            "episodes": None if self.episodes is None else self.episodes.as_dict(),
+            "seconds": self.seconds,
+            "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
+        }
 
 
 @dataclass(frozen=True)
