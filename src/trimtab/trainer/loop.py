@@ -40,7 +40,8 @@ from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.observer import Moment, Observer
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.collector import Collector, RolloutStats
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics

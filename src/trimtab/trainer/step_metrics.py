@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.trainer.rollout.collector import RolloutStats
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
