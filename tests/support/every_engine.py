@@ -101,7 +101,7 @@ def ray_actor(folder: Path) -> Iterator[Subject]:
     from tests.support.ray_support import local_cluster  # before Ray, which reads its settings when it is imported
 
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
-    from trimtab.trainer.cluster.placement_group import connect, reserve_slots
+    from trimtab.trainer.cluster.actors import connect, reserve_slots
     from trimtab.trainer.cluster.ray_transport import build_engines
 
     save_model_files(policy(), tokenizer(), folder / "model")

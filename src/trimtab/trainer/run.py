@@ -40,7 +40,7 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
-from trimtab.trainer.rollout.episodes import EpisodeResponses, environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
 from trimtab.trainer.rollout.prefixes import PrefixedResponses, build_rule
 from trimtab.trainer.rollout.prompts import PromptStream, Survey, smallest_context
 from trimtab.trainer.rollout.response_source import ResponseSource

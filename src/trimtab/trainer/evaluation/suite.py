@@ -21,7 +21,7 @@ from trimtab.trainer.evaluation.evaluator import Relay, evaluate, require_proble
 from trimtab.trainer.evaluation.result_store import PartFile, results_folder
 from trimtab.trainer.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout.episodes import refuse_unused_rewards
+from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 

@@ -11,7 +11,7 @@ from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.runs.summary import RunSummary
 from trimtab.trainer.config import REQUIRED_SECTIONS, Config, parse_config
-from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
+from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.trainer.lab.regimes import Regime
 from trimtab.trainer.lab.runner import ExperimentObserver, run_experiment

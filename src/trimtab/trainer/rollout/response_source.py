@@ -1,7 +1,7 @@
 """How the responses to a request are made: `ResponseSource`, which samples each as a whole.
 
 Its subclasses are other ways, a file each: `prefixes.py` (older policies begin them), `demonstrations.py` (external
-traces among them), `episodes.py` (tools answer between their turns). `Collector` knows none of them.
+traces among them), `episode_responses.py` (tools answer between their turns). `Collector` knows none of them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.config import load_config
-from trimtab.trainer.config.trainer_section import TrainerConfig
+from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.trainer.environments.formats import Tag
@@ -24,9 +24,9 @@ from trimtab.trainer.rollout import async_source, engine_thread
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.episodes import EpisodeResponses
-from trimtab.trainer.rollout.response_source import ResponseSource
+from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.response_source import ResponseSource
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams

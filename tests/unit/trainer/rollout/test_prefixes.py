@@ -13,7 +13,6 @@ import torch
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, PrefixConfig
-from trimtab.trainer.config.schema import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.rollout.prefixes import PrefixedResponses
