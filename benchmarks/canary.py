@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from generation import make_prompts
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.models.lora import named_weights

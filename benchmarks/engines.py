@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from generation import SAMPLES, case, make_prompts
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Engine, SamplingParams

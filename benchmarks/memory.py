@@ -86,17 +86,17 @@ def measure(case: Case) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from trimtab.trainer.build_model import prepare_model
     from trimtab.trainer.config import load_config
     from trimtab.trainer.models.load import load
     from trimtab.trainer.models.logprobs import TokenBatch, score
     from trimtab.trainer.optim import build_optimizer
-    from trimtab.trainer.run import prepare_model
 
     config = load_config({"model": {"path": case.model, "gradient_checkpointing": case.recompute}})
     torch.set_num_threads(1)
     (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # the libraries' own memory
     before = resident()
-    model = prepare_model(load(case.model, dtype=torch.float32).model, config, torch.device("cpu"))
+    model = prepare_model(load(case.model, dtype=torch.float32).model, config).cpu()
     optimizer = build_optimizer(model.parameters(), config.optim)
     numbers = np.random.default_rng(0)
     vocabulary = model.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]

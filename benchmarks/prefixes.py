@@ -40,15 +40,16 @@ import numpy as np
 import torch
 
 from trimtab.runs.directory import RunDirectory
+from trimtab.trainer.build_model import build_model
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.prefixes import PrefixPool
+from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
-from trimtab.trainer.run import build_trainer, check, load_model
+from trimtab.trainer.run import build_trainer, check
 
 TARGET = 1.05
 BASE = "on-policy"
@@ -126,22 +127,15 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
     """All variants in turn; the second value is the mean number of prompt tokens."""
     steps = len(VARIANTS) * options.refresh * (options.rounds + 1)
     config, turns = recipe(case, BASE, options, steps), Turns(options.refresh)
-    parts, loaded = check(config), load_model(config)
+    parts, loaded = check(config), build_model(config)
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", config.dump()) as directory:
         trainer = turns.trainer = build_trainer(config, parts, loaded, directory, turns)
         sampling = replace(trainer.collector.sampling, ignore_stop=case in FORCED)
         for name in VARIANTS:
             own = recipe(case, name, options, steps)
             assert own.prefix is not None
-            engine = trainer.collector.engine
-            collector = Collector(
-                config=own,
-                stream=PromptStream(parts.task, loaded.tokenizer, own.seed),
-                engine=engine,
-                scorer=parts.scorer,
-                sampling=sampling,
-                prefixes=PrefixPool(own.prefix, engine, sampling, own.trainer.samples, own.seed),
-            )
+            responses = PrefixedResponses(own, PromptStream(parts.task, loaded.tokenizer, own.seed), sampling)
+            collector = Collector(own, responses, trainer.collector.engine, parts.scorer)
             turns.feeds[name] = SyncSource(collector, Buffer(own.trainer))
         trainer.train()
         parts.scorer.close()

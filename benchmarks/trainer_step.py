@@ -119,10 +119,11 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.objectives import objective
     from trimtab.runs.directory import RunDirectory
     from trimtab.trainer import rewards
+    from trimtab.trainer.build_model import build_model
     from trimtab.trainer.config import parse_config
     from trimtab.trainer.held_out import eval_tasks
     from trimtab.trainer.observer import NullObserver
-    from trimtab.trainer.run import RunParts, build_trainer, load_model
+    from trimtab.trainer.run import RunParts, build_trainer
     from trimtab.trainer.tasks.task import BuiltTask
     from trimtab.trainer.tasks.templates import Chat
     from trimtab.types import Problem, RewardSpec
@@ -155,8 +156,9 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     scorer = rewards.build([spec], task)
     parts = RunParts(objective("token-tis"), task, scorer, eval_tasks(config, task, scorer, []))
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
-        trainer = build_trainer(config, parts, load_model(config), run, Stepwise())
-        trainer.collector.sampling = replace(trainer.collector.sampling, ignore_stop=True)
+        trainer = build_trainer(config, parts, build_model(config), run, Stepwise())
+        responses = trainer.collector.responses
+        responses.sampling = replace(responses.sampling, ignore_stop=True)
         commands.ready(threads=torch.get_num_threads())
         trainer.train()
 

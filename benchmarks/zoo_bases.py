@@ -27,11 +27,11 @@ import torch
 
 from routing import draw
 from trimtab.trainer import environments, tasks
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
 from trimtab.trainer.environments import EnvironmentSpec
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.lora import named_weights

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trimtab.trainer.build_model import build_model, prepare_model
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.decoding_rows import PrefillPlan
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder
@@ -29,9 +30,7 @@ from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.trainer.engines.factory import weight_quantization
 from trimtab.trainer.models.fused_head import log_probs
 from trimtab.trainer.models.invariant import is_invariant
-from trimtab.trainer.models.load import default_device
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.run import load_model, prepare_model
 
 TEXTS, PROMPT, RESPONSE = 4, 70, 12  # attention with invariant numerics has blocks of 64 keys: the prompt is two
 HEAD = "log-probs of the head"
@@ -47,12 +46,13 @@ def main() -> int:
     config = load_config(given.recipe, given.set)
     if config.engine.type != "embedded" or config.model.lora.rank:
         parser.error("needs the embedded engine and no adapter: --set engine.type=embedded --set model.lora.rank=0")
-    loaded, device = load_model(config), default_device()
-    loaded.model.to(device)
+    loaded = build_model(config)
     dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
-    trained = prepare_model(loaded.model, config, device)
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.model.autocast == "bfloat16")
+    trained = prepare_model(loaded.model, config)
+    autocast = torch.autocast(
+        loaded.model.device.type, dtype=torch.bfloat16, enabled=config.model.autocast == "bfloat16"
+    )
     found = first_difference(*sides(engine._model, trained, autocast, loaded.tokenizer.pad_token_id))
     print(found or "all modules and log-probs are equal, bit for bit")
     return int(found is not None)

@@ -87,7 +87,7 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
-    from trimtab.trainer.cluster.placement_group import connect, reserve_slots
+    from trimtab.trainer.cluster.actors import connect, reserve_slots
     from trimtab.trainer.cluster.ray_transport import build_engines
     from trimtab.trainer.config import load_config
 

@@ -19,8 +19,9 @@ pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards, tasks
+from trimtab.trainer.build_model import save_model_files
+from trimtab.trainer.cluster.actors import ActorSlots, connect, reserve_slots
 from trimtab.trainer.cluster.object_store_weights import WeightPublisher
-from trimtab.trainer.cluster.placement_group import ActorSlots, connect, reserve_slots
 from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
 from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, load_config
@@ -28,7 +29,6 @@ from trimtab.trainer.config.schema import RewardConfig
 from trimtab.trainer.engines.engine_spec import build
 from trimtab.trainer.engines.factory import engine_spec
 from trimtab.trainer.engines.remote.shared_weights import share
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rewards import Response
 from trimtab.trainer.rollout.prompts import PromptStream

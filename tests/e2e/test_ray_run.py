@@ -108,9 +108,9 @@ def weights_of(run: Path, version: int) -> torch.nn.Module:
     """One update a step: the checkpoint of step v holds version v. Version 0 is the model before training."""
     if version:
         return restore(run, f"step-{version:06d}")[0]
-    from trimtab.trainer.run import load_model
+    from trimtab.trainer.build_model import build_model
 
-    loaded: LoadedModel = load_model(load_config(run / "config.toml"))
+    loaded: LoadedModel = build_model(load_config(run / "config.toml"))
     return loaded.model.eval()
 
 

@@ -155,7 +155,7 @@ def test_without_renormalisation_the_mean_ratio_is_the_kept_mass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are drawn from mu = pi / Z on a set of mass Z under pi. Without the sets each ratio pi / mu is Z."""
-    monkeypatch.setattr("trimtab.trainer.features.sampling_mask.pack_kept", lambda *_: _Nothing())
+    monkeypatch.setattr("trimtab.trainer.features.sampler_data.pack_kept", lambda *_: _Nothing())
     [row] = metrics(tmp_path / "run", "sampling.top_p=0.7", "sampling.temperature=1.5", "trainer.steps=1")
     assert 0.7 < row["mismatch/ratio_mean"] < 0.99
     assert row["mismatch/abs_diff_max"] <= -np.log(0.7) + FLOAT_ERROR

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.vllm_support import engine_config, needs_vllm
 
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.engines.vllm import setup
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models import laboratory
 
 pytestmark = [pytest.mark.slow, needs_vllm]

@@ -20,10 +20,10 @@ from tests.support.processes import gone
 from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
 from trimtab.errors import EngineDeadError
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.engines.remote import process_transport
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
-from trimtab.trainer.export import save_model_files
 from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]

@@ -23,13 +23,13 @@ from tests.support.processes import gone
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.trainer.engines.remote import process_transport, remote_engine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import load
 from trimtab.types import Completion, SamplingParams, TurnResult

@@ -19,13 +19,13 @@ from tests.support.server_process import ServerProcess, starter
 from tests.support.vllm_support import engine_config, needs_vllm, policy
 from torch import nn
 
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import EngineConfig, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.engines.server.server_engine import ServerEngine
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models.invariant import make_invariant
 from trimtab.types import Engine, SamplingParams
 
@@ -101,7 +101,7 @@ def ray_actor(folder: Path) -> Iterator[Subject]:
     from tests.support.ray_support import local_cluster  # before Ray, which reads its settings when it is imported
 
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
-    from trimtab.trainer.cluster.placement_group import connect, reserve_slots
+    from trimtab.trainer.cluster.actors import connect, reserve_slots
     from trimtab.trainer.cluster.ray_transport import build_engines
 
     save_model_files(policy(), tokenizer(), folder / "model")

@@ -14,8 +14,8 @@ from tests.support.engines import EOS, SIZE, tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import EngineConfig, load_config
-from trimtab.trainer.export import save_model_files
 from trimtab.types import Problem, Prompt
 
 needs_vllm = pytest.mark.skipif(

@@ -362,7 +362,7 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
 def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     from trimtab.trainer.config import load_config
     from trimtab.trainer.evaluation import TaskSpec
-    from trimtab.trainer.rollout.environment_section import environment_spec
+    from trimtab.trainer.rollout.episode_responses import environment_spec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)

@@ -15,13 +15,11 @@ from trimtab.errors import TrimtabError
 from trimtab.preflight.engine_pair import ATTENTION, FORWARDS, EnginePair, Trainer
 from trimtab.runs.provenance import versions
 from trimtab.trainer import tasks
+from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
 from trimtab.trainer.config import Config, is_recipe, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.engines.stopping import eos_ids
-from trimtab.trainer.export import save_model_files
-from trimtab.trainer.models.load import default_device
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.run import load_model, prepare_model
 from trimtab.types import Problem, Prompt, SamplingParams
 
 PROMPTS = 64
@@ -81,11 +79,10 @@ def build_pair(
         raise TrimtabError('numerics = "invariant" is of the trimtab trainer: use --trainer trimtab')
     if config.threads:
         torch.set_num_threads(config.threads)
-    loaded, device = load_model(config), default_device()
-    model: Any = loaded.model.to(device)  # pyright: ignore[reportArgumentType]
+    loaded = build_model(config)
     save_model_files(loaded.model, loaded.tokenizer, folder / "model")
     engine = build_engines(config, loaded, folder / "model", notify)[0]
-    model = prepare_model(model, config, device)
+    model: Any = prepare_model(loaded.model, config)
     if trainer == "transformers":
         model.set_attn_implementation(ATTENTION)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -99,7 +96,7 @@ def build_pair(
             FORWARDS[trainer],
             pad_id,
             vocabulary,
-            lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast),
+            lambda: torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=autocast),
         ),
         tokenizer=loaded.tokenizer,
         prompts=_prompts(config, loaded.tokenizer, file),

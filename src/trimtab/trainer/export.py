@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.objectives.lookup import from_section
@@ -16,23 +15,13 @@ from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.runs.reader import read_run
 from trimtab.safe_text import code_span, markdown_text
+from trimtab.trainer.build_model import empty_model
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.models.lora import add_lora, named_weights, save_adapter
+from trimtab.trainer.models.lora import named_weights, save_adapter
 from trimtab.trainer.models.quiet import silence_transformers
 
-GENERATION = "generation_config.json"
 CARD = "README.md"  # the name that model hubs show
-
-
-def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the files that `restore` and `export` need besides weights: config, generation config, tokenizer."""
-    with atomic.new_folder(folder, replace=True) as temporary:
-        model.config.save_pretrained(temporary)
-        if model.generation_config is not None:
-            # Not save_pretrained, which refuses generation settings that some published models have.
-            model.generation_config.to_json_file(temporary / GENERATION)
-        tokenizer.save_pretrained(temporary)
 
 
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
@@ -43,7 +32,7 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     """
     config, checkpoint = _load_run(run, which)
     files, weights = run / MODEL, checkpoint.tensors["model"]
-    model = _empty_model(files, config)
+    model = empty_model(files, config)
     if config.model.lora.rank:
         untied = state_tensors.model_state(model)  # tied weights once
         adapted = _with_adapters(files, config, weights)
@@ -61,8 +50,8 @@ def _load_run(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
     return load_config(run / CONFIG), _checkpoint(run, which)
 
 
-def _with_adapters(files: Path, config: Config, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    adapted = add_lora(_empty_model(files, config), **config.model.lora.model_dump())
+def _with_adapters(files: Path, config: Config, weights: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    adapted = empty_model(files, config, adapters=True)
     state_tensors.load_model_state(adapted, weights)
     return adapted
 
@@ -112,16 +101,6 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     if marked is None:
         raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")
     return store.load(checkpoint_folder(root, marked.step), ["model"])
-
-
-def _empty_model(files: Path, config: Config) -> PreTrainedModel:
-    """Returns a model with the right modules and buffers; every weight is replaced afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(files, trust_remote_code=False),
-            dtype=getattr(torch, config.model.dtype),
-            trust_remote_code=False,
-        )
 
 
 def _model_card(run: Path, config: Config, step: int, *, adapter: bool) -> str:

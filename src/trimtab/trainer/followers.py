@@ -5,7 +5,6 @@ stand-ins with the same interface, which receive the leader's data and write not
 
     with join():
         run = run_directory(folder, partial(RunDirectory.create, folder, recipe))
-        model = shard_model(model, config)
         source = shared_source(collector, <builds the source of one process>)
 """
 
@@ -16,38 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
-from trimtab.trainer.config import Config
-from trimtab.trainer.models.sharding import apply_fsdp
 from trimtab.trainer.ranks import RankGroup, current_ranks
 from trimtab.trainer.rollout.canary import CanaryPrediction
-from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.trainer.rollout.collector import Collector, Group
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.types import Engine
-
-
-def shard_model(model: nn.Module, config: Config) -> nn.Module:
-    """Shards `model` in place over the ranks, as `[sharding]` says, and returns it; one process leaves it unchanged.
-
-    Call it before the optimizer is built. Weights are the leader's; on other ranks the model may have none.
-    """
-    ranks = current_ranks()
-    if ranks.size > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        assert ranks.device is not None
-        apply_fsdp(
-            model,
-            init_device_mesh(ranks.device.type, (ranks.size,)),
-            compute=torch.bfloat16 if config.model.autocast == "bfloat16" else None,
-            offload=config.sharding.offload,
-            reshard=config.sharding.reshard,
-        )
-    return model
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.config import Config
+from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.evaluation import evaluate
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.collector import Collector
@@ -19,7 +20,7 @@ from trimtab.types import Engine, Problem, SamplingParams, Task
 class EvalTask:
     """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none).
 
-    `skip` problems of the test split are left out before them.
+    `skip` problems of the test split are left out before them. `episodes` runs responses of several turns.
     """
 
     task: Task
@@ -27,6 +28,7 @@ class EvalTask:
     problems: int
     samples: int
     skip: int = 0
+    episodes: EpisodeRunner | None = None
 
     @property
     def metrics(self) -> list[str]:
@@ -91,7 +93,7 @@ class HeldOut:
             samples=samples,
             sampling=_task_sampling(collector, self.of.task, greedy=greedy),
             seed=derive(collector.config.seed, "eval"),
-            episodes=collector.episodes if self.of.task is collector.stream.task else None,
+            episodes=self.of.episodes,
         )
         scored = len(result.problems)
         return result.accuracy * scored / (scored + self.too_long)

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from trimtab.objectives import Objective, PolicyLogps
-from trimtab.trainer.assignment import assigned_micro_batches
-from trimtab.trainer.batching import MicroBatch, MiniBatch
+from trimtab.trainer.batching import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score

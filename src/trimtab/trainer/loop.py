@@ -27,7 +27,7 @@ from typing import Any
 from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
-from trimtab.trainer import step_metrics
+from trimtab.trainer import step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
@@ -40,7 +40,8 @@ from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.observer import Moment, Observer
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.collector import Collector, RolloutStats
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics
@@ -163,15 +164,15 @@ class Trainer:
             "step": self.step,
             "updates": self.learner.updates,
             "policy_version": self.source.published,
-            **step_metrics.batch_metrics(batch.trajectories, version),
-            **step_metrics.rollout_metrics(rollout, dropped=batch.dropped),
-            **step_metrics.update_metrics(
+            **step_statistics.batch_metrics(batch.trajectories, version),
+            **step_statistics.rollout_metrics(rollout, dropped=batch.dropped),
+            **step_statistics.update_metrics(
                 stats,
                 mismatch_policy=self.learner.mismatch_policy,
                 grad_clip=self.config.optim.grad_clip,
                 ranks=self.learner.ranks.size,
             ),
-            **step_metrics.speed_metrics(self.seconds, rollout.response_tokens, stats.tokens),
+            **step_statistics.speed_metrics(self.seconds, rollout.response_tokens, stats.tokens),
         }
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced

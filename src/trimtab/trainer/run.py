@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,37 +18,33 @@ from trimtab.objectives import Objective
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import custom_objective, environments, rewards, tasks
+from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config, LoraConfig
-from trimtab.trainer.config.paths import LABORATORY_MODELS
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.features import build_features, routing_replay
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.followers import AbsentEngine, run_directory, shard_model, shared_source
+from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
 from trimtab.trainer.held_out import EvalTask, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
-from trimtab.trainer.models import invariant
-from trimtab.trainer.models.load import LoadedModel, check_same_ids, default_device, load
-from trimtab.trainer.models.lora import add_lora
+from trimtab.trainer.models.load import LoadedModel, check_same_ids
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.ranks import current_ranks, join
 from trimtab.trainer.requirements import check_recipe, check_task
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout import prefixes
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.demonstrations import Demonstrations
-from trimtab.trainer.rollout.environment_section import environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
+from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.prefixes import PrefixedResponses, build_rule
 from trimtab.trainer.rollout.prompts import PromptStream, Survey, smallest_context
+from trimtab.trainer.rollout.response_source import ResponseSource
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
-from trimtab.trainer.seeds import derive
-from trimtab.trainer.sft import laboratory_folder
 from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
@@ -145,7 +141,7 @@ def train(
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
         observer.message(f"loading    {config.model.path}")
-        loaded = load_model(config)
+        loaded = build_model(config)
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
         trainer = build_trainer(config, parts, loaded, run, observer, backends)
@@ -210,7 +206,7 @@ def check(
     built = objective or custom_objective.resolve(config)[1]
     check_recipe(config, built, current_ranks().size)
     if config.prefix is not None:
-        prefixes.build_rule(config.prefix)  # loads a user's function
+        build_rule(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
     episodes = environment_spec(config, environment)
     multi_turn = None if episodes is None else environments.build(episodes)
@@ -230,20 +226,6 @@ def check(
     return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
 
 
-def load_model(config: Config) -> LoadedModel:
-    """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
-
-    Ranks other than the leader load no weights; `shard_model` sends them.
-    """
-    path = config.model.path
-    if path in LABORATORY_MODELS:
-        path = str(laboratory_folder(path, config))
-    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=current_ranks().is_leader)
-    if config.numerics == "invariant":
-        invariant.make_invariant(loaded.model)
-    return loaded
-
-
 def build_trainer(
     config: Config,
     parts: RunParts,
@@ -256,37 +238,39 @@ def build_trainer(
     ranks = current_ranks()
     if config.routing.replay != "none":
         routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
-    device = ranks.device or default_device()
-    if ranks.size == 1 or (ranks.is_leader and config.engine.type == "embedded"):
-        # Before engines are built: the embedded engine copies the model on the device where it finds it.
-        loaded.model.to(device)  # pyright: ignore[reportArgumentType]
+    if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
+        # The embedded engine copies the model on the device where it finds it.
+        loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
     engines: Sequence[Engine] = [AbsentEngine()]
     if ranks.is_leader and backends.engines is not None:
         engines = backends.engines(config, loaded, run.model_folder)
     elif ranks.is_leader:
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
-    model = shard_model(prepare_model(loaded.model, config, device), config)
+    model = prepare_model(loaded.model, config)
     features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
+    collector = _build_collector(config, parts, loaded, engines[0])
+    own, *others = parts.eval_tasks
+    if isinstance(collector.responses, EpisodeResponses):
+        own = replace(own, episodes=collector.responses.runner)
     return Trainer(
         config=config,
-        source=_build_source(config, parts, loaded, engines, observer, canary),
+        source=_build_source(config, parts, collector, engines, observer, canary),
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
-        eval_tasks=parts.eval_tasks,
+        eval_tasks=(own, *others),
     )
 
 
 def _build_source(
     config: Config,
     parts: RunParts,
-    loaded: LoadedModel,
+    collector: Collector,
     engines: Sequence[Engine],
     observer: Observer,
     canary: Canary | None,
 ) -> RolloutSource:
-    collector = _build_collector(config, parts, loaded, engines[0])
     advantage = config.advantage.kind or parts.objective.advantage
     buffer = Buffer(
         config.trainer,
@@ -324,58 +308,30 @@ def _load_reference(config: Config, loaded: LoadedModel) -> nn.Module:
     if config.model.reference is not None:
         section = config.model.model_copy(update={"path": config.model.reference, "lora": LoraConfig()})
         config = config.model_copy(update={"model": section})
-    other = load_model(config)
+    other = build_model(config)
     check_same_ids(loaded.tokenizer, other.tokenizer, f"model.reference = {config.model.path!r}")
-    device = current_ranks().device or default_device()
-    return shard_model(prepare_model(other.model, config, device), config).requires_grad_(False)
+    return prepare_model(other.model, config).requires_grad_(False)
 
 
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
-    centered = parts.objective.centering
-    sampling = sampling_params(config, parts.task, centered=centered)
-    prefix, demonstrations, samples = config.prefix, config.demonstrations, config.trainer.samples
+    sampling = sampling_params(config, parts.task, centered=parts.objective.centering)
     of_model = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (of_model, config.engine.context, getattr(engine, "context", None))
     context = smallest_context(config, sampling, contexts)
-    max_prompt = None if context is None else context - sampling.max_tokens
-    prefix_pool = loaded_demonstrations = episodes = None
-    if prefix is not None:
-        prefix_pool = prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed)
-    if demonstrations is not None:
-        loaded_demonstrations = Demonstrations.load(demonstrations, parts.task, loaded.tokenizer, sampling, of_model)
-    if parts.environment is not None:
-        encode = partial(tasks.encode, parts.task)
-        episodes = parts.environment.runner(loaded.tokenizer, sampling.max_tokens, encode, max_prompt)
-    return Collector(
-        config=config,
-        stream=PromptStream(
-            parts.task, loaded.tokenizer, config.seed, max_prompt=config.sampling.max_prompt_tokens or max_prompt
-        ),
-        engine=engine,
-        scorer=parts.scorer,
-        sampling=sampling,
-        prefixes=prefix_pool,
-        demonstrations=loaded_demonstrations,
-        context=context,
-        episodes=episodes,
-    )
-
-
-def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Puts `model` into training mode and adds gradient checkpointing and LoRA adapters if the recipe says so.
-
-    Gradient checkpointing acts in training mode only. Dropout was switched off on loading.
-    """
-    if current_ranks().size == 1:
-        model.to(device)  # several ranks: `shard_model` moves it, layer by layer
-    model.train()
-    if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    if not config.model.lora.rank:
-        return model
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # peft draws from the global generator
-        torch.manual_seed(derive(config.seed, "adapters"))
-        return add_lora(model, **config.model.lora.model_dump())
+    room = None if context is None else context - sampling.max_tokens
+    max_prompt = config.sampling.max_prompt_tokens or room
+    stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
+    responses = ResponseSource(config, stream, sampling)
+    if config.prefix is not None:
+        responses = PrefixedResponses(config, stream, sampling)
+    elif config.demonstrations is not None:
+        responses = DemonstratedResponses.load(config, stream, sampling, of_model)
+    elif parts.environment is not None:
+        runner = parts.environment.runner(
+            loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), room
+        )
+        responses = EpisodeResponses(config, stream, sampling, runner)
+    return Collector(config, responses, engine, parts.scorer, context)
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:

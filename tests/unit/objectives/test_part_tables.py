@@ -32,7 +32,7 @@ from trimtab.objectives import (
 )
 from trimtab.objectives.lookup import from_section
 from trimtab.trainer.config import load_config, recipe_names
-from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
+from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
 BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from trimtab.trainer.build_model import prepare_model
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.run import prepare_model
 
 
 def adapters(seed: int) -> torch.Tensor:
     config = load_config("laboratory", ["model.lora.rank=2", f"seed={seed}"])
-    model = prepare_model(laboratory.build(0)[0], config, torch.device("cpu"))
+    model = prepare_model(laboratory.build(0)[0], config)
     return torch.cat([weight.flatten() for name, weight in model.named_parameters() if ".lora_A." in name])
 
 

@@ -11,8 +11,7 @@ from tests.support.trajectories import trajectory
 from trimtab.corrections.statistics import Count, Mean, Mergeable
 from trimtab.objectives import PolicyLogps, objective, objectives
 from trimtab.objectives.state import Metrics
-from trimtab.trainer.assignment import assign_micro_batches, empty_micro_batch
-from trimtab.trainer.batching import to_tensors
+from trimtab.trainer.batching import assign_micro_batches, empty_micro_batch, to_tensors
 from trimtab.trainer.step_statistics import without_counts
 
 SIZES = st.lists(st.integers(1, 5000), max_size=40)

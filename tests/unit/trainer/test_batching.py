@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.trainer.batching import micro_batches, split_minibatches, to_tensors
-from trimtab.trainer.features.sampling_mask import SamplingMask
+from trimtab.trainer.features.sampler_data import SamplingMask
 from trimtab.types import EXTERNAL_VERSION
 
 CPU = torch.device("cpu")

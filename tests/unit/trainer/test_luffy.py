@@ -19,7 +19,7 @@ from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.demonstrations import Demonstrations
+from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.step_statistics import StepStatistics
@@ -52,12 +52,11 @@ def recipe(**trainer: object) -> Config:
 
 def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
-    experts = Demonstrations.load(config.demonstrations, TASK, TOKENIZER, SAMPLING, 64)
-    stream = PromptStream(TASK, TOKENIZER, seed=0)
+    responses = DemonstratedResponses.load(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING, 64)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    collector = Collector(config, stream, engine, scorer, SAMPLING, demonstrations=experts)
+    collector = Collector(config, responses, engine, scorer)
     return SyncSource(collector, Buffer(config.trainer))
 
 
@@ -95,18 +94,19 @@ def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
 
 def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
     source = feed(scorer, recipe())
-    assert source.collector.demonstrations is not None
-    known, gold = [], source.collector.demonstrations.texts
+    responses = source.collector.responses
+    assert isinstance(responses, DemonstratedResponses)
+    known, gold = [], responses.texts
 
     def only_the_first(problem: Problem):
         known.append(problem.id)
         return gold(problem) if problem.id == known[0] else ()
 
-    source.collector.demonstrations.texts = only_the_first
+    responses.texts = only_the_first
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False, False, True], [False] * 3]
     assert (stats.traces, stats.traces_missing) == (1, 1)
-    source.collector.demonstrations.texts = lambda _: ("1234567.",)
+    responses.texts = lambda _: ("1234567.",)
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False] * 3] * 2
     assert (stats.traces, stats.traces_dropped, stats.traces_missing) == (0, 2, 0)

@@ -19,8 +19,7 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.collector import Group
-from trimtab.trainer.step_metrics import batch_metrics
-from trimtab.trainer.step_statistics import StepStatistics
+from trimtab.trainer.step_statistics import StepStatistics, batch_metrics
 from trimtab.types import SamplingParams, Trajectory
 
 MODEL, TOKENIZER = build(0)

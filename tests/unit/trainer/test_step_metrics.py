@@ -11,9 +11,8 @@ from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
-from trimtab.trainer.rollout.collector import RolloutStats
-from trimtab.trainer.step_metrics import batch_metrics, rollout_metrics, update_metrics
-from trimtab.trainer.step_statistics import StepStatistics
+from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.step_statistics import StepStatistics, batch_metrics, rollout_metrics, update_metrics
 
 
 def test_lengths_ages_and_entropies_count_sampled_tokens() -> None:

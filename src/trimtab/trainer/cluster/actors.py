@@ -1,14 +1,19 @@
-"""Starts Ray actors, calls them, and maps the errors of lost actors."""
+"""Ray actors: the connection to the cluster, the placement group of a run, calls, and the errors of lost actors."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
+from trimtab.trainer.config import Config, RayConfig
 
 MAX_CONCURRENT_CALLS = 5  # per actor: the long call, its abort, the report, the result of a turn, and one to spare
 
@@ -99,3 +104,104 @@ def use_working_directory(folder: str) -> None:
             f"{folder} does not exist on node {os.uname().nodename} ({error.strerror}): start the run in a folder that "
             "every node of the cluster has"
         ) from None
+
+
+CONNECT_TIMEOUT = 10.0  # seconds until the cluster's address must accept a connection
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSlots:
+    """The slots of all actors of a run."""
+
+    trainers: tuple[ActorSlot, ...]
+    engines: tuple[ActorSlot, ...]
+    rewards: tuple[ActorSlot, ...]
+
+
+@contextmanager
+def connect(config: RayConfig) -> Iterator[None]:
+    """Connects to the cluster for the duration of the context; an existing connection is used and kept.
+
+    Raises:
+        TrimtabError: Ray is not installed, or there is no cluster at the address.
+    """
+    require_extra("ray", 'placement = "ray"')
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    from ray._private import worker
+
+    handler, in_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    try:
+        # Ray itself would try for 15 minutes where nothing listens.
+        host, _, port = config.address.rpartition(":")
+        if host and port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+        # Ray prints the death of an actor to stdout, amid the display and before `--json`; the run reports it instead.
+        worker._worker_logs_enabled = False
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        if in_main:
+            signal.signal(signal.SIGTERM, handler)  # Ray installs a handler that exits at once
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrimtabError(
+            f"no Ray cluster at ray.address = {config.address!r} ({str(error).splitlines()[0]}): start one with "
+            "`ray start --head`, or set ray.address"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        worker._worker_logs_enabled = True
+
+
+@contextmanager
+def reserve_slots(config: Config) -> Iterator[ActorSlots]:
+    """Reserves the slots of a run, all or none, and releases them on exit, which also kills actors still in them.
+
+    Raises:
+        TrimtabError: the cluster does not have the resources within `ray.start_timeout` seconds.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group(bundles(config), strategy=config.ray.strategy)
+    try:
+        if not group.wait(config.ray.start_timeout):
+            requested = [
+                f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU"
+                for kind, (count, cpus, gpus) in _requirements(config).items()
+            ]
+            cpus, gpus = (ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU"))
+            raise TrimtabError(
+                f"the cluster did not give {'; '.join(requested)} within {config.ray.start_timeout:g} s "
+                f"({config.ray.strategy}); it has {cpus:g} CPU, {gpus:g} GPU in all: lower [ray], add nodes, or wait "
+                "for other jobs"
+            )
+        slots, bundle = {}, 0
+        for kind, (count, cpus, gpus) in _requirements(config).items():
+            slots[kind] = tuple(ActorSlot(group, bundle + index, cpus, gpus) for index in range(count))
+            bundle += count
+        yield ActorSlots(**slots)
+    finally:
+        remove_placement_group(group)
+
+
+def bundles(config: Config) -> list[dict[str, float]]:
+    """Returns the resources to reserve: one bundle per actor, trainers, engines and rewards in this order."""
+    return [
+        {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+        for count, cpus, gpus in _requirements(config).values()
+        for _ in range(count)
+    ]
+
+
+def _requirements(config: Config) -> dict[str, tuple[int, float, float]]:
+    """Returns the number of actors by kind, and CPUs and GPUs of each; inference servers need no actor."""
+    ray = config.ray
+    return {
+        "trainers": (ray.trainers, ray.trainer_cpus, ray.trainer_gpus),
+        "engines": (0 if config.engine.type == "server" else ray.engines, ray.engine_cpus, ray.engine_gpus),
+        "rewards": (ray.rewards, ray.reward_cpus, 0.0),
+    }

@@ -1,8 +1,6 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.trainer.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
-from trimtab.trainer.config.objective_sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE
-from trimtab.trainer.config.optim_sections import EssConfig, OptimConfig
 from trimtab.trainer.config.recipes import (
     is_recipe,
     load_config,
@@ -21,6 +19,13 @@ from trimtab.trainer.config.schema import (
     PerturbationConfig,
     PrefixConfig,
     ShardingConfig,
+)
+from trimtab.trainer.config.training_sections import (
+    BATCH_BASELINE,
+    DISTILLATION,
+    TOKEN_BASELINE,
+    EssConfig,
+    OptimConfig,
 )
 
 __all__ = [

@@ -68,6 +68,8 @@ def _special_batches(config: Config) -> Iterator[str]:
     section = "prefix" if prefix is not None else "demonstrations" if demonstrations is not None else None
     if section is None:
         return
+    if prefix is not None and demonstrations is not None:
+        yield "[prefix] and [demonstrations] cannot be combined: leave one of them out"
     if config.environment is not None:
         yield (
             f"[environment] and [{section}] cannot be combined: a response is continued either by turns or from a "

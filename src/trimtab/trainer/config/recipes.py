@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from trimtab.errors import TrimtabError, did_you_mean, neighbors, without_credentials
 from trimtab.files import parse_toml, regular_file
 from trimtab.trainer.config.consistency import contradictions, refuse
-from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.trainer.config.paths import resolve_path, resolve_paths
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.trainer.config.section import PluginSection
+from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,

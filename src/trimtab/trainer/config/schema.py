@@ -14,8 +14,6 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from trimtab.trainer.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
-from trimtab.trainer.config.objective_sections import AdvantageConfig, ObjectiveConfig
-from trimtab.trainer.config.optim_sections import OptimConfig
 from trimtab.trainer.config.section import (
     MAX_FLOAT,
     Count,
@@ -26,7 +24,7 @@ from trimtab.trainer.config.section import (
     Section,
     Whole,
 )
-from trimtab.trainer.config.trainer_section import TrainerConfig
+from trimtab.trainer.config.training_sections import AdvantageConfig, ObjectiveConfig, OptimConfig, TrainerConfig
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
 

@@ -20,7 +20,7 @@ from trimtab.trainer.evaluation.eval_results import EvalResult, Results
 from trimtab.trainer.evaluation.evaluator import Relay, evaluate, require_problems
 from trimtab.trainer.evaluation.result_store import PartFile, results_folder
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout.environment_section import refuse_unused_rewards
+from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 DTYPES = ("bfloat16", "float32")

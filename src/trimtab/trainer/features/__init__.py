@@ -8,25 +8,24 @@ from torch import nn
 
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
-from trimtab.trainer.features.bitwise_check import BitwiseCheck
 from trimtab.trainer.features.calibration import Calibration
-from trimtab.trainer.features.data_features import (
+from trimtab.trainer.features.feature import Feature
+from trimtab.trainer.features.measurements import (
+    BitwiseCheck,
     CanaryFeature,
     DemonstrationMetrics,
     DistillationMetrics,
     LagMetrics,
     MixtureMetrics,
+    PolicyKL,
     PrefixMetrics,
 )
-from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.policy_kl import PolicyKL
 from trimtab.trainer.features.proximal_policy import MovingAverage, Snapshots
 from trimtab.trainer.features.quantized_forward import QuantizedForward
 from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.features.sample_size_rate import SampleSizeRate
-from trimtab.trainer.features.sampling_mask import SamplingMask
-from trimtab.trainer.features.top_logprobs import TopLogprobs
+from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
 

@@ -29,7 +29,7 @@ from trimtab.objectives import Objective
 from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.models.logprobs import TokenScores
-from trimtab.trainer.rollout.collector import RolloutStats
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

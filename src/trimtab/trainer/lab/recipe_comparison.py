@@ -10,7 +10,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import REQUIRED_SECTIONS, Config, parse_config
-from trimtab.trainer.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
+from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.trainer.lab.regimes import Regime
 from trimtab.trainer.lab.runner import ExperimentObserver, run_experiment

@@ -18,8 +18,9 @@ from trimtab.errors import EngineDeadError
 from trimtab.trainer.engines.remote.shared_weights import share
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
-from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.rollout.source import Result, SourceState, Weights
 from trimtab.types import Engine
 
@@ -135,8 +136,7 @@ class AsyncSource:
             state.buffer.changed.notify_all()
         threads = [*(thread.thread for thread in self._threads), self._scoring.thread] if self._started else []
         # A thread closes the environments of its request, after a call in progress.
-        episodes = self.collector.episodes
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT + (2 * episodes.limits.timeout if episodes is not None else 0)
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT + self.collector.responses.seconds_to_end
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for thread in self._threads:

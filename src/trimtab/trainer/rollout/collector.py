@@ -1,63 +1,27 @@
-"""Generates and scores groups: takes prompts, samples responses and computes their rewards."""
+"""Generates and scores groups: gets the responses to a request and computes their rewards.
+
+Data whose importance ratios would be biased is refused (`check_trajectory`).
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
-from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.rewards import Score, Scorer
-from trimtab.trainer.rollout.demonstrations import Demonstrations
-from trimtab.trainer.rollout.prefixes import PrefixPool
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.sampling_contract import check_trajectory
+from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
-from trimtab.trainer.seeds import derive
 from trimtab.types import MIN_BEHAVIOR, Completion, Engine, Prompt, SamplingParams, Trajectory
 
 Group = list[Trajectory]
-
-
-@dataclass
-class RolloutStats:
-    """Counts and durations of generation and scoring since the last batch."""
-
-    generated: int = 0  # responses that the engines sampled
-    response_tokens: int = 0  # their tokens
-    decoded: int = 0  # tokens that the engines ran, by their own counters
-    prefilled: int = 0
-    traces: int = 0  # demonstrations that joined a group
-    traces_dropped: int = 0  # demonstrations that were too long
-    traces_missing: int = 0  # prompts without one
-    failed_rewards: int = 0  # responses without a reward, because a reward failed or the environment did
-    dropped: int = 0  # responses with a log-prob that is not finite
-    stale: int = 0  # responses that became too old for every batch
-    discarded_lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given up
-    groups: int = 0  # groups that were scored
-    no_signal: int = 0  # those of equal rewards
-    refilled: int = 0  # those sampled in their place
-    restarts: int = 0  # engines that were started again
-    interrupted: int = 0  # responses that new weights interrupted
-    episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls
-    errors: list[str] = field(default_factory=list)  # messages for the user
-    seconds_generating: float = 0.0
-    seconds_scoring: float = 0.0
-    seconds_waiting: float = 0.0
-
-    def messages(self) -> list[str]:
-        """What went wrong, each message once."""
-        failed_calls = self.episodes.message()
-        return [*dict.fromkeys(self.errors), *([] if failed_calls is None else [failed_calls])]
-
-    def add(self, other: RolloutStats) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass
@@ -65,24 +29,27 @@ class Collector:
     """Generates and scores the groups of a run.
 
     `engine` is used by `sample` only. `context` is the number of tokens of the smallest context; None if none is known.
-    `episodes` runs multi-turn responses.
     """
 
     config: Config
-    stream: PromptStream
+    responses: ResponseSource
     engine: Engine
     scorer: Scorer
-    sampling: SamplingParams
-    prefixes: PrefixPool | None = None
-    demonstrations: Demonstrations | None = None
     context: int | None = None
-    episodes: EpisodeRunner | None = None
+
+    @property
+    def stream(self) -> PromptStream:
+        return self.responses.stream
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.responses.sampling
 
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
         """Generates and scores the groups of a request, in this thread."""
         start = time.perf_counter()
         decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
-        prompts, completions = self._generate(request, stats)
+        prompts, completions = self.responses.respond(request, self.engine, stats)
         stats.decoded += self.engine.decoded_tokens - decoded
         stats.prefilled += self.engine.prefilled_tokens - prefilled
         stats.seconds_generating += time.perf_counter() - start
@@ -112,64 +79,6 @@ class Collector:
         stats.response_tokens += sum(lengths)
         stats.seconds_scoring += time.perf_counter() - start
         return groups
-
-    def seed(self, request: GroupRange) -> int:
-        """Returns the random seed of a request."""
-        return derive(self.config.seed, "rollout", request.first)
-
-    def reset_seeds(self, request: GroupRange) -> list[int]:
-        """Returns the seeds of the environments of each group, whatever request the group belongs to."""
-        return [reset_seed(self.config.seed, number) for number in request.numbers]
-
-    def _generate(self, request: GroupRange, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
-        """The next prompts and their responses: sampled whole, continued from prefixes, or with demonstrations."""
-        seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
-        pool = self.prefixes
-        if pool is not None and not pool.starts_cycle:
-            prompts, prefixes = pool.take(count)
-            stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
-            completions = self.engine.generate(prompts, samples, self.sampling, seed=seed, prefixes=prefixes)
-            pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
-            return prompts, completions
-        prompts = self.stream.take(count)
-        if self.demonstrations is not None:
-            return prompts, self._join_demonstrations(self.demonstrations, request, prompts, stats)
-        if self.episodes is not None:
-            seeds = self.reset_seeds(request)
-            return prompts, self.episodes.generate(
-                self.engine, prompts, samples, self.sampling, seed=seed, reset_seeds=seeds
-            )
-        completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
-        if pool is not None:
-            pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
-            # The current weights are the historical policy of the next batches: no second copy of weights is needed.
-            if pool.batches:
-                stats.response_tokens += pool.refill(self.stream.take(count * pool.batches))
-        return prompts, completions
-
-    def _join_demonstrations(
-        self, demonstrations: Demonstrations, request: GroupRange, prompts: Sequence[Prompt], stats: RolloutStats
-    ) -> list[list[Completion]]:
-        """Responses where demonstrations replace samples, so that every group has `trainer.samples` members."""
-        assert self.config.demonstrations is not None
-        samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
-        before = demonstrations.dropped, demonstrations.missing
-        epoch = len(self.stream.task.train)
-        traces = [
-            demonstrations.take(prompt, per_group, turn=number // epoch)
-            for number, prompt in zip(request.numbers, prompts, strict=True)
-        ]
-        stats.traces += sum(map(len, traces))
-        stats.traces_dropped += demonstrations.dropped - before[0]
-        stats.traces_missing += demonstrations.missing - before[1]
-        if not any(traces):
-            stats.errors.append(
-                f"no external trace joined: {demonstrations.dropped - before[0]} were too long, "
-                f"{demonstrations.missing - before[1]} of {len(prompts)} prompts have none"
-            )
-        max_sampled = samples - min(map(len, traces))
-        sampled = self.engine.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
-        return [responses[: samples - len(joined)] + joined for responses, joined in zip(sampled, traces, strict=True)]
 
     def _group(
         self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: RolloutStats
@@ -221,3 +130,45 @@ def has_reward_variance(group: Group) -> bool:
     name = next(iter(group[0].rewards))
     first = [trajectory.rewards[name] for trajectory in group]
     return max(first) > min(first)
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raises `TrimtabError` if the importance ratios of a trajectory would be biased.
+
+    They would be for greedy data; for "raw" log-probs under a processed distribution, where pi/mu is off by the
+    temperature and by the mass that truncation removed; for truncated sampling without sampling masks, where the
+    trainer would normalize over the whole vocabulary and every ratio would be low by the kept mass; and for masks that
+    are not those of the tokens.
+    """
+    sampling, masks = trajectory.sampling, trajectory.completion.sampling_mask
+    if sampling.temperature == 0:
+        raise TrimtabError(
+            "these tokens were decoded greedily (temperature 0) and carry no sampling probabilities; "
+            "sample with temperature > 0"
+        )
+    drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g} and top_k {sampling.top_k}"
+    if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncated):
+        raise TrimtabError(
+            f'log-probs are "raw" but the tokens were drawn under {drawn}: the ratio to the policy that really sampled '
+            'would be biased; have the engine return "processed" log-probs, or sample at temperature 1 without '
+            "truncation"
+        )
+    if not sampling.truncated:
+        return
+    if masks is None:
+        raise TrimtabError(
+            f"the tokens were drawn under {drawn} but carry no sampling masks: ratios over the whole vocabulary would "
+            "be biased by the kept mass; use an engine that records them, or set top_p = 1 and top_k = 0"
+        )
+    ids, name = trajectory.completion.response_ids, f"response to {trajectory.prompt.problem.id!r}"
+    if len(masks) != len(ids):
+        raise TrimtabError(
+            f"{name}: {len(masks)} sampling masks for {len(ids)} tokens; the engine must report one each"
+        )
+    for token, (id_, mask) in enumerate(zip(ids, masks, strict=True)):
+        if id_ not in mask:
+            raise TrimtabError(f"{name}, token {token}: id {id_} is not in its own sampling mask")
+        if 0 < sampling.top_k < len(mask):
+            raise TrimtabError(
+                f"{name}, token {token}: {len(mask)} ids in its sampling mask under top_k {sampling.top_k}"
+            )

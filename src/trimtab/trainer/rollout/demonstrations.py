@@ -14,65 +14,91 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.trainer.config import GOLD, DemonstrationConfig
+from trimtab.trainer.config import GOLD, Config
 from trimtab.trainer.engines.stopping import StopChecker
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.tasks.data_sets import read_rows
-from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams, Task
+from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams
 
 
 @dataclass
-class Demonstrations:
-    """The demonstrations of a run.
+class DemonstratedResponses(ResponseSource):
+    """Demonstrations replace some of the sampled responses to a prompt.
 
-    `dropped` counts demonstrations that exceeded the response limit or, with their prompt, the context; `missing`
-    counts prompts without one. Both count from loading on.
+    `texts` returns those of a problem. `context` is the number of positions of the model, None for no limit.
     """
 
     texts: Callable[[Problem], Sequence[str]]
-    tokenizer: Any
-    sampling: SamplingParams
-    context: int | None = None
-    dropped: int = 0
-    missing: int = 0
+    context: int | None
 
     @classmethod
     def load(
-        cls, config: DemonstrationConfig, task: Task, tokenizer: Any, sampling: SamplingParams, context: int | None
-    ) -> Demonstrations:
-        """Loads `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
+        cls, config: Config, stream: PromptStream, sampling: SamplingParams, context: int | None
+    ) -> DemonstratedResponses:
+        """Loads `demonstrations.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
-        A row's prompt is the id of a problem or its question; several rows may share one. `context` is the number of
-        positions of the model, None for no limit.
+        A row's prompt is the id of a problem or its question; several rows may share one.
 
         Raises `TrimtabError` naming file and row for one that cannot be used, and when no row fits the task
         or a response has no ending.
         """
+        assert config.demonstrations is not None
+        path, task, tokenizer = config.demonstrations.path, stream.task, stream.tokenizer
         if not sampling.stop and tokenizer.eos_token_id is None:
             raise TrimtabError(
                 f"[demonstrations]: task {task.name!r} has no stop string and the tokenizer no end token: give the "
                 "task a stop"
             )
-        if config.path == GOLD:
-            return cls(lambda problem: (task.gold(problem),) if problem.answer else (), tokenizer, sampling, context)
-        rows = _read(Path(config.path), _endings(tokenizer, sampling))
+        if path == GOLD:
+
+            def gold(problem: Problem) -> Sequence[str]:
+                return (task.gold(problem),) if problem.answer else ()
+
+            return cls(config, stream, sampling, gold, context)
+        rows = _read(Path(path), _endings(tokenizer, sampling))
 
         def texts(problem: Problem) -> Sequence[str]:
             return rows.get(problem.id) or rows.get(problem.question.strip()) or ()
 
         if not any(texts(problem) for problem in task.train):
             raise TrimtabError(
-                f"{config.path}: no prompt is the id or the question of a training problem of task {task.name!r}, "
+                f"{path}: no prompt is the id or the question of a training problem of task {task.name!r}, "
                 f"such as {task.train[0].question[:60]!r}"
             )
-        return cls(texts, tokenizer, sampling, context)
+        return cls(config, stream, sampling, texts, context)
 
-    def take(self, prompt: Prompt, count: int, turn: int) -> list[Completion]:
-        """Returns up to `count` demonstrations of a prompt that are short enough.
+    def respond(
+        self, request: GroupRange, sampler: Sampler, stats: RolloutStats
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Every group has `trainer.samples` members: a prompt without demonstrations is sampled more often."""
+        assert self.config.demonstrations is not None
+        samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
+        prompts, epoch = self.prompts(request), len(self.stream.task.train)
+        found = RolloutStats()
+        traces = [
+            self.take(prompt, per_group, number // epoch, found)
+            for number, prompt in zip(request.numbers, prompts, strict=True)
+        ]
+        found.traces = sum(map(len, traces))
+        if not found.traces:
+            found.errors.append(
+                f"no external trace joined: {found.traces_dropped} were too long, "
+                f"{found.traces_missing} of {len(prompts)} prompts have none"
+            )
+        stats.add(found)
+        max_sampled = samples - min(map(len, traces))
+        sampled = sampler.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
+        return prompts, [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
+
+    def take(self, prompt: Prompt, count: int, turn: int, stats: RolloutStats) -> list[Completion]:
+        """Returns up to `count` demonstrations of a prompt that are short enough; counts others, and prompts without.
 
         `turn`, such as the epoch, selects the first of several. Equal arguments give equal results.
         """
         texts = self.texts(prompt.problem)
-        self.missing += not texts
+        stats.traces_missing += not texts
         room = self.sampling.max_tokens
         if self.context is not None:
             room = min(room, self.context - len(prompt.ids))
@@ -80,11 +106,12 @@ class Demonstrations:
         for offset in range(len(texts)):
             if len(traces) == count:
                 break
-            trace = encode_demonstration(texts[(turn * count + offset) % len(texts)], self.tokenizer, self.sampling)
+            text = texts[(turn * count + offset) % len(texts)]
+            trace = encode_demonstration(text, self.stream.tokenizer, self.sampling)
             if len(trace.response_ids) <= room:
                 traces.append(trace)
             else:
-                self.dropped += 1
+                stats.traces_dropped += 1
         return traces
 
 

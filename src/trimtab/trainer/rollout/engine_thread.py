@@ -6,7 +6,6 @@ engine; setting `EngineThread.interrupt` aborts the current call.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -17,9 +16,10 @@ from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.trainer.engines.remote.shared_weights import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
-from trimtab.trainer.rollout.collector import Collector, RolloutStats
+from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
-from trimtab.types import Completion, Engine, Prompt, TurnHandler
+from trimtab.types import Completion, Engine, Prompt, SamplingParams, TurnHandler
 
 InFlight = Literal["finish", "discard", "continue"]
 
@@ -167,55 +167,23 @@ class EngineThread:
 
     def _generate(self, request: GroupRange) -> GeneratedGroups:
         """Generates the responses; after an abort continues them, under newer weights if there are any."""
-        collector, stats = self.state.collector, RolloutStats()
-        with self.state.buffer.changed:  # tokenizers are not thread-safe
-            prompts = collector.stream.at(request.first, request.count)
+        stats = RolloutStats()
         start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
-        samples = collector.config.trainer.samples
-        if collector.episodes is None:
-            completions = self._sample(request, prompts, samples, None, stats)
-        else:
-            with contextlib.closing(
-                collector.episodes.start(prompts, samples, reset_seeds=collector.reset_seeds(request))
-            ) as episodes:
-                sampled = self._sample(request, episodes.prompts, episodes.samples, episodes, stats)
-                # The episodes of a dropped request are not asked for rewards: calls of their tools may be in progress.
-                completions = episodes.finish(sampled) if self.state.buffer.is_live(request) else sampled
+        sampler = _InterruptedSampler(self, request, stats)
+        prompts, completions = self.state.collector.responses.respond(request, sampler, stats)
         stats.seconds_generating = time.perf_counter() - start
         stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
         return GeneratedGroups(request, prompts, completions, stats)
 
-    def _sample(
-        self,
-        request: GroupRange,
-        prompts: Sequence[Prompt],
-        samples: int,
-        turns: TurnHandler | None,
-        stats: RolloutStats,
-    ) -> list[list[Completion]]:
-        """Returns the responses; those of a request that was dropped meanwhile may be aborted."""
-        collector = self.state.collector
-        completions: list[list[Completion]] | None = None
-        while True:
-            completions = self.engine.generate(
-                prompts,
-                samples,
-                collector.sampling,
-                seed=collector.seed(request),
-                prefixes=completions,
-                turns=turns,
-                abort=self.interrupt,
-            )
-            unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
-            if not unfinished:
-                return completions
-            with self.state.buffer.changed:
-                update = self._wait_if_paused()
-            if not self.state.buffer.is_live(request):
-                return completions
-            stats.interrupted += unfinished
-            if update is not None:
-                self._update_weights(update)
+    def weights_after_abort(self, request: GroupRange) -> bool:
+        """Loads newer weights, if there are any; returns False for a request that was dropped meanwhile."""
+        with self.state.buffer.changed:
+            update = self._wait_if_paused()
+        if not self.state.buffer.is_live(request):
+            return False
+        if update is not None:
+            self._update_weights(update)
+        return True
 
     def _restart(self, lost: EngineDeadError) -> None:
         """Restarts the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
@@ -250,3 +218,32 @@ class EngineThread:
             self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
         else:
             self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")
+
+
+@dataclass
+class _InterruptedSampler:
+    """The engine of a thread for one request: goes on with responses that were aborted to load new weights."""
+
+    thread: EngineThread
+    request: GroupRange
+    stats: RolloutStats
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        prefixes: Sequence[Sequence[Completion]] | None = None,
+        turns: TurnHandler | None = None,
+    ) -> list[list[Completion]]:
+        while True:
+            completions = self.thread.engine.generate(
+                prompts, samples, sampling, seed=seed, prefixes=prefixes, turns=turns, abort=self.thread.interrupt
+            )
+            unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
+            if not unfinished or not self.thread.weights_after_abort(self.request):
+                return completions
+            self.stats.interrupted += unfinished
+            prefixes = completions

@@ -1,4 +1,4 @@
-"""The historical prefixes of a SOUP run (arXiv 2601.21476, 3.2): their pool, and the rules that truncate responses.
+"""Responses that older policies begin (SOUP, arXiv 2601.21476, 3.2), and the rules that truncate theirs.
 
 A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the engine still has the weights that
 sampled it. These are the historical policy, from which the prefixes of all other batches of the cycle are sampled. So
@@ -18,8 +18,10 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import check_arguments, load_function
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
+from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
-from trimtab.types import Completion, Engine, FloatArray, IntArray, Prompt, SamplingParams, Trajectory
+from trimtab.types import Completion, FloatArray, IntArray, Prompt, Trajectory
 
 # (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
 Truncation = Callable[[IntArray, FloatArray | None, float], int]
@@ -78,20 +80,18 @@ def build_rule(config: PrefixConfig) -> Rule:
     return Rule(rule, tokens_to_keep, True)
 
 
+PREFIXES = "prefixes.parquet"
+
+
 @dataclass
-class PrefixPool:
-    """Prompts of the next batches with prefixes for their responses.
+class PrefixedResponses(ResponseSource):
+    """Responses that continue prefixes of the historical policy, in all batches of a cycle but its first.
 
     Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean
     length of responses since the last refill (`observe`). No more than that is sampled. Other rules, and `whole`,
     sample whole historical responses and truncate them, as in the paper.
     """
 
-    config: PrefixConfig
-    engine: Engine
-    sampling: SamplingParams
-    samples: int
-    seed: int
     cycle: int = 0
     _rule: Rule = field(init=False, repr=False)
     _waiting: list[tuple[Prompt, list[Completion]]] = field(default_factory=list, repr=False)
@@ -99,25 +99,44 @@ class PrefixPool:
     _observed_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._rule = build_rule(self.config)
+        assert self.config.prefix is not None
+        self._section = self.config.prefix
+        self._rule = build_rule(self._section)
 
     @property
     def batches(self) -> int:
         """Number of batches that `refill` draws prefixes for; 0 if every batch is on-policy."""
-        no_prefixes = self.config.rule == "length" and self.config.ratio == 0
-        return 0 if no_prefixes else self.config.refresh - 1
+        no_prefixes = self._section.rule == "length" and self._section.ratio == 0
+        return 0 if no_prefixes else self._section.refresh - 1
 
     @property
     def starts_cycle(self) -> bool:
         """Whether the next batch starts a cycle, so that it is sampled on-policy without prefixes."""
         return not self._waiting
 
+    def respond(
+        self, request: GroupRange, sampler: Sampler, stats: RolloutStats
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        starts_cycle, prefixes = self.starts_cycle, None
+        if starts_cycle:
+            prompts = self.stream.take(request.count)
+        else:
+            prompts, prefixes = self.take(request.count)
+            stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
+        samples = self.config.trainer.samples
+        completions = sampler.generate(prompts, samples, self.sampling, seed=self.seed(request), prefixes=prefixes)
+        self.observe([len(completion.response_ids) for responses in completions for completion in responses])
+        # The current weights are the historical policy of the next batches: no second copy of weights is needed.
+        if starts_cycle and self.batches:
+            stats.response_tokens += self.refill(self.stream.take(request.count * self.batches), sampler)
+        return prompts, completions
+
     def observe(self, lengths: Sequence[int]) -> None:
         """Records the lengths, in tokens, of whole responses; their mean sets the budget of the next refill."""
         self._observed += len(lengths)
         self._observed_tokens += sum(lengths)
 
-    def refill(self, prompts: Sequence[Prompt]) -> int:
+    def refill(self, prompts: Sequence[Prompt], sampler: Sampler) -> int:
         """Samples the prefixes of the next `batches` batches from the engine's current weights.
 
         Returns the number of sampled tokens.
@@ -127,11 +146,12 @@ class PrefixPool:
         """
         whole = self._rule.whole
         limit = self.sampling.max_tokens if whole else self._budget()
-        seed, count = derive(self.seed, "prefix", self.cycle), self.samples // self.config.share
+        seed, count = self.config.seed, self.config.trainer.samples // self._section.share
         drawn = [[Completion.empty()] * count for _ in prompts]
         if limit:
-            drawn = self.engine.generate(prompts, count, replace(self.sampling, max_tokens=limit), seed=seed)
-        rng = np.random.default_rng(derive(self.seed, "prefix-cut", self.cycle))
+            shortened = replace(self.sampling, max_tokens=limit)
+            drawn = sampler.generate(prompts, count, shortened, seed=derive(seed, "prefix", self.cycle))
+        rng = np.random.default_rng(derive(seed, "prefix-cut", self.cycle))
         self._waiting = [
             (prompt, [self._rule.prefix(item, rng.random()) if whole else item.truncated(limit) for item in group])
             for prompt, group in zip(prompts, drawn, strict=True)
@@ -145,47 +165,39 @@ class PrefixPool:
         if count > len(self._waiting):
             raise ValueError(f"{count} prompts asked for, {len(self._waiting)} are waiting")
         entries, self._waiting = self._waiting[:count], self._waiting[count:]
-        share = self.config.share
+        share = self._section.share
         return [prompt for prompt, _ in entries], [[one for one in group for _ in range(share)] for _, group in entries]
 
-    def meta(self) -> dict[str, int]:
-        """Counters for a checkpoint; `waiting` is the number of prompts that `restore` needs."""
-        return {
+    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The waiting prefixes are kept as trajectories without rewards; `position` is that of the stream."""
+        rows = [
+            Trajectory(
+                prompt=prompt,
+                group=index,
+                completion=prefix,
+                sampling=self.sampling,
+                loss_mask=np.ones(len(prefix.response_ids), dtype=np.bool_),
+                reward=0.0,
+                rewards={},
+            )
+            for index, (prompt, group) in enumerate(self._waiting)
+            for prefix in group
+        ]
+        meta = {
             "cycle": self.cycle,
             "observed": self._observed,
             "observed_tokens": self._observed_tokens,
             "waiting": len(self._waiting),
         }
+        return {"position": self.stream.position, "prefixes": meta}, {PREFIXES: trajectories.to_bytes(rows)}
 
-    def to_bytes(self) -> bytes:
-        """Returns the waiting prefixes for a checkpoint, as trajectories without rewards."""
-        return trajectories.to_bytes(
-            [
-                Trajectory(
-                    prompt=prompt,
-                    group=index,
-                    completion=prefix,
-                    sampling=self.sampling,
-                    loss_mask=np.ones(len(prefix.response_ids), dtype=np.bool_),
-                    reward=0.0,
-                    rewards={},
-                )
-                for index, (prompt, group) in enumerate(self._waiting)
-                for prefix in group
-            ]
-        )
-
-    def restore(self, data: bytes, meta: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        """Restores `to_bytes()` and `meta()`.
-
-        Args:
-            prompts: the waiting prompts, from the stream, as files have only a part of each problem.
-
-        Raises:
-            TrimtabError: the prefixes belong to other prompts.
-        """
+    def restore(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Raises `TrimtabError` where the prefixes belong to other prompts than the stream has."""
+        self.stream.position, saved = meta["position"], meta["prefixes"]
+        # From the stream, as files have only a part of each problem.
+        prompts = self.stream.at(self.stream.position - saved["waiting"], saved["waiting"])
         groups: list[list[Completion]] = [[] for _ in prompts]
-        for row in trajectories.from_bytes(data):
+        for row in trajectories.from_bytes(files[PREFIXES]):
             if row.group >= len(prompts) or not np.array_equal(prompts[row.group].ids, row.prompt.ids):
                 raise TrimtabError(
                     f"the checkpoint holds a prefix for {row.prompt.problem.id!r}, which the task does not ask now: "
@@ -193,7 +205,7 @@ class PrefixPool:
                 )
             groups[row.group].append(row.completion)
         self._waiting = list(zip(prompts, groups, strict=True))
-        self.cycle, self._observed, self._observed_tokens = meta["cycle"], meta["observed"], meta["observed_tokens"]
+        self.cycle, self._observed, self._observed_tokens = saved["cycle"], saved["observed"], saved["observed_tokens"]
 
     def _budget(self) -> int:
         """Returns the length in tokens of every prefix of a cycle, if whole responses are not sampled."""
@@ -201,7 +213,7 @@ class PrefixPool:
             raise ValueError(
                 "no response was observed since the last refill: the budget is a share of their mean length"
             )
-        return prefix_tokens(self.config.ratio, self._observed_tokens / self._observed)
+        return prefix_tokens(self._section.ratio, self._observed_tokens / self._observed)
 
 
 def prefix_tokens(ratio: float, length: float) -> int:

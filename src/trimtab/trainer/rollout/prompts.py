@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class PromptStream:
     replaced: set[int] = field(default_factory=set)
     logged: int = 0
     _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # tokenizers are not thread-safe
 
     @property
     def pad_id(self) -> int:
@@ -47,7 +49,8 @@ class PromptStream:
 
     def at(self, position: int, count: int) -> list[Prompt]:
         """Returns the `count` prompts from `position` on; does not change the position of the stream."""
-        return [self._prompt(position + offset) for offset in range(count)]
+        with self._lock:
+            return [self._prompt(position + offset) for offset in range(count)]
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.task.train))

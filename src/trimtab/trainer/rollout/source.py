@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
-from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats
+from trimtab.trainer.rollout.collector import Collector, Group
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.types import Engine
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -121,24 +122,16 @@ class SyncSource:
     def state(self, updates: int) -> SourceState:
         """The engine's weights are included only if they are older than the trainer's."""
         meta, files = self.buffer.state()
-        meta |= {"position": self.collector.stream.position, "published": self.published}
-        if self.collector.prefixes is not None:
-            files[PREFIXES], meta["prefixes"] = self.collector.prefixes.to_bytes(), self.collector.prefixes.meta()
-        return {"engine": dict(self.engine.named_weights())} if self.published != updates else {}, meta, files
+        of_responses, more_files = self.collector.responses.state()
+        meta = {**meta, **of_responses, "published": self.published}
+        weights = {"engine": dict(self.engine.named_weights())} if self.published != updates else {}
+        return weights, meta, {**files, **more_files}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self.buffer.restore(meta, files)
-        stream = self.collector.stream
-        stream.position = meta["position"]
-        if self.collector.prefixes is not None:
-            waiting = meta["prefixes"]["waiting"]
-            prompts = stream.at(stream.position - waiting, waiting)
-            self.collector.prefixes.restore(files[PREFIXES], meta["prefixes"], prompts)
+        self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self.engine.update_weights(tensors["engine"].items(), meta["published"], as_is=True)
 
     def close(self) -> None:
         self.engine.close()
-
-
-PREFIXES = "prefixes.parquet"

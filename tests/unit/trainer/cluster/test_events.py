@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.trainer.cluster.trainer_actor import EventBuffer, replay_events
+from trimtab.trainer.cluster.driver import EventBuffer, replay_events
 from trimtab.trainer.config import load_config
 from trimtab.trainer.observer import NullObserver
 

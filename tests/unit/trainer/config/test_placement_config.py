@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.cluster.placement_group import bundles
+from trimtab.trainer.cluster.actors import bundles
 from trimtab.trainer.config import load_config
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines import engine_spec as hosted
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
@@ -21,7 +22,6 @@ from trimtab.trainer.engines.factory import (
     split_threads,
     weight_quantization,
 )
-from trimtab.trainer.export import save_model_files
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import LoadedModel, default_device
 

@@ -11,10 +11,9 @@ from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.batch_preparation import Batch
-from trimtab.trainer.features.bitwise_check import BitwiseCheck
-from trimtab.trainer.features.data_features import LagMetrics
 from trimtab.trainer.features.feature import StepRecord
-from trimtab.trainer.rollout.collector import RolloutStats
+from trimtab.trainer.features.measurements import BitwiseCheck, LagMetrics
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

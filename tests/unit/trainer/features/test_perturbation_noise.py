@@ -12,7 +12,7 @@ from trimtab.trainer.features.feature import ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.rollout.collector import RolloutStats
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 
 

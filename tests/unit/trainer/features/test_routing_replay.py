@@ -35,7 +35,7 @@ from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import UNROUTED, RouterInfo, split_record
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.collector import RolloutStats
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

@@ -15,7 +15,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.config import load_config
-from trimtab.trainer.config.trainer_section import TrainerConfig
+from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.trainer.environments.formats import Tag
@@ -24,7 +24,9 @@ from trimtab.trainer.rollout import async_source, engine_thread
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
+from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.response_source import ResponseSource
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams
@@ -68,10 +70,14 @@ def test_batches_of_several_engines_come_in_order(desk: Open, engines: int) -> N
     assert one.steps(6) == [list(range(4 * i, 4 * i + 4)) for i in range(6)]
 
 
-def episodes_of(kind: type) -> EpisodeRunner:
-    """Runs episodes without calls in environments of a class."""
+def run_episodes(one: Desk, kind: type) -> None:
+    """Makes its responses episodes without calls, in environments of a class."""
     limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
-    return EpisodeRunner(kind, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER))
+    runner = EpisodeRunner(
+        kind, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
+    )
+    collector = one.feed.collector
+    collector.responses = EpisodeResponses(collector.config, collector.stream, collector.sampling, runner)
 
 
 def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int]:
@@ -84,7 +90,7 @@ def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int
             seen[id] = seed
 
     one = Desk([Scripted() for _ in range(engines)], scorer)
-    one.feed.collector.episodes = episodes_of(Drawing)
+    run_episodes(one, Drawing)
     try:
         one.publish(0)
         one.steps(2)
@@ -361,7 +367,7 @@ def test_episodes_of_a_dropped_request_are_not_asked_for_rewards(desk: Open) -> 
             return 0.0
 
     one = desk(*slow_and_ready(), in_flight="discard", prompts=2, max_lag=1)
-    one.feed.collector.episodes = episodes_of(Asked)
+    run_episodes(one, Asked)
     lengths, used, now = [], [], 0
     while len(lengths) < 2:
         groups, stats = one.feed.take(now, 9)
@@ -393,7 +399,7 @@ def test_closing_waits_until_environments_are_closed(scorer: rewards.Scorer, mon
         return 1
 
     one = Desk([Scripted(act)], scorer)
-    one.feed.collector.episodes = episodes_of(Slow)
+    run_episodes(one, Slow)
     one.publish(0)
     threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
@@ -497,7 +503,8 @@ def test_without_a_lag_asynchronous_generation_gives_the_tokens_of_synchronous_g
 
     def source_of(kind: str) -> RolloutSource:
         engine = EmbeddedEngine(model, TOKENIZER, torch.float32)
-        collector = Collector(config, PromptStream(TASK, TOKENIZER, seed=0), engine, scorer, SAMPLING)
+        responses = ResponseSource(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
+        collector = Collector(config, responses, engine, scorer)
         buffer = Buffer(config.trainer)
         return (
             SyncSource(collector, buffer) if kind == "synchronous" else AsyncSource(collector, buffer, [engine], print)

@@ -15,8 +15,9 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.environments.episode_counts import EpisodeCounts
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.collector import Collector, Group, RolloutStats, oldest
+from trimtab.trainer.rollout.collector import Collector, Group, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
 from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams
@@ -41,7 +42,8 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    collector = Collector(config, stream, engine, scorer, SamplingParams(max_tokens=4, stop=(".",)))
+    responses = ResponseSource(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
+    collector = Collector(config, responses, engine, scorer)
     return SyncSource(collector, Buffer(config.trainer))
 
 
@@ -75,7 +77,7 @@ def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) 
     assert [group[0].group for group in groups] == [1, 3]
     assert (stats.no_signal, stats.groups) == (2, 4)
     assert stats.refilled == 2
-    assert source.collector.stream.position == 4
+    assert source.buffer.schedule.drawn == 4
 
 
 def test_groups_have_signal_where_the_whole_batch_is_compared(scorer: rewards.Scorer) -> None:
@@ -89,7 +91,7 @@ def test_groups_have_signal_where_the_whole_batch_is_compared(scorer: rewards.Sc
 def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     source = feed(scorer, script_for([False] * 6 + [True]), dynamic_sampling=True, refill_rounds=3)
     groups, stats = source.take(UPDATES, batches_left=1)
-    assert source.collector.stream.position == 6
+    assert source.buffer.schedule.drawn == 6
     # Nothing but equal rewards: the batch still carries KL and entropy, it is not empty.
     assert [group[0].group for group in groups] == [0, 1]
     assert stats.no_signal == 6
@@ -184,14 +186,14 @@ def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards
 
 def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
     source = feed(scorer, script_for([True, True]))
-    source.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
+    source.collector.responses.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
     with pytest.raises(TrimtabError, match="sampling masks"):
         source.take(UPDATES, batches_left=1)
 
 
 def test_raw_log_probs_at_another_temperature_are_refused(scorer: rewards.Scorer) -> None:
     source = feed(scorer, script_for([True, True]))
-    source.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
+    source.collector.responses.sampling = SamplingParams(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
     with pytest.raises(TrimtabError, match="raw"):
         source.take(UPDATES, batches_left=1)
 

@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
-from trimtab.trainer.config import DemonstrationConfig
+from trimtab.trainer.config import GOLD, Config, DemonstrationConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.models.load import load
-from trimtab.trainer.rollout.demonstrations import Demonstrations, encode_demonstration
+from trimtab.trainer.rollout.demonstrations import DemonstratedResponses, encode_demonstration
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Plain
 from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, SamplingParams
@@ -61,21 +63,17 @@ def task(*train: Problem, stop: tuple[str, ...] = ("\n",)) -> BuiltTask:
     return BuiltTask("letters", train, [], Plain(), (RewardSpec("exact"),), stop, 8)
 
 
-def traces_file(path: Path, rows: Sequence[Any]) -> DemonstrationConfig:
+def traces_file(path: Path, rows: Sequence[Any]) -> str:
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return DemonstrationConfig(path=str(path))
+    return str(path)
 
 
 def experts(
-    source: DemonstrationConfig, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None
-) -> Demonstrations:
-    return Demonstrations.load(
-        source, of, PIECE_TOKENIZER, SamplingParams(max_tokens=max_tokens, stop=of.stop), context
-    )
-
-
-def texts(result: Sequence[Any]) -> list[str]:
-    return [trace.text for trace in result]
+    path: str, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None, words: Any = PIECE_TOKENIZER
+) -> DemonstratedResponses:
+    config = Config(demonstrations=DemonstrationConfig(path=path))
+    sampling = SamplingParams(max_tokens=max_tokens, stop=of.stop)
+    return DemonstratedResponses.load(config, PromptStream(of, words, seed=0), sampling, context)
 
 
 @pytest.mark.parametrize(
@@ -128,63 +126,65 @@ def test_a_sampled_response_written_down_comes_back_token_for_token():
         assert trace.text == completion.text
 
 
+def take(source: DemonstratedResponses, request: Prompt, count: int, turn: int) -> tuple[list[str], int, int]:
+    """The texts of the traces, and how many were too long or missing."""
+    stats = RolloutStats()
+    traces = source.take(request, count, turn, stats)
+    return [trace.text for trace in traces], stats.traces_dropped, stats.traces_missing
+
+
 def test_gold_traces_are_right_answers():
     words = loaded().tokenizer
-    source = Demonstrations.load(DemonstrationConfig(), SORT, words, SAMPLING, 64)
+    source = DemonstratedResponses.load(
+        Config(demonstrations=DemonstrationConfig()), PromptStream(SORT, words, seed=0), SAMPLING, 64
+    )
     request = tasks.encode(SORT, SORT.train[5], words)
-    (trace,) = source.take(request, 1, turn=0)
+    (trace,) = source.take(request, 1, 0, RolloutStats())
     assert words.decode(trace.response_ids) == SORT.train[5].answer
     with rewards.build([], SORT) as scorer:
         assert [score.total for score in scorer.score([(request.problem, trace)])] == [1.0]
-    assert (source.dropped, source.missing) == (0, 0)
 
 
 def test_a_task_without_written_answers_has_no_gold():
-    source = experts(DemonstrationConfig(), task(problem("x", answer="")))
-    assert source.take(prompt(problem("x", answer="")), 1, turn=0) == []
-    assert (source.dropped, source.missing) == (0, 1)
+    source = experts(GOLD, task(problem("x", answer="")))
+    assert take(source, prompt(problem("x", answer="")), 1, 0) == ([], 0, 1)
 
 
 def test_what_exceeds_the_response_limit_or_the_context_is_dropped_and_counted():
     request = prompt(problem("x", answer="aba"), length=5)  # "ab" "a" and the stop: three tokens
     for max_tokens, context, fits in ((3, None, True), (2, None, False), (8, 8, True), (8, 7, False), (2, 8, False)):
-        source = experts(DemonstrationConfig(), task(request.problem), max_tokens=max_tokens, context=context)
-        assert len(source.take(request, 1, turn=0)) == fits
-        assert (source.dropped, source.missing) == (not fits, 0)
+        source = experts(GOLD, task(request.problem), max_tokens=max_tokens, context=context)
+        assert take(source, request, 1, 0) == (["aba"] * fits, not fits, 0)
 
 
 def test_rows_are_found_by_id_before_question(tmp_path):
     known = [problem("x", "one"), problem("one", "two"), problem("y", "three")]
     rows = [{"prompt": "one", "response": "a", "source": "ignored"}, {"prompt": " three\n", "response": "b"}]
     source = experts(traces_file(tmp_path / "t.jsonl", rows), task(*known))
-    assert [texts(source.take(prompt(request), 1, turn=0)) for request in known] == [["a"], ["a"], ["b"]]
+    assert [take(source, prompt(request), 1, 0)[0] for request in known] == [["a"], ["a"], ["b"]]
     rows.append({"prompt": "x", "response": "c"})
     source = experts(traces_file(tmp_path / "t.jsonl", rows), task(*known))
-    assert texts(source.take(prompt(known[0]), 1, turn=0)) == ["c"]
-    assert source.take(prompt(problem("z", "four")), 1, turn=0) == []
-    assert (source.dropped, source.missing) == (0, 1)
+    assert take(source, prompt(known[0]), 1, 0)[0] == ["c"]
+    assert take(source, prompt(problem("z", "four")), 1, 0) == ([], 0, 1)
 
 
 def test_several_traces_of_a_prompt_take_turns(tmp_path):
     request = prompt(problem("x"))
     rows = [{"prompt": "x", "response": text} for text in ("a", "b", "c")]
     source = experts(traces_file(tmp_path / "t.jsonl", rows), task(request.problem))
-    assert [texts(source.take(request, 1, turn)) for turn in range(4)] == [["a"], ["b"], ["c"], ["a"]]
-    assert [texts(source.take(request, 2, turn)) for turn in range(3)] == [["a", "b"], ["c", "a"], ["b", "c"]]
-    assert texts(source.take(request, 5, turn=1)) == ["c", "a", "b"]  # none twice in a group
-    assert texts(source.take(request, 1, turn=2)) == ["c"]  # a function of its arguments: resuming repeats it
+    assert [take(source, request, 1, turn)[0] for turn in range(4)] == [["a"], ["b"], ["c"], ["a"]]
+    assert [take(source, request, 2, turn)[0] for turn in range(3)] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    assert take(source, request, 5, 1)[0] == ["c", "a", "b"]  # none twice in a group
+    assert take(source, request, 1, 2)[0] == ["c"]  # a function of its arguments: resuming repeats it
 
 
 def test_a_dropped_trace_leaves_its_place_to_the_next(tmp_path):
     request = prompt(problem("x"))
     rows = [{"prompt": "x", "response": text} for text in ("aaaaaaaa", "b")]
     source = experts(traces_file(tmp_path / "t.jsonl", rows), task(request.problem), max_tokens=4)
-    assert texts(source.take(request, 1, turn=0)) == ["b"]
-    assert (source.dropped, source.missing) == (1, 0)
-    assert texts(source.take(request, 1, turn=1)) == ["b"]  # not due: not read
-    assert source.dropped == 1
-    assert texts(source.take(request, 2, turn=0)) == ["b"]
-    assert source.dropped == 2
+    assert take(source, request, 1, 0) == (["b"], 1, 0)
+    assert take(source, request, 1, 1) == (["b"], 0, 0)  # not due: not read
+    assert take(source, request, 2, 0) == (["b"], 1, 0)
 
 
 GOOD = {"prompt": "x", "response": "a"}
@@ -214,12 +214,11 @@ def test_unusable_files_are_one_line_with_file_and_row(tmp_path, rows, message):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TrimtabError, match=r"cannot read .*none\.jsonl"):
-        experts(DemonstrationConfig(path=str(tmp_path / "none.jsonl")), task(problem("x")))
+        experts(str(tmp_path / "none.jsonl"), task(problem("x")))
     with pytest.raises(TrimtabError, match="unknown kind of file"):
-        experts(DemonstrationConfig(path="golden"), task(problem("x")))
+        experts("golden", task(problem("x")))
 
 
 def test_responses_without_an_end_are_refused():
-    endless = tokenizer(None)
     with pytest.raises(TrimtabError, match="no stop string and the tokenizer no end token"):
-        Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, SamplingParams(), None)
+        experts(GOLD, task(problem("x"), stop=()), words=tokenizer(None))

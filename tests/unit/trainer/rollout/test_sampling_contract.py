@@ -10,7 +10,7 @@ from tests.support.engines import prompt
 from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.rollout.sampling_contract import check_trajectory
+from trimtab.trainer.rollout.collector import check_trajectory
 from trimtab.types import Completion, SamplingParams, Trajectory
 
 TRUNCATED = SamplingParams(top_p=0.9, top_k=3)

@@ -1,15 +1,25 @@
-"""Metrics of methods that change the data: prefixes, demonstrations, a teacher, asynchronous rollouts, the canary."""
+"""Features that only measure.
+
+Of prefixes, demonstrations, a teacher, a mixture of tasks and asynchronous rollouts; the canary; how far the updates
+move the policy; whether invariant numerics hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trimtab.trainer.batching import MiniBatch
+from trimtab.corrections import log_ratio
+from trimtab.corrections.divergences import k3
+from trimtab.errors import TrimtabError
+from trimtab.trainer.batching import MicroBatch, MiniBatch, assigned_micro_batches
+from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
 
 
@@ -108,3 +118,75 @@ class CanaryFeature(Feature):
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         self._canary.noise = saved["canary"]
+
+
+class PolicyKL(Feature):
+    """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
+
+    In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
+    log-probs before are those of the proximal pass where there was one of the current weights, else of an additional
+    forward. Every rank runs as many forwards as the others.
+    """
+
+    def __init__(self, config: Config, ranks: RankGroup) -> None:
+        self._config, self._ranks = config, ranks
+        self._before: list[tuple[MicroBatch, Tensor]] = []
+        self._kl: float | None = None
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
+        self._before, self._kl = [], None
+        if not batches or step % self._config.diagnose.every:
+            return
+        is_scored = self._config.trainer.proximal == "current"
+        for _, micro in assigned_micro_batches(batches[-1], self._ranks):
+            before = micro.proximal if is_scored and micro.proximal is not None else learner.logp(micro)
+            self._before.append((micro, before))
+
+    def after_updates(self, learner: PolicyLearner) -> None:
+        if not self._before:
+            return
+        total, tokens = 0.0, 0
+        for micro, before in self._before:
+            after = learner.logp(micro)
+            total += float(k3(log_ratio(after, before, micro.on_policy)).double().sum())
+            tokens += int(micro.on_policy.sum())
+        self._before = []
+        total, count = self._ranks.all_reduce_sum(total), self._ranks.all_reduce_sum(tokens)
+        self._kl = total / count if count else None
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        return {} if self._kl is None else {"update/policy_kl": self._kl}
+
+
+NOT_CONFIRMED_MESSAGE = (
+    "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
+    '"invariant" was not confirmed (mismatch/confirmed)'
+)
+
+
+class BitwiseCheck(Feature):
+    """Compares the log-probs that were sampled and trained under the same weights, in every step."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        """Returns the number of log-probs that were compared. Raises `TrimtabError` if one of them differs."""
+        compared, unequal, worst = 0, 0, 0.0
+        for row, logps in record.statistics.mismatch_logps.items():
+            completion = record.trajectories[row].completion
+            same = completion.sampled & (completion.policy_version == record.statistics.versions[row])
+            compared += int(same.sum())
+            differing = same & (completion.logp_behavior != logps)
+            if differing.any():
+                unequal += int(differing.sum())
+                worst = max(worst, float(np.abs(completion.logp_behavior - logps)[differing].max()))
+        if unequal:
+            raise TrimtabError(
+                f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}):"
+                f' numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
+                "tools/first_difference.py of the repository names the module, fewer `threads` may help"
+            )
+        if compared == 0 and record.step == 1:
+            self._notify(NOT_CONFIRMED_MESSAGE)
+        return {"mismatch/confirmed": compared}

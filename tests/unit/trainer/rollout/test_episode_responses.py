@@ -13,7 +13,7 @@ from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.trainer.environments.swap_environment import SwapEnvironment
 from trimtab.trainer.evaluation import Settings, TaskSpec, compare
-from trimtab.trainer.rollout.environment_section import environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.episode_responses import environment_spec, refuse_unused_rewards
 from trimtab.trainer.run import RunParts, check
 from trimtab.types import Problem, RewardSpec
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,25 +12,41 @@ import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
-from trimtab.trainer.config import PrefixConfig
+from trimtab.trainer.config import Config, PrefixConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.rollout.prefixes import PrefixPool
+from trimtab.trainer.rollout.prefixes import PrefixedResponses
+from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=12, stop=(".",))
 
 
-def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -> PrefixPool:
+TASK = tasks.build("sort")
+
+
+@dataclass
+class Pool(PrefixedResponses):
+    """With an engine of its own."""
+
+    engine: EmbeddedEngine = field(kw_only=True)
+
+    def fill(self, prompts: Sequence[Prompt]) -> None:
+        self.refill(prompts, self.engine)
+
+
+def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -> Pool:
     model, tokenizer = laboratory.build(0)
+    recipe = Config(
+        seed=7, prefix=PrefixConfig(**config), trainer=Config().trainer.model_copy(update={"samples": samples})
+    )
     engine = EmbeddedEngine(model, tokenizer, torch.float32)
-    return PrefixPool(PrefixConfig(**config), engine, sampling, samples, seed=7)
+    return Pool(recipe, PromptStream(TASK, tokenizer, seed=7), sampling, engine=engine)
 
 
 def ask(count: int) -> list[Prompt]:
-    task, (_, tokenizer) = tasks.build("sort"), laboratory.build(0)
-    return [tasks.encode(task, task.train[i], tokenizer) for i in range(count)]
+    return PromptStream(TASK, laboratory.build(0)[1], seed=7).take(count)
 
 
 def lengths(prefixes: list[list[Completion]]) -> list[list[int]]:
@@ -40,7 +57,7 @@ def test_a_cycle_is_one_refill_and_then_its_batches() -> None:
     pool, prompts = make(refresh=3, ratio=0.3), ask(4)
     assert (pool.batches, pool.starts_cycle) == (2, True)
     pool.observe([10, 11, 12])
-    pool.refill(prompts)
+    pool.fill(prompts)
     assert not pool.starts_cycle
     first, prefixes = pool.take(2)
     assert first == prompts[:2]
@@ -58,7 +75,7 @@ def test_prefixes_are_the_historical_policys_own_tokens_and_hold_no_stop() -> No
     pool, prompts = make(samples=8, refresh=2, ratio=0.5), ask(6)
     pool.observe([12, 12])
     before = pool.engine.decoded_tokens
-    pool.refill(prompts)
+    pool.fill(prompts)
     assert (
         pool.engine.decoded_tokens - before <= 6 * 8 * 5
     )  # the budget is 6: five tokens are fed, the sixth only drawn
@@ -75,11 +92,11 @@ def test_the_budget_follows_the_responses_of_the_last_cycle() -> None:
     pool, prompts = make(refresh=2, ratio=0.5), ask(2)
     for lengths_seen, budget in (([4, 5], 2), ([12, 9, 11], 5), ([1, 2], 0)):
         pool.observe(lengths_seen)
-        pool.refill(prompts)
+        pool.fill(prompts)
         _, prefixes = pool.take(2)
         assert max(max(group) for group in lengths(prefixes)) == budget
     with pytest.raises(ValueError, match="no response was observed"):
-        pool.refill(prompts)
+        pool.fill(prompts)
 
 
 def test_draws_differ_from_cycle_to_cycle_and_repeat_with_the_seed() -> None:
@@ -87,7 +104,7 @@ def test_draws_differ_from_cycle_to_cycle_and_repeat_with_the_seed() -> None:
         pool, result = make(refresh=2, ratio=0.5), []
         for _ in range(2):
             pool.observe([12])
-            pool.refill(ask(3))
+            pool.fill(ask(3))
             result.append([[p.response_ids.tolist() for p in group] for group in pool.take(3)[1]])
         return result
 
@@ -100,7 +117,7 @@ def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
     alone, shared = make(samples=4, refresh=2, ratio=0.5), make(samples=4, refresh=2, ratio=0.5, share=2)
     for pool in (alone, shared):
         pool.observe([12])
-        pool.refill(ask(3))
+        pool.fill(ask(3))
     assert shared.engine.decoded_tokens < 0.6 * alone.engine.decoded_tokens
     _, prefixes = shared.take(3)
     for group in prefixes:
@@ -111,7 +128,7 @@ def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
 
 def test_whole_responses_are_cut_by_their_own_length() -> None:
     pool, prompts = make(samples=8, refresh=2, ratio=0.5, whole=True), ask(6)
-    pool.refill(prompts)  # needs no mean
+    pool.fill(prompts)  # needs no mean
     whole = pool.engine.generate(prompts, 8, SAMPLING, seed=_seed_of_cycle(0))
     _, prefixes = pool.take(6)
     assert lengths(prefixes) == [[len(c.response_ids) // 2 for c in group] for group in whole]
@@ -129,7 +146,7 @@ def _seed_of_cycle(cycle: int) -> int:
 
 def test_entropy_cuts_where_the_policy_was_least_certain() -> None:
     pool, prompts = make(samples=8, refresh=2, rule="entropy", top=1), ask(6)
-    pool.refill(prompts)
+    pool.fill(prompts)
     whole = pool.engine.generate(prompts, 8, SAMPLING, seed=_seed_of_cycle(0))
     _, prefixes = pool.take(6)
     assert lengths(prefixes) == [[int(np.argmax(c.entropy)) for c in group] for group in whole]
@@ -139,7 +156,7 @@ def test_what_is_never_used_costs_nothing() -> None:
     for config in ({"refresh": 1, "ratio": 0.5}, {"refresh": 8, "ratio": 0.0}):
         pool = make(**config)
         pool.observe([12])
-        pool.refill(ask(2 * pool.batches))
+        pool.fill(ask(2 * pool.batches))
         assert pool.starts_cycle
         assert (pool.engine.decoded_tokens, pool.engine.prefilled_tokens) == (0, 0)
 
@@ -152,18 +169,19 @@ def test_what_is_never_used_costs_nothing() -> None:
 def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, length_seen: int) -> None:
     pool, prompts = make(sampling=sampling, refresh=4, ratio=0.5, share=2), ask(6)
     pool.observe([length_seen])
-    pool.refill(prompts)
+    pool.fill(prompts)
     pool.take(2)
     pool.observe([9, 10])
-    data, meta = pool.to_bytes(), pool.meta()
-    assert meta["waiting"] == 4
+    pool.stream.position = 6
+    meta, files = pool.state()
+    assert meta["prefixes"]["waiting"] == 4
     other = make(sampling=sampling, refresh=4, ratio=0.5, share=2)
-    other.restore(data, meta, prompts[2:])
-    assert other.meta() == meta
+    other.restore(meta, files)
+    assert other.state()[0] == meta
     for expected, actual in zip(pool.take(4), other.take(4), strict=True):
         for a, b in zip(expected, actual, strict=True):
             if isinstance(a, Prompt):
-                assert a is b  # the stream's own prompt, with all that its problem carries
+                assert a.problem == b.problem  # the stream's own, with all that it carries
                 continue
             for x, y in zip(a, b, strict=True):
                 assert np.array_equal(x.response_ids, y.response_ids)
@@ -175,7 +193,7 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, leng
                     np.array_equal(i, j) for i, j in zip(x.sampling_mask or (), y.sampling_mask or (), strict=True)
                 )
     for either in (pool, other):
-        either.refill(prompts)
+        either.fill(prompts)
     a, b = pool.take(6)[1], other.take(6)[1]
     assert [[p.response_ids.tolist() for p in group] for group in a] == [
         [p.response_ids.tolist() for p in group] for group in b
@@ -185,15 +203,16 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, leng
 def test_an_empty_pool_survives_a_checkpoint() -> None:
     pool, other = make(refresh=2), make(refresh=2)
     pool.observe([5])
-    other.restore(pool.to_bytes(), pool.meta(), [])
+    other.restore(*pool.state())
     assert other.starts_cycle
-    assert other.meta() == pool.meta()
+    assert other.state()[0] == pool.state()[0]
 
 
 def test_prefixes_of_another_task_are_refused() -> None:
-    pool, prompts = make(refresh=2, ratio=0.5), ask(4)
+    pool = make(refresh=2, ratio=0.5)
     pool.observe([12])
-    pool.refill(prompts)
-    for wrong in ([*prompts[1:], prompts[0]], prompts[:3]):
+    pool.fill(pool.stream.take(4))
+    meta, files = pool.state()
+    for changed in ({"position": 5}, {"prefixes": {**meta["prefixes"], "waiting": 3}}):
         with pytest.raises(TrimtabError, match="the task does not ask now"):
-            make(refresh=2).restore(pool.to_bytes(), pool.meta(), wrong)
+            make(refresh=2).restore({**meta, **changed}, files)

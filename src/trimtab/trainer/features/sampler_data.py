@@ -1,4 +1,8 @@
-"""Scores the sampler's most probable ids in the trainer, for objectives that center scores."""
+"""What the sampler returns with a token beside its log-prob, passed to the trainer's forward.
+
+- `SamplingMask`: the tokens that truncated sampling allowed (docs/results/experiments.md).
+- `TopLogprobs`: the most probable ids, for objectives that center scores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,24 @@ import torch
 from trimtab.errors import TrimtabError
 from trimtab.trainer.batching import MicroBatch
 from trimtab.trainer.features.feature import Feature, ForwardPass
+from trimtab.trainer.models.logprobs import pack_kept
 from trimtab.types import TopTokens, Trajectory
+
+
+class SamplingMask(Feature):
+    """Passes the allowed tokens of truncated samples to every forward."""
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        if not any(trajectory.sampling.truncated for trajectory in trajectories):
+            return micro
+        kept = pack_kept(
+            [trajectory.completion.sampling_mask or () for trajectory in trajectories], micro.mask.shape[1]
+        )
+        return micro.with_extras(kept=kept.to(micro.mask.device))
+
+    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
+        return nullcontext({"kept": call.micro.extras.get("kept")})
+
 
 MASS_MAX = 1 + 1e-3
 """Largest mass of the most probable ids that rounding explains."""

@@ -1,12 +1,48 @@
-"""The environment of a recipe."""
+"""Multi-turn responses: the environment of a recipe, and the way to get responses that runs its episodes."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
+from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
+from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.types import Completion, Prompt
+
+
+@dataclass
+class EpisodeResponses(ResponseSource):
+    """Every response is an episode: an environment answers between its turns."""
+
+    runner: EpisodeRunner
+
+    @property
+    def seconds_to_end(self) -> float:
+        """A call in progress, and then those of the environment's `close`."""
+        return 2 * self.runner.limits.timeout
+
+    def respond(
+        self,
+        request: GroupRange,
+        sampler: Sampler,
+        stats: RolloutStats,  # noqa: ARG002
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        prompts, samples = self.prompts(request), self.config.trainer.samples
+        # A group's environments are the same, whatever request it belongs to.
+        seeds = [reset_seed(self.config.seed, number) for number in request.numbers]
+        with closing(self.runner.start(prompts, samples, reset_seeds=seeds)) as episodes:
+            completions = sampler.generate(
+                episodes.prompts, episodes.samples, self.sampling, seed=self.seed(request), turns=episodes
+            )
+            # Aborted episodes are not asked for rewards: calls of their tools may be in progress.
+            if any(completion.finish_reason == "abort" for group in completions for completion in group):
+                return prompts, completions
+            return prompts, episodes.finish(completions)
 
 
 def environment_spec(config: Config, kind: type | None = None) -> EnvironmentSpec | None:

@@ -1,0 +1,100 @@
+"""The models of a recipe: loaded, prepared for training, and rebuilt from the files that a run keeps.
+
+build_model       loads `model.path`; a laboratory model is warm-started on first use
+prepare_model     training mode, gradient checkpointing, LoRA adapters, shards of several ranks
+save_model_files  config, generation config and tokenizer, for engines and exports
+empty_model       a model with the modules of these files, whose weights a checkpoint replaces
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from trimtab.runs import atomic
+from trimtab.trainer.config import Config
+from trimtab.trainer.config.paths import LABORATORY_MODELS
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.load import LoadedModel, default_device, load
+from trimtab.trainer.models.lora import add_lora
+from trimtab.trainer.models.sharding import apply_fsdp
+from trimtab.trainer.ranks import current_ranks
+from trimtab.trainer.seeds import derive
+from trimtab.trainer.sft import laboratory_folder
+
+GENERATION = "generation_config.json"
+
+
+def build_model(config: Config) -> LoadedModel:
+    """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
+
+    A run of one process has it on its device, where the embedded engine finds and copies it. Of several ranks only the
+    leader loads weights, into CPU memory; `prepare_model` sends them.
+    """
+    path, ranks = config.model.path, current_ranks()
+    if path in LABORATORY_MODELS:
+        path = str(laboratory_folder(path, config))
+    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=ranks.is_leader)
+    if config.numerics == "invariant":
+        invariant.make_invariant(loaded.model)
+    if ranks.size == 1:
+        loaded.model.to(default_device())  # pyright: ignore[reportArgumentType]
+    return loaded
+
+
+def prepare_model(model: nn.Module, config: Config) -> nn.Module:
+    """Puts `model` into training mode, with the recipe's gradient checkpointing and LoRA adapters, and shards it.
+
+    Everything is in place. Call it before the optimizer is built. Gradient checkpointing acts in training mode only;
+    dropout was switched off on loading. With several ranks weights become the leader's, as `[sharding]` says.
+    """
+    ranks, lora = current_ranks(), config.model.lora
+    model.train()
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    if lora.rank:
+        device = ranks.device or default_device()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # peft draws from the global generator
+            torch.manual_seed(derive(config.seed, "adapters"))
+            model = add_lora(model, **lora.model_dump())
+    if ranks.size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert ranks.device is not None
+        apply_fsdp(
+            model,
+            init_device_mesh(ranks.device.type, (ranks.size,)),
+            compute=torch.bfloat16 if config.model.autocast == "bfloat16" else None,
+            offload=config.sharding.offload,
+            reshard=config.sharding.reshard,
+        )
+    return model
+
+
+def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the files that engines and `empty_model` need: config, generation config, tokenizer."""
+    with atomic.new_folder(folder, replace=True) as temporary:
+        model.config.save_pretrained(temporary)
+        if model.generation_config is not None:
+            # Not save_pretrained, which refuses generation settings that some published models have.
+            model.generation_config.to_json_file(temporary / GENERATION)
+        tokenizer.save_pretrained(temporary)
+
+
+def empty_model(files: Path, config: Config, *, adapters: bool = False) -> PreTrainedModel:
+    """Returns a model with the modules and buffers of `files`; every weight is to be replaced.
+
+    `adapters`: with those of `model.lora`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(files, trust_remote_code=False),
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=False,
+        )
+        if adapters:
+            add_lora(model, **config.model.lora.model_dump())
+        return model

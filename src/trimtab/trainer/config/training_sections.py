@@ -1,0 +1,165 @@
+"""The sections of a recipe about updates: `[objective]`, `[advantage]`, `[optim]`, `[trainer]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trimtab.trainer.config.section import Count, NotNegative, PluginSection, Positive, Section, Whole
+
+COMPOSED = "composed"
+"""Name of an objective of parts alone."""
+
+OBJECTIVE_PARTS = ("ratio", "surrogate", "weight", "mask", "centering")
+"""Keys of `[objective]` that are parts; `objectives.composition`, which needs torch, builds them."""
+
+TOKEN_BASELINE = "optimal-token"
+"""The kind of advantage with a value for each token."""
+
+BATCH_BASELINE = "batch-mean"
+"""The kind of advantage that compares responses to different prompts with each other."""
+
+DISTILLATION = "distillation"
+"""The kind of advantage that reads no rewards but the log-probs of a teacher, at each token."""
+
+
+class ObjectiveConfig(PluginSection):
+    """What is minimized: a named method, or your own `module:function` that returns an `Objective`, and keywords."""
+
+    name: str = Field(
+        default="token-tis",
+        description="the method (the table of objectives below lists all), `module:function`, or `composed` of parts "
+        "alone, the default beside a `surrogate`",
+    )
+    calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
+    code: str | None = Field(
+        default=None, description="written by a run whose objective was given in code: what it was"
+    )
+    equation: str | None = Field(default=None, description="written by a run whose objective is not a preset")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_name(cls, data: Any) -> Any:
+        """Names a section of parts that has no name; parts never change the default preset unsaid."""
+        if not isinstance(data, Mapping) or "name" in data:
+            return data
+        if "surrogate" in data:
+            return {**data, "name": COMPOSED}
+        given = [part for part in OBJECTIVE_PARTS if part in data]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} without a name: set objective.name to the method that it changes, or give a "
+                "surrogate for an objective of parts alone"
+            )
+        return data
+
+
+class AdvantageConfig(Section):
+    """How the rewards of a group become advantages."""
+
+    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token", "distillation"] | None = Field(
+        default=None,
+        description="default: the kind the objective expects; `optimal`: the reward less OAPL's soft value; "
+        "`optimal-token`: less the baseline of least variance at each token (OTB), with a proximal pass; "
+        "`distillation`: log π_ref/π_old of each token, without rewards, where model.reference is the teacher",
+    )
+    value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
+
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class EssConfig(Section):
+    """Scaling the rate of each update by the effective sample size of its weights (VCPO, arXiv 2602.17616)."""
+
+    base: float = Field(
+        default=1.0, gt=0, le=1, description="share of the responses above which the rate is not lowered"
+    )
+    rule: Literal["sqrt", "linear"] = Field(default="sqrt", description="how the rate follows size / base")
+    level: Literal["sequence", "geometric"] = Field(
+        default="sequence", description="of the weights; products of long responses leave a size of 1 by length alone"
+    )
+
+
+class OptimConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(default=1e-6, gt=0, le=1e38, description="learning rate after the warm-up")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.95), strict=False, description="decay rates of the two moments, each from 0 to below 1"
+    )
+    eps: Positive = Field(default=1e-8, description="added to the denominator of the update")
+    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
+    grad_clip: Positive = Field(default=1.0, description="largest norm of the gradient of an update")
+    schedule: Literal["constant", "cosine"] = Field(default="constant", description="of the learning rate")
+    warmup: Whole = Field(default=0, description="updates of linear warm-up")
+    min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
+    ess: EssConfig | None = None
+
+
+class TrainerConfig(Section):
+    """Steps, batches, and how old their data may be."""
+
+    steps: Count = Field(default=30, description="steps of the run: batches that are sampled and trained on")
+    prompts: Count = Field(default=16, description="prompts of a step")
+    samples: Count = Field(default=8, description="responses to a prompt; together they are a group")
+    minibatches: Count = Field(default=1, description="optimizer updates per epoch of a batch")
+    epochs: Count = Field(default=1, description="passes over a batch")
+    sync_every: Count | None = Field(
+        default=None, description="updates between weight updates of the engine; default: every step"
+    )
+    max_lag: Whole | None = Field(
+        default=None,
+        description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
+    )
+    window: Count = Field(
+        default=1, description="with max_lag: a slow group is passed by at most window - 1 younger ones; 1: by none"
+    )
+    in_flight: Literal["finish", "discard", "continue"] = Field(
+        default="finish",
+        description="what happens to unfinished responses when new weights come (max_lag above 0)",
+    )
+    proximal: Literal["current", "snapshot", "ewma"] = Field(
+        default="current",
+        description="weights of the proximal policy: `current`: those that a step begins with; `snapshot`: those that "
+        "sampled the token; `ewma`: a moving average (docs/asynchrony.md)",
+    )
+    proximal_decay: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of the moving average at each update; default: n / (n + 1), whose mean age is n updates, "
+        "n = the larger of max_lag and the updates of a step",
+    )
+    micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
+    dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
+    oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
+    refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
+    mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
+    max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")
+    max_idle_steps: Whole = Field(
+        default=10, description="steps in a row in which no advantage differs from 0 before the run stops; 0: never"
+    )
+
+    @property
+    def unfinished(self) -> Literal["finish", "discard", "continue"]:
+        """What happens to unfinished responses when new weights come; without `max_lag` there are none."""
+        return self.in_flight if self.max_lag else "finish"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates on one batch."""
+        return self.minibatches * self.epochs
+
+    @property
+    def decay(self) -> float:
+        """`proximal_decay`, or its default: the moving average is as old as the oldest tokens."""
+        age = max(self.max_lag or 0, self.updates_per_step)
+        return age / (age + 1) if self.proximal_decay is None else self.proximal_decay
+
+    @property
+    def max_age(self) -> int:
+        """Largest age in updates of a consumed token; without `max_lag` that of the engine's weights."""
+        return (self.sync_every or 1) - 1 if self.max_lag is None else self.max_lag

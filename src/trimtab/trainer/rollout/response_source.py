@@ -1,0 +1,110 @@
+"""How the responses to a request are made: `ResponseSource`, which samples each as a whole.
+
+Its subclasses are other ways, a file each: `prefixes.py` (older policies begin them), `demonstrations.py` (external
+traces among them), `episode_responses.py` (tools answer between their turns). `Collector` knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from trimtab.trainer.config import Config
+from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.seeds import derive
+from trimtab.types import Completion, Prompt, SamplingParams, TurnHandler
+
+
+@dataclass
+class RolloutStats:
+    """Counts and durations of generation and scoring since the last batch."""
+
+    generated: int = 0  # responses that the engines sampled
+    response_tokens: int = 0  # their tokens
+    decoded: int = 0  # tokens that the engines ran, by their own counters
+    prefilled: int = 0
+    traces: int = 0  # demonstrations that joined a group
+    traces_dropped: int = 0  # demonstrations that were too long
+    traces_missing: int = 0  # prompts without one
+    failed_rewards: int = 0  # responses without a reward, because a reward failed or the environment did
+    dropped: int = 0  # responses with a log-prob that is not finite
+    stale: int = 0  # responses that became too old for every batch
+    discarded_lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given up
+    groups: int = 0  # groups that were scored
+    no_signal: int = 0  # those of equal rewards
+    refilled: int = 0  # those sampled in their place
+    restarts: int = 0  # engines that were started again
+    interrupted: int = 0  # responses that new weights interrupted
+    episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls
+    errors: list[str] = field(default_factory=list)  # messages for the user
+    seconds_generating: float = 0.0
+    seconds_scoring: float = 0.0
+    seconds_waiting: float = 0.0
+
+    def messages(self) -> list[str]:
+        """What went wrong, each message once."""
+        failed_calls = self.episodes.message()
+        return [*dict.fromkeys(self.errors), *([] if failed_calls is None else [failed_calls])]
+
+    def add(self, other: RolloutStats) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+class Sampler(Protocol):
+    """An engine, or the thread of one, which continues responses that new weights interrupted."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        prefixes: Sequence[Sequence[Completion]] | None = None,
+        turns: TurnHandler | None = None,
+    ) -> list[list[Completion]]:
+        """As `Engine.generate`. Responses to a request that was given up meanwhile end in "abort"."""
+        ...
+
+
+@dataclass
+class ResponseSource:
+    """A way to get the responses of a run."""
+
+    config: Config
+    stream: PromptStream
+    sampling: SamplingParams
+
+    @property
+    def seconds_to_end(self) -> float:
+        """Longest time until `respond` returns after its sampler was aborted."""
+        return 0.0
+
+    def respond(
+        self,
+        request: GroupRange,
+        sampler: Sampler,
+        stats: RolloutStats,  # noqa: ARG002
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Returns the prompts of a request and the responses to each."""
+        prompts = self.prompts(request)
+        return prompts, sampler.generate(prompts, self.config.trainer.samples, self.sampling, seed=self.seed(request))
+
+    def prompts(self, request: GroupRange) -> list[Prompt]:
+        """Returns the prompts of a request, one for each group."""
+        return self.stream.at(request.first, request.count)
+
+    def seed(self, request: GroupRange) -> int:
+        """Returns the random seed of a request."""
+        return derive(self.config.seed, "rollout", request.first)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Returns the state for a checkpoint, as JSON and files."""
+        return {}, {}
+
+    def restore(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Restores `state()` from all JSON and files of a rollout source."""
