@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, macro_average, paired_difference
 from trimtab.safe_text import markdown_text
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation.eval_result import EvalResult
 
 AVERAGE = "average"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from trimtab.trainer.config import Config
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.demonstrations import Demonstrations

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.unit.trainer.evaluation.test_eval_result import result
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import Results, Settings
 
 SETTINGS = {"samples": 4, "seed": 0, "relay_ratio": 0.5}
