@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import chat_template
-from trimtab.trainer.environments.chat_format import Chat as ChatFormat
+from trimtab.trainer.environments.formats import Chat as ChatFormat
 from trimtab.trainer.models import bundled
 from trimtab.trainer.tasks.templates import Chat
 from trimtab.types import Problem

@@ -10,7 +10,7 @@ import torch
 from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.trainer.batching import to_tensors
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rollout.response_source import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics, batch_metrics, rollout_metrics, update_metrics
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval
 from trimtab.safe_text import markdown_text
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 
 ERRORS_KEPT = 5
 AVERAGE = "average"

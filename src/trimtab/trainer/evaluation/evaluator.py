@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.evaluation.eval_results import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
 from trimtab.trainer.evaluation.result_store import PartFile

@@ -20,7 +20,7 @@ __all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "options
 
 _BUILT_IN = {
     "exact": ("builtin", "Exact"),
-    "numeric": ("numeric", "Numeric"),
+    "numeric": ("builtin", "Numeric"),
     "math": ("math_equal", "MathEqual"),
     "format": ("builtin", "Format"),
     "length": ("builtin", "Length"),

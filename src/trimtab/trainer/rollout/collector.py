@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats

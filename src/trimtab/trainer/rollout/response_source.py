@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trimtab.trainer.config import Config
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive

@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
-from trimtab.trainer.environments.chat_format import Chat
 from trimtab.trainer.environments.episodes import EpisodeLimits
-from trimtab.trainer.environments.formats import Call, ToolError
+from trimtab.trainer.environments.formats import Call, Chat, ToolError
 from trimtab.trainer.models import bundled
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat as ChatTemplate

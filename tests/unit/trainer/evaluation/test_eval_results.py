@@ -13,7 +13,7 @@ from rich.console import Console
 
 from trimtab.errors import TrimtabError
 from trimtab.intervals import wilson
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import Results, Settings, pass_at_k
 from trimtab.trainer.evaluation.eval_results import BatchCounts, EvalResult, ProblemResult
 

@@ -11,7 +11,7 @@ from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
-from trimtab.trainer.environments.episode_counts import EpisodeCounts
+from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import evaluate
 from trimtab.trainer.evaluation.result_store import PartFile, results_folder
 from trimtab.types import EpisodeOutcome, SamplingParams

@@ -11,8 +11,8 @@ from tests.support.trajectories import multi_turn
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.rewards import Response
+from trimtab.trainer.rewards.builtin import numbers
 from trimtab.trainer.rewards.math_equal import readable
-from trimtab.trainer.rewards.numeric import numbers
 from trimtab.types import Problem
 
 SUM = tasks.build("arithmetic")
