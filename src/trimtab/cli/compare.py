@@ -16,7 +16,7 @@ from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.report.comparison_table import ComparisonTable
+    from trimtab.report.experiment_page import ComparisonTable
     from trimtab.runs.summary import RunSummary
     from trimtab.trainer.lab.experiment import ExperimentPlan
     from trimtab.trainer.lab.tuning import Choice
@@ -157,9 +157,8 @@ def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json
 
 
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tuned: Tuned | None) -> None:
-    from trimtab.report.comparison_table import legend, markdown, summarize
-    from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.figure_files import accuracy_figure, write_figures
+    from trimtab.report.comparison_figures import accuracy_figure, write_figures
+    from trimtab.report.experiment_page import legend, markdown, summarize, write_experiment_page
     from trimtab.runs.summary import read_table
 
     grid = summarize(read_table(out))

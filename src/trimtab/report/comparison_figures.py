@@ -1,30 +1,57 @@
-"""The figures of a comparison: one color per group, with a band over its seeds."""
+"""The figures of a comparison: one color per group, with a band over its seeds, on its page and as files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.pages.charts import draw
+from trimtab.pages.charts import (
+    BLUE,
+    CYCLE,
+    INK,
+    RC,
+    STYLES,
+    THEME,
+    VERMILLION,
+    digits,
+    draw,
+    log_scale_of_any_sign,
+    start_at_zero,
+    step_axis,
+)
 from trimtab.pages.page import Chart, Note
-from trimtab.pages.svg import CYCLE, INK, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
 from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group, join_names
 from trimtab.report.summary_columns import accuracy_of
+from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
+
+if TYPE_CHECKING:
+    from trimtab.report.experiment_page import ComparisonTable
 
 # Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
 BANDS_UP_TO, THIN_UP_TO = 8, 3
-# Methods of an experiment that share one figure; more get a figure each.
-MAX_SHARED_FIGURE = len(CYCLE)
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
+# Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
+_SETTINGS: dict[Any, Any] = {
+    **RC,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "trimtab",
+}
+_METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 @dataclass(frozen=True)
@@ -122,43 +149,18 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
     return drawn, absent, zero
 
 
-def accuracy_figures(
-    regime: str, curves: Mapping[str, Sequence[Series]], best: str, before: float | None
-) -> list[Chart]:
-    """Returns held-out accuracy over steps: one figure for a few methods, otherwise a small one with a name for each.
-
-    Small figures also show the mean of the method `best`, dotted. `before` is drawn as a level line.
-    """
-    panel = PANELS[0]
-    if len(curves) <= MAX_SHARED_FIGURE:
-        title = f"{regime}: held-out accuracy"
-        return [Chart("", _panel_svg(title, panel, list(curves.values()), level=before))] if curves else []
-    return [
-        Chart(
-            method,
-            _panel_svg(f"{method} in {regime}", panel, [seeds], size=(3, 2), level=before, dotted=curves[best]),
-        )
-        for method, seeds in curves.items()
-    ]
+def accuracy_chart(title: str, curves: Sequence[Sequence[Series]], before: float | None) -> Chart:
+    """Returns held-out accuracy over steps, seed by seed for each method. `before` is drawn as a level line."""
+    return Chart(title, _panel_svg(title, PANELS[0], curves, level=before))
 
 
-def _panel_svg(
-    name: str,
-    panel: Panel,
-    series: Sequence[Sequence[Series]],
-    *,
-    size: tuple[float, float] = (4.2, 2.7),
-    level: float | None = None,
-    dotted: Sequence[Series] = (),
-) -> Markup:
+def _panel_svg(name: str, panel: Panel, series: Sequence[Sequence[Series]], *, level: float | None = None) -> Markup:
     def paint(axes: Axes) -> None:
-        if (reference := band(dotted)) is not None:
-            axes.plot(reference.steps, reference.mean, color=INK, linewidth=1, linestyle=":", alpha=0.7)
         _draw_panel(axes, panel, series)
         if level is not None:
             axes.axhline(level, color=INK, linewidth=0.5, alpha=0.5)
 
-    return draw(name, paint, size=size, steps=True)
+    return draw(name, paint, steps=True)
 
 
 def swatch(index: int) -> Markup:
@@ -242,3 +244,45 @@ def _line_style(index: int) -> tuple[str, Any]:
 def _style_number(index: int) -> int:
     """Returns the index of the line style; colors repeat after six groups, so 36 groups are distinguishable."""
     return (index + index // len(CYCLE)) % len(STYLES)
+
+
+def write_figures(paint: Callable[[], Figure], path: Path) -> list[Path]:
+    """Writes what `paint` draws as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
+    written = []
+    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
+        # A name may contain characters that the font lacks; they are drawn as boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = paint()
+        for kind, metadata in _METADATA.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+            written.append(write_output(path.with_suffix(f".{kind}"), buffer.getvalue()))
+    return written
+
+
+def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
+    """Returns the accuracy of every method in every regime: a dot for each seed, a bar at their mean.
+
+    The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
+    """
+    size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
+    for axes, regime in zip(panels, table.regimes, strict=False):
+        here = {place: table.scores.get((method, regime)) for place, method in enumerate(methods)}
+        scores = {place: score for place, score in here.items() if score is not None}
+        before = [row["accuracy_before"] for score in scores.values() for row in score.rows]
+        known = [value for value in before if value is not None]
+        if known:
+            axes.axvline(float(np.mean(known)), color=INK, linewidth=1, linestyle=":")
+        for place, score in scores.items():
+            values = list(score.values)
+            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
+            axes.plot(score.accuracy.mean, place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
+        axes.set_title(regime, fontsize=10, loc="left")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("held-out accuracy")
+        axes.grid(visible=False, axis="x")
+    panels[0].set_yticks(range(len(methods)), list(methods))
+    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    return figure

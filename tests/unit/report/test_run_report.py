@@ -124,9 +124,7 @@ def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run
     )
     for file in (small_run / "trajectories").iterdir():
         file.unlink()
-    text = read(write_report(small_run)).text
-    assert "has no trajectory file" in text
-    assert "Not logged by this run: kl estimates" in text
+    assert "has no trajectory file" in read(write_report(small_run)).text
 
 
 def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[..., Path], tmp_path: Path) -> None:
