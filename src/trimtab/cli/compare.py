@@ -157,8 +157,8 @@ def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json
 
 
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, tuned: Tuned | None) -> None:
-    from trimtab.report.comparison_figures import accuracy_figure, write_figures
-    from trimtab.report.experiment_page import legend, markdown, summarize, write_experiment_page
+    from trimtab.report.comparison_figures import write_figures
+    from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
     from trimtab.runs.summary import read_table
 
     grid = summarize(read_table(out))

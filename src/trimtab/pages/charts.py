@@ -66,6 +66,9 @@ RC: dict[Any, Any] = {
     "savefig.facecolor": "none",
 }
 WIDTH, HEIGHT = 4.2, 2.7  # inches, as text of 10 points is drawn
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values of a curve, (count,) each."""
+AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
 _SHADES = 5  # darkness levels of a scatter, logarithmic in the count
 _SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
@@ -94,6 +97,20 @@ def draw(
             columns = min(len(labels), 3 if steps else 2)
             figure.legend(handles, labels, loc="outside upper left", ncols=columns, columnspacing=1.2)
         return to_svg(figure, name)
+
+
+def trailing(series: Series) -> Series:
+    """Returns the trailing mean of a series of 400 points or more; a shorter series is returned unchanged.
+
+    The window is a twentieth of the points (fewer at the start) and ends at each point.
+    """
+    steps, values = series
+    if len(values) < AVERAGED_FROM:
+        return series
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - len(values) // 20, 0)
+    return steps, (total[end] - total[start]) / (end - start)
 
 
 def quantile_bands(axes: Axes, steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.intervals import SeedMean, interval_method
+from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import (
@@ -25,7 +26,6 @@ from trimtab.report.comparison_figures import (
     swatch,
     write_figures,
 )
-from trimtab.report.curves import AVERAGED_FROM
 from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
 from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (

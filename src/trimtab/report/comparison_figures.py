@@ -6,8 +6,9 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,28 +18,25 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import (
-    BLUE,
+    AVERAGED_FROM,
     CYCLE,
     INK,
     RC,
     STYLES,
     THEME,
-    VERMILLION,
+    Series,
     digits,
     draw,
     log_scale_of_any_sign,
     start_at_zero,
     step_axis,
+    trailing,
 )
 from trimtab.pages.page import Chart, Note
-from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group, join_names
 from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
-
-if TYPE_CHECKING:
-    from trimtab.report.experiment_page import ComparisonTable
 
 # Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
 BANDS_UP_TO, THIN_UP_TO = 8, 3
@@ -51,6 +49,7 @@ _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "trimtab",
 }
+_BAND_POINTS = 480
 _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
@@ -58,74 +57,90 @@ _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date
 class Panel:
     """The specification of one figure.
 
-    `read` returns the series of a run. `unit` sets the axis to [0, 1]. `points` marks single measurements. `noisy`
-    series get a trailing mean where they are long; logarithmic ones do not, since their mean is dominated by the
-    largest value.
+    keys: of them the first that a run logged is drawn; held-out accuracy and the share of clipped tokens have none.
+    averaged: long series get a trailing mean; logarithmic ones do not, since it is dominated by the largest value.
     """
 
     title: str
-    read: Callable[[Run], Series]
+    keys: tuple[str, ...] = ()
     log: bool = False
-    unit: bool = False
-    points: bool = False
-    noisy: bool = False
+    averaged: bool = True
+
+    def read(self, run: Run) -> Series:
+        """Returns the series of a run."""
+        if self is ACCURACY:
+            accuracy = accuracy_of(run)
+            return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
+        logged = [run.series(key) for key in self.keys] or [run.clipped()]
+        steps, values = next((series for series in logged if len(series[0])), logged[0])
+        if not self.log:
+            return steps, values
+        # A 0 says that nothing was measured, but not where tokens were compared (`numerics = "invariant"`).
+        compared, tokens = run.series("mismatch/tokens")
+        measured = values > 0
+        if self.keys[0].startswith("mismatch/"):
+            measured |= np.isin(steps, compared[tokens > 0])
+        return steps[measured], values[measured]
 
 
-def _first_logged(*keys: str) -> Callable[[Run], Series]:
-    """Returns a reader of the first of `keys` that the run logged."""
-
-    def read(run: Run) -> Series:
-        candidates = [run.series(key) for key in keys]
-        return next((series for series in candidates if len(series[0])), candidates[0])
-
-    return read
-
-
-def _positive(key: str) -> Callable[[Run], Series]:
-    """Returns a reader of the values above 0; a 0 of such a metric means that nothing was measured."""
-
-    def read(run: Run) -> Series:
-        steps, values = run.series(key)
-        return steps[values > 0], values[values > 0]
-
-    return read
-
-
-def _where_compared(key: str) -> Callable[[Run], Series]:
-    """Returns a reader of a mismatch metric at the steps where tokens were compared.
-
-    There a 0 is a measurement (`numerics = "invariant"`); elsewhere it means that nothing was measured.
-    """
-
-    def read(run: Run) -> Series:
-        steps, values = run.series(key)
-        steps_compared, tokens = run.series("mismatch/tokens")
-        valid = (values > 0) | np.isin(steps, steps_compared[tokens > 0])
-        return steps[valid], values[valid]
-
-    return read
-
-
-def _accuracy(run: Run) -> Series:
-    accuracy = accuracy_of(run)
-    return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
-
-
+ACCURACY = Panel("Held-out greedy accuracy", averaged=False)
 PANELS = (
-    Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
-    Panel("Training reward", _first_logged("reward/mean"), noisy=True),
-    Panel("Mismatch k3, nats per token", _where_compared("mismatch/k3"), log=True),
-    Panel("Effective sample size, token weights", _first_logged("mismatch/ess_token"), noisy=True),
-    Panel("Ratio trainer / sampler, 99th percentile", _first_logged("mismatch/ratio_q99"), noisy=True),
-    Panel("Ratio trainer / sampler, 1st percentile", _first_logged("mismatch/ratio_q01"), noisy=True),
-    Panel("Gradient norm before clipping", _positive("optim/grad_norm"), log=True),
-    Panel("Entropy, nats per token", _first_logged("entropy/mean", "entropy/rollout"), noisy=True),
-    Panel("Response length, tokens", _first_logged("length/mean"), noisy=True),
-    Panel("Clipped tokens, share", Run.clipped, noisy=True),
-    Panel("Rejected tokens, share", _first_logged("reject/tokens"), noisy=True),
-    Panel("Learning rate", _first_logged("optim/lr")),
+    ACCURACY,
+    Panel("Training reward", ("reward/mean",)),
+    Panel("Mismatch k3, nats per token", ("mismatch/k3",), log=True),
+    Panel("Effective sample size, token weights", ("mismatch/ess_token",)),
+    Panel("Ratio trainer / sampler, 99th percentile", ("mismatch/ratio_q99",)),
+    Panel("Ratio trainer / sampler, 1st percentile", ("mismatch/ratio_q01",)),
+    Panel("Gradient norm before clipping", ("optim/grad_norm",), log=True),
+    Panel("Entropy, nats per token", ("entropy/mean", "entropy/rollout")),
+    Panel("Response length, tokens", ("length/mean",)),
+    Panel("Clipped tokens, share"),
+    Panel("Rejected tokens, share", ("reject/tokens",)),
+    Panel("Learning rate", ("optim/lr",), averaged=False),
 )
 PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Mean and range over `steps`; each array is (steps,) float64."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def band(series: Sequence[Series]) -> Band | None:
+    """Returns mean and range over the steps that all seeds have, or None without any.
+
+    Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
+    """
+    if not series:
+        return None
+    steps = reduce(np.intersect1d, [steps for steps, _ in series])
+    if not len(steps):
+        return None
+    table = np.stack([values[np.isin(seed_steps, steps)] for seed_steps, values in series])
+    return Band(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
+
+
+def thinned(band: Band) -> Band:
+    """Returns the band with at most 480 points, which bounds the size of the SVG.
+
+    Each point is the mean, the lowest and the highest value of a group of neighbors.
+    """
+    size = -(-len(band.steps) // _BAND_POINTS)
+    if size == 1:
+        return band
+    starts = np.arange(0, len(band.steps), size)
+    counts = np.diff(np.append(starts, len(band.steps)))
+    return Band(
+        band.steps[starts],
+        np.add.reduceat(band.mean, starts) / counts,
+        np.minimum.reduceat(band.low, starts),
+        np.maximum.reduceat(band.high, starts),
+    )
 
 
 def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[str]]:
@@ -141,7 +156,7 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
         ]
         if len(missing) == len(groups):
             absent.append(panel.title.lower())
-        elif not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
+        elif panel is not ACCURACY and not any(values.any() for seeds in series for _, values in seeds):
             zero.append(panel.title.lower())
         else:
             notes = [Note(f"Not logged by {join_names(missing)}.")] if missing else []
@@ -151,7 +166,7 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
 
 def accuracy_chart(title: str, curves: Sequence[Sequence[Series]], before: float | None) -> Chart:
     """Returns held-out accuracy over steps, seed by seed for each method. `before` is drawn as a level line."""
-    return Chart(title, _panel_svg(title, PANELS[0], curves, level=before))
+    return Chart(title, _panel_svg(title, ACCURACY, curves, level=before))
 
 
 def _panel_svg(name: str, panel: Panel, series: Sequence[Sequence[Series]], *, level: float | None = None) -> Markup:
@@ -197,11 +212,11 @@ def picture(groups: Sequence[Group]) -> Figure:
 
 def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
     crowded = len(series) > BANDS_UP_TO
-    averaged = panel.noisy and not crowded
+    averaged = panel.averaged and not panel.log and not crowded
     for index, seeds in enumerate(series):
         present = [item for item in seeds if len(item[0])]
-        _draw_group(axes, present, _line_style(index), points=panel.points, crowded=crowded, averaged=averaged)
-    if panel.unit:
+        _draw_group(axes, present, _line_style(index), points=panel is ACCURACY, crowded=crowded, averaged=averaged)
+    if panel is ACCURACY:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
         log_scale_of_any_sign(axes)
@@ -258,31 +273,3 @@ def write_figures(paint: Callable[[], Figure], path: Path) -> list[Path]:
             figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
             written.append(write_output(path.with_suffix(f".{kind}"), buffer.getvalue()))
     return written
-
-
-def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
-    """Returns the accuracy of every method in every regime: a dot for each seed, a bar at their mean.
-
-    The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
-    """
-    size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
-    for axes, regime in zip(panels, table.regimes, strict=False):
-        here = {place: table.scores.get((method, regime)) for place, method in enumerate(methods)}
-        scores = {place: score for place, score in here.items() if score is not None}
-        before = [row["accuracy_before"] for score in scores.values() for row in score.rows]
-        known = [value for value in before if value is not None]
-        if known:
-            axes.axvline(float(np.mean(known)), color=INK, linewidth=1, linestyle=":")
-        for place, score in scores.items():
-            values = list(score.values)
-            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
-            axes.plot(score.accuracy.mean, place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
-        axes.set_title(regime, fontsize=10, loc="left")
-        axes.set_xlim(-0.02, 1.02)
-        axes.set_xlabel("held-out accuracy")
-        axes.grid(visible=False, axis="x")
-    panels[0].set_yticks(range(len(methods)), list(methods))
-    panels[0].set_ylim(len(methods) - 0.5, -0.5)
-    return figure

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from trimtab.intervals import (
     STUDENT_FROM,
@@ -19,6 +20,7 @@ from trimtab.intervals import (
     interval_method,
     seed_interval,
 )
+from trimtab.pages.charts import BLUE, INK, VERMILLION
 from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.comparison_figures import BANDS_UP_TO, accuracy_chart, legend_of, swatch
 from trimtab.report.summary_columns import Column, Form, outcome, summary_table
@@ -210,6 +212,34 @@ def _power_text(table: ComparisonTable) -> str:
         if known:
             texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
     return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
+
+
+def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
+    """Returns the accuracy of every method in every regime: a dot for each seed, a bar at their mean.
+
+    The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
+    """
+    size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
+    for axes, regime in zip(panels, table.regimes, strict=False):
+        here = {place: table.scores.get((method, regime)) for place, method in enumerate(methods)}
+        scores = {place: score for place, score in here.items() if score is not None}
+        before = [row["accuracy_before"] for score in scores.values() for row in score.rows]
+        known = [value for value in before if value is not None]
+        if known:
+            axes.axvline(float(np.mean(known)), color=INK, linewidth=1, linestyle=":")
+        for place, score in scores.items():
+            values = list(score.values)
+            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
+            axes.plot(score.accuracy.mean, place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
+        axes.set_title(regime, fontsize=10, loc="left")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("held-out accuracy")
+        axes.grid(visible=False, axis="x")
+    panels[0].set_yticks(range(len(methods)), list(methods))
+    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    return figure
 
 
 def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence[str] = ()) -> Path:

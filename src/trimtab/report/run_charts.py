@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.pages.charts import (
+    AVERAGED_FROM,
     CYCLE,
     GREEN,
     INK,
@@ -22,10 +23,10 @@ from trimtab.pages.charts import (
     log_scale_of_any_sign,
     quantile_bands,
     start_at_zero,
+    trailing,
 )
 from trimtab.pages.numbers import number
 from trimtab.pages.page import Chart, Charts, Note, Section
-from trimtab.report.curves import AVERAGED_FROM, trailing
 from trimtab.report.groups import natural_key
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced

@@ -13,9 +13,10 @@ import pytest
 from markdown_it import MarkdownIt
 
 from trimtab.errors import TrimtabError
-from trimtab.report.comparison_figures import accuracy_figure, write_figures
+from trimtab.report.comparison_figures import write_figures
 from trimtab.report.experiment_page import (
     ComparisonTable,
+    accuracy_figure,
     cell_text,
     legend,
     markdown,
