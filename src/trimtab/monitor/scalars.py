@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.monitor.alarms import DIAGNOSE, STEPS_NEEDED, WINDOW, Alarm, Step, first_alarms, median
+from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
 
 Row = Mapping[str, float]
 
@@ -94,12 +95,12 @@ class Curve:
     @property
     def first(self) -> float:
         """Median of the first steps."""
-        return _median(self.values[:WINDOW])
+        return median(self.values[:WINDOW]) if self.values else math.nan
 
     @property
     def last(self) -> float:
         """Median of the last steps."""
-        return _median(self.values[-WINDOW:])
+        return median(self.values[-WINDOW:]) if self.values else math.nan
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,10 @@ class ScalarReport:
         """Says that all or some of the rules for what is logged need more steps; empty where all were asked."""
         names = {"mismatch/k3"} if self.mismatch else set()
         names |= {METRICS[one.scalar.quantity] for one in self.curves if one.scalar.quantity in METRICS}
-        needed = [STEPS_NEEDED[name] for name in names if name in STEPS_NEEDED]
+        needed = [rule.steps for rule in RULES if rule.metric in names]
         if not needed:
             return "no rule judges what is logged"
-        least, most = min(low for low, _ in needed), max(high for _, high in needed)
+        least, most = min(needed), max(needed)
         if self.steps >= most:
             return ""
         some = "" if self.steps < least else " by every rule"
@@ -236,10 +237,6 @@ def _is(scalar: Scalar, logged: str) -> bool:
     prefix = logged.removesuffix(scalar.name)
     parts = prefix.rpartition(" - ")[2].split("/")
     return prefix != logged and prefix.endswith(("/", " - ")) and not _EVALUATION & set(parts)
-
-
-def _median(values: Sequence[float]) -> float:
-    return median([Step(0, {"": value}, None) for value in values], "") if values else math.nan
 
 
 def lines(report: ScalarReport, read: Path) -> Iterator[str]:

@@ -60,13 +60,6 @@ def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
     assert axes.get_ylim() == (0.5, 1.2)
 
 
-def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
-    axes = Figure().add_subplot()
-    axes.set_ylim(3, 4)
-    run_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", high=1.0))
-    assert list(axes.patches) == []
-
-
 @pytest.mark.parametrize(
     ("form", "value", "text"),
     [
@@ -91,19 +84,6 @@ def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
 )
 def test_numbers(form: Callable[[Any], str], value: float | str | None, text: str) -> None:
     assert form(value) == text
-
-
-def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
-    """Exactly no mismatch, beside a run that has some."""
-    axes = Figure().add_subplot()
-    axes.plot([1, 2], [3e-4, 2e-5])
-    axes.plot([1, 2], [0.0, 0.0])
-    charts.log_scale_of_any_sign(axes)
-    height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
-    assert list(height.values()) == sorted(height.values())
-    assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
-    assert axes.get_ylim()[0] < 0
-    assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
 
 
 def test_a_negative_estimate_is_drawn_below_zero() -> None:
