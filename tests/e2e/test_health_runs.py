@@ -35,7 +35,7 @@ def test_a_sampler_in_eight_bits_is_healthy(tmp_path: Path) -> None:
 def test_a_collapse_is_not_healthy_where_trainer_and_sampler_agree(tmp_path: Path) -> None:
     text = verdict(tmp_path / "run", "optim.lr=3e-3", "optim.warmup=20", "trainer.steps=24", "trainer.max_idle_steps=0")
     assert text.startswith("Not healthy over 24 steps: ")
-    assert "the reward fell from " in text
+    assert "held-out accuracy on sort fell from " in text
 
 
 def test_responses_that_are_all_cut_are_not_healthy_and_the_first_line_says_why(tmp_path: Path) -> None:

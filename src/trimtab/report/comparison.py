@@ -69,9 +69,8 @@ def compare(grouped: Groups, *, target: float | None = None) -> Comparison:
     groups = grouped.groups
     accuracy_target = choose_target(groups, target)
     comparable = same_measure(groups)
-    runs = [group.runs for group in groups]
-    results = [outcome(column, runs, judged=comparable) for column in result_columns(accuracy_target)]
-    process_metrics = [outcome(column, runs) for column in process_columns()]
+    results = [outcome(column, groups, judged=comparable) for column in result_columns(accuracy_target)]
+    process_metrics = [outcome(column, groups) for column in process_columns()]
     equations, notes = _equations(groups)
     return Comparison(
         groups=groups,

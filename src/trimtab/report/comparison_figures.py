@@ -6,7 +6,7 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from matplotlib.lines import Line2D
 from trimtab.pages.charts import (
     AVERAGED_FROM,
     CYCLE,
-    INK,
     RC,
     STYLES,
     THEME,
@@ -160,22 +159,9 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
             zero.append(panel.title.lower())
         else:
             notes = [Note(f"Not logged by {join_names(missing)}.")] if missing else []
-            drawn.append(Chart(panel.title, _panel_svg(panel.title, panel, series), notes))
+            svg = draw(panel.title, partial(_draw_panel, panel=panel, series=series), steps=True)
+            drawn.append(Chart(panel.title, svg, notes))
     return drawn, absent, zero
-
-
-def accuracy_chart(title: str, curves: Sequence[Sequence[Series]], before: float | None) -> Chart:
-    """Returns held-out accuracy over steps, seed by seed for each method. `before` is drawn as a level line."""
-    return Chart(title, _panel_svg(title, ACCURACY, curves, level=before))
-
-
-def _panel_svg(name: str, panel: Panel, series: Sequence[Sequence[Series]], *, level: float | None = None) -> Markup:
-    def paint(axes: Axes) -> None:
-        _draw_panel(axes, panel, series)
-        if level is not None:
-            axes.axhline(level, color=INK, linewidth=0.5, alpha=0.5)
-
-    return draw(name, paint, steps=True)
 
 
 def swatch(index: int) -> Markup:

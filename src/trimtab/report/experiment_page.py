@@ -21,34 +21,13 @@ from trimtab.intervals import (
     seed_interval,
 )
 from trimtab.pages.charts import BLUE, INK, VERMILLION
-from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.comparison_figures import BANDS_UP_TO, accuracy_chart, legend_of, swatch
-from trimtab.report.summary_columns import Column, Form, outcome, summary_table
+from trimtab.pages.page import Cell, Note, Page, Part, Section, Table
 from trimtab.runs.atomic import write_output
 from trimtab.safe_text import code_span, markdown_text
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
-CURVES = (
-    "Means of the seeds over steps, and the range from the lowest to the highest; of up to three seeds each has a thin "
-    "line. The level line is the accuracy before training."
-)
-MEANS = "Means of the seeds over steps. The level line is the accuracy before training."
-DETAILS: tuple[tuple[str, str, Form], ...] = (
-    ("accuracy", "accuracy", "share"),
-    ("accuracy_best", "best", "share"),
-    ("reward", "reward, last tenth", "share"),
-    ("k3", "k3, end", "decades"),
-    ("k3_worst", "k3, worst", "decades"),
-    ("ess_worst", "ESS, lowest", "decades"),
-    ("log_ratio_seq_worst", "sequence |log-ratio|, worst", "decades"),
-    ("grad_norm_max", "gradient norm, worst", "decades"),
-    ("clipped", "clipped", "share"),
-    ("rejected", "rejected", "share"),
-    ("skipped", "skipped updates", "number"),
-)
-"""Key in the rows, title and form of the columns of a regime's table, each a mean over seeds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +230,6 @@ def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence
         facts=_facts(table),
         sections=[
             Section("Held-out accuracy after training", _score_parts(table)),
-            *(Section(regime, _regime(table, regime)) for regime in table.regimes),
         ],
     )
     return write_output(path, page.html().encode())
@@ -276,6 +254,7 @@ def _score_parts(table: ComparisonTable) -> list[Part]:
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
         Note(f"{legend(table)} Blue is above the start, orange below it."),
+        Note("Curves, mismatch and settings of one regime: `trimtab report REGIME` in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
         *(
             Note(f"{regime}, {method}: {why}", "not trained", "plain")
@@ -305,26 +284,3 @@ def _shade(value: float, before: float | None) -> str:
     largest = (1 - start) if above else start
     red, green, blue = ABOVE if above else BELOW
     return f"rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
-
-
-def _regime(table: ComparisonTable, regime: str) -> list[Part]:
-    """Returns the curves of held-out accuracy in a regime and the table of its methods, best first."""
-    scores = {method: table.scores[method, regime] for method in table.methods if (method, regime) in table.scores}
-    ranked = sorted(scores, key=lambda method: scores[method].rank)
-    columns = [
-        Column(key, title, lambda row, key=key: row.get(key), form=form, limits=UNBOUNDED)
-        for key, title, form in DETAILS
-    ]
-    outcomes = [outcome(column, [scores[method].rows for method in ranked]) for column in columns]
-    marks = [swatch(index) for index in range(len(ranked))]
-    curves = [
-        [(np.array(row["curve_steps"]), np.array(row["curve"])) for row in scores[method].rows if row["curve_steps"]]
-        for method in ranked
-    ]
-    figures: list[Part] = [
-        legend_of([(method, scores[method].rank_text) for method in ranked]),
-        Charts([accuracy_chart("Held-out accuracy", curves, table.before)]),
-        Note(MEANS if len(ranked) > BANDS_UP_TO else CURVES),
-    ]
-    details = summary_table([item for item in outcomes if item], ranked, marks)
-    return [*(figures if any(curves) else []), Fold("Mismatch and training, means over seeds", [details])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from markupsafe import Markup
@@ -26,7 +26,7 @@ SHARE_LIMITS = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run. pick: of a `Run`, or of a row of an experiment.
+    """One number of a run.
 
     better: the better direction; None for descriptive numbers and for wall-clock seconds, which are comparable only
     between runs that had an idle machine to themselves.
@@ -36,7 +36,7 @@ class Column:
 
     key: str
     title: str
-    pick: Callable[[Any], float | None]
+    pick: Pick
     better: Literal["high", "low"] | None = None
     form: Form = "share"
     limits: tuple[float, float] = (0.0, math.inf)
@@ -98,12 +98,12 @@ def process_columns() -> list[Column]:
     ]
 
 
-def outcome(column: Column, groups: Sequence[Sequence[Any]], *, judged: bool = True) -> Outcome | None:
-    """Returns the column over all groups of runs, or None if no run measured it.
+def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> Outcome | None:
+    """Returns the column over all groups, or None if no run measured it.
 
     A winner is determined only if every seed of every group was measured and `judged`, for comparable groups, is set.
     """
-    values = [[column.pick(run) for run in runs] for runs in groups]
+    values = [[column.pick(run) for run in group.runs] for group in groups]
     intervals = [seed_interval([value for value in seeds if value is not None], column.limits) for seeds in values]
     if not any(intervals):
         return None
@@ -187,11 +187,11 @@ def _last_tenth(values: np.ndarray) -> np.floating:
     return values[-max(len(values) // 10, 1) :].mean()
 
 
-def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequence[Markup] = ()) -> Table:
+def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequence[Markup]) -> Table:
     """Returns one row per group: mean, interval, and whether it is best. marks: before the names."""
     rows = [
-        [Cell(name, mark=marks[index] if marks else ""), *(_cell(item, index) for item in outcomes)]
-        for index, name in enumerate(names)
+        [Cell(name, mark=mark), *(_cell(item, index) for item in outcomes)]
+        for index, (name, mark) in enumerate(zip(names, marks, strict=True))
     ]
     return Table(("group", *(item.column.title for item in outcomes)), rows, numeric=range(1, len(outcomes) + 1))
 

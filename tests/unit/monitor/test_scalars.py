@@ -23,7 +23,7 @@ from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.alarms import History, Step, _candidates, alarms, first_alarms
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
-from trimtab.monitor.scalars import K3, judge, known_scalars, lines
+from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars, lines
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
 

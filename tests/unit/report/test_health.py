@@ -371,7 +371,7 @@ def test_verdicts_on_stored_runs_of_the_laboratory() -> None:
         found = health(Run(Path("run"), {}, [{"step": index + 1} | step for index, step in enumerate(kept)]))
         states[row["accuracy"] < row["accuracy_before"] / 2].append(found.state)
     assert set(states[True]) == {"not healthy"}
-    assert len(states[True]) > 3
+    assert len(states[True]) >= 2
     assert states[False].count("healthy") > 0.9 * len(states[False])
 
 

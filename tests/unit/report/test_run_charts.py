@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from trimtab.pages import charts
 from trimtab.pages.numbers import number, short
 from trimtab.report import run_charts
-from trimtab.report.run_charts import Curve
+from trimtab.report.run_charts import Curve, chart_sections
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
 
@@ -120,3 +120,15 @@ def test_an_axis_of_both_signs_shows_every_point_and_zero(values: list[float]) -
     bottom, top = axes.get_ylim()
     assert bottom < min(*values, 0.0)
     assert top > max(*values, 0.0)
+
+
+def test_curves_of_one_title_share_a_chart_and_a_total_of_one_part_is_drawn_once() -> None:
+    values = {"reward/mean": 0.1, "reward/exact": 0.1, "reward/std": 0.5, "length/mean": 9.0, "length/max": 20.0}
+    values |= {"mismatch/k3": 1e-3, "weight/q01": 0.9, "lag/mean": 0.0}
+    found = chart_sections(Run(Path("run"), {}, [{"step": step, **values} for step in range(1, 4)]))
+    assert (found[0].title, found[-1].title) == ("Reward and length", "Progress and age")
+    shown = {chart.title: chart for part in found for chart in part.parts[0].shown}  # type: ignore[union-attr]
+    assert shown.keys() == {"Reward", "Response length", "KL estimates", "Weight after its bound", "Age of the tokens"}
+    assert [note.label for note in shown["Response length"].notes] == ["mean", "longest"]
+    # One curve: the only part repeats the total, and reward/std is none of the parts.
+    assert [note.label for note in shown["Reward"].notes] == ["", "Healthy"]

@@ -44,7 +44,7 @@ def group(name: str, *runs: Run, **config: Any) -> Group:
 
 def columns(groups: list[Group], target: float | None = None, *, judged: bool = True) -> dict[str, Any]:
     wanted = [*result_columns(choose_target(groups, target)), *process_columns()]
-    result = [outcome(column, [one.runs for one in groups], judged=judged) for column in wanted]
+    result = [outcome(column, groups, judged=judged) for column in wanted]
     return {item.column.key: item for item in result if item}
 
 
