@@ -378,10 +378,6 @@ def test_alarms_of_a_whole_run_are_those_of_its_steps_one_by_one() -> None:
     jumps, gradients = {"k3-jump", "k3-rising", "k3-large", "ess"}, {"gradient-norm", "gradient-explosion"}
     assert seen == jumps | gradients | {"reward-collapse", "truncation", "length", "non-finite"}
     assert first_alarms([]) == []
-
-
-def test_a_run_without_a_fault_asks_its_rules_at_few_steps() -> None:
-    draw = random.Random(0)
     names = ("mismatch/k3", "grad_norm", "response/truncated", "response/length", "mismatch/ess_token", "reward/mean")
-    steps = [Step(i, dict.fromkeys(names, 0.9) | {"mismatch/k3": draw.uniform(1, 2) * 1e-3}, None) for i in range(5000)]
-    assert sum(map(len, _candidates(steps).values())) < 50
+    even = [Step(number, dict.fromkeys(names, 0.9) | {"mismatch/k3": 1e-3}, None) for number in range(5000)]
+    assert sum(map(len, _candidates(even).values())) < 50, "a run without a fault is judged fast"
