@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 from trimtab.cli.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.intervals import seed_interval
-from trimtab.report.comparison_table import MethodScore, legend, markdown, summarize
+from trimtab.report.experiment_page import MethodScore, legend, markdown, summarize
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from canvas import BLUE, GREEN, IMAGES, ORANGE, PURPLE, RC, SKY, VERMILLION, number, save, table
 
 from trimtab.intervals import seed_interval
-from trimtab.report.comparison_table import summarize
-from trimtab.report.figure_files import accuracy_figure, write_figures
+from trimtab.report.comparison_figures import write_figures
+from trimtab.report.experiment_page import accuracy_figure, summarize
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#000000")
 Row = dict[str, Any]

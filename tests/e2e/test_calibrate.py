@@ -14,7 +14,7 @@ from tests.support.run_results import Messages, untimed, weights
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import Observed, calibrated
-from trimtab.report.differences import equation_of
+from trimtab.report.run_objective import equation_of
 from trimtab.report.run_report import write_report
 from trimtab.runs.trajectories import read as read_trajectories
 from trimtab.trainer.config import Config, load_config

@@ -28,43 +28,14 @@ def verdict(folder: Path, *changes: str) -> str:
     return result.text.removeprefix(f"{result.learned}. ")
 
 
-def stale(objective: str) -> tuple[str, ...]:
-    return (*regime("stale-32").settings, f"objective.name={objective}", "trainer.steps=64")
-
-
-@pytest.mark.parametrize("sampler", ["on-policy", "bf16", "int8"])
-def test_the_laboratory_is_healthy(sampler: str, tmp_path: Path) -> None:
-    text = verdict(tmp_path / "run", *regime(sampler).settings, "trainer.steps=20")
-    assert text == "Healthy over 20 steps."
-
-
-def test_no_run_with_samples_this_stale_is_called_healthy_and_a_correction_is_named(tmp_path: Path) -> None:
-    """Both halves of quickstart-stale, shortened."""
-    corrected, uncorrected = (verdict(tmp_path / name, *stale(name)) for name in ("token-tis", "dapo"))
-    for text in (corrected, uncorrected):
-        assert text.startswith("Not healthy over 64 steps: ")
-        assert "beyond everything published" in text
-    assert "of samples up to 31 updates old, for which token-tis corrects" in corrected
-    assert "corrects" not in uncorrected
-
-
-def test_a_lag_of_eight_updates_is_healthy_with_a_correction(tmp_path: Path) -> None:
-    text = verdict(tmp_path / "run", "trainer.sync_every=9", "objective.name=token-tis", "trainer.steps=40")
-    assert text.startswith("Healthy over 40 steps, but k3 is ")
-    assert "of samples up to 8 updates old, for which token-tis corrects" in text
-
-
-def test_a_sampler_in_three_bits_is_not_healthy(tmp_path: Path) -> None:
-    changes = (*regime("int3").settings, "objective.name=token-bypass", "trainer.steps=20")
-    text = verdict(tmp_path / "run", *changes)
-    assert text.startswith("Not healthy over 20 steps: ")
-    assert "too much for a dense model" in text
+def test_a_sampler_in_eight_bits_is_healthy(tmp_path: Path) -> None:
+    assert verdict(tmp_path / "run", *regime("int8").settings, "trainer.steps=20") == "Healthy over 20 steps."
 
 
 def test_a_collapse_is_not_healthy_where_trainer_and_sampler_agree(tmp_path: Path) -> None:
     text = verdict(tmp_path / "run", "optim.lr=3e-3", "optim.warmup=20", "trainer.steps=24", "trainer.max_idle_steps=0")
     assert text.startswith("Not healthy over 24 steps: ")
-    assert "the reward fell from " in text
+    assert "held-out accuracy on sort fell from " in text
 
 
 def test_responses_that_are_all_cut_are_not_healthy_and_the_first_line_says_why(tmp_path: Path) -> None:

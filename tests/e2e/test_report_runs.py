@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +60,6 @@ def test_the_json_says_what_the_runs_logged(runs: Path, tmp_path: Path) -> None:
     assert [run["target/steps"] for group in data["groups"] for run in group["runs"]] == [0, 0, 0, 0]
     assert data["target"] == {"accuracy": 0.1, "why": "as asked for"}
     assert {"objective.name"} <= data["differences"].keys()
-    assert not {"seed", "out", "optim.lr"} & data["differences"].keys()
     assert any(line.startswith("Unfinished: seq-mis seed 1 at step 4 of 6.") for line in data["warnings"])
 
 
@@ -70,11 +68,7 @@ def test_the_page_and_what_the_terminal_says(runs: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
     assert "note: Unfinished: seq-mis seed 1 at step 4 of 6." in done.stderr
-    page = (tmp_path / "report.html").read_text()
-    assert "seq-mis against token-tis" in page
-    for title in ("Held-out greedy accuracy", "Mismatch k3", "Entropy", "Response length", "Learning rate"):
-        assert title in page
-    assert not re.search(r'(?:src|href)="(?:https?:)?//', page)
+    assert "seq-mis against token-tis" in (tmp_path / "report.html").read_text()
 
 
 def test_a_target_needs_something_to_compare(runs: Path) -> None:

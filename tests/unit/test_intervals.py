@@ -21,7 +21,8 @@ from trimtab.intervals import (
     seed_interval,
     student_quantile,
 )
-from trimtab.report.curves import Band, Series, band, thinned, trailing
+from trimtab.pages.charts import Series, trailing
+from trimtab.report.comparison_figures import Band, band, thinned
 
 
 def series(steps: list[float], values: list[float]) -> Series:

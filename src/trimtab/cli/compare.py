@@ -14,7 +14,7 @@ from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, 
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.report.comparison_table import ComparisonTable
+    from trimtab.report.experiment_page import ComparisonTable
     from trimtab.runs.summary import RunSummary
     from trimtab.trainer.lab.experiment import ExperimentPlan
     from trimtab.trainer.lab.tuning import Choice
@@ -135,9 +135,8 @@ def _show(
     choices: list[Choice] | None,
     notes: list[str],
 ) -> None:
-    from trimtab.report.comparison_table import legend, markdown, summarize
-    from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.figure_files import accuracy_figure, write_figures
+    from trimtab.report.comparison_figures import write_figures
+    from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
     from trimtab.runs.summary import read_table
 
     grid = summarize(read_table(out))

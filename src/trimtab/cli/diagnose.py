@@ -163,8 +163,7 @@ def diagnose(
 
 def _scalars(path: Path, *, as_json: bool) -> None:
     from trimtab.monitor.scalar_files import find_scalars, read_scalars
-    from trimtab.monitor.scalars import judge
-    from trimtab.monitor.scalars_text import as_dict, lines
+    from trimtab.monitor.scalars import as_dict, judge, lines
 
     read = find_scalars(path)
     report = judge(read_scalars(read))

@@ -1,4 +1,10 @@
-"""Watches the log-probs of trainer and sampler inside a training loop."""
+"""Watches the mismatch of trainer and sampler, and the curves of a run, and raises alarms.
+
+`alarms` is the table of rules, pure functions of the steps so far, that everything here and the report of a run ask.
+`monitor` is `trimtab.Monitor` for any training loop: `metrics_of_step` measures, `response_sample` keeps responses for
+`trimtab diagnose`. `scalars` judges what another trainer logged, which `scalar_files` reads and `scalars.csv` explains;
+`log_alarms` does so while a trainer of transformers runs.
+"""
 
 from trimtab.monitor.alarms import Alarm
 from trimtab.monitor.monitor import Monitor

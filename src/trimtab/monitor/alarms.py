@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice, pairwise
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -64,15 +64,6 @@ TRUNCATED = 0.2
 """Share of truncated responses that is not remarkable."""
 TRUNCATED_RISE = 0.15
 """Growth of that share since the first steps that is not remarkable."""
-STEPS_NEEDED = {
-    "mismatch/k3": (3, KEPT),
-    "mismatch/ess_token": (RECENT, RECENT),
-    "grad_norm": (WINDOW + LEAST_BEFORE, KEPT),
-    "response/length": (2 * RECENT, 2 * RECENT),
-    "response/truncated": (2 * RECENT, 2 * RECENT),
-    "reward/mean": (KEPT, KEPT),
-}
-"""Steps that the first and the last of the rules for a metric need."""
 DIAGNOSE = "run `trimtab diagnose` on the sample"
 """What most alarms advise; who shows an alarm puts its own command in the place of this."""
 MISSING = 0.001
@@ -106,7 +97,19 @@ class Alarm(Finding):
     step: int = -1
 
 
-Rule = Callable[[Sequence[Step]], Alarm | None]
+Judge = Callable[[Sequence[Step]], Alarm | None]
+
+
+class Rule(NamedTuple):
+    """A row of the table of rules. judge: says whether the last of the steps raises an alarm by `metric`.
+
+    steps: the number that it needs.
+    """
+
+    judge: Judge
+    metric: str
+    steps: int
+
 
 RUN_METRICS = {
     "mismatch/k3": "mismatch/k3",
@@ -130,7 +133,8 @@ def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
 
 def alarms(steps: Sequence[Step]) -> list[Alarm]:
     """Returns the alarms at the last of the steps, which are in order."""
-    return [replace(alarm, step=steps[-1].number) for rule in RULES if (alarm := rule(steps)) is not None]
+    asked = (rule.judge(steps) for rule in RULES if len(steps) >= rule.steps)
+    return [replace(alarm, step=steps[-1].number) for alarm in asked if alarm is not None]
 
 
 def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
@@ -139,22 +143,24 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
     The same as `alarms` after every step, which reads its `History` each time; here the rules are asked only at the
     steps that `_candidates` leaves.
     """
-    asked: dict[int, list[Rule]] = defaultdict(list)
-    for rule, ends in (_candidates(steps) if steps else {}).items():
-        for end in ends:
-            asked[int(end)].append(rule)
+    asked: dict[int, list[Judge]] = defaultdict(list)
+    possible = _candidates(steps) if steps else {}
+    for rule in RULES if steps else ():
+        for end in possible[rule.judge]:
+            if end + 1 >= rule.steps:
+                asked[int(end)].append(rule.judge)
     raised: dict[str, Alarm] = {}
-    done: set[Rule] = set()
+    done: set[Judge] = set()
     history = History()
     for end, step in enumerate(steps):
         history.add(step)
-        rules = [rule for rule in asked.get(end, ()) if rule not in done]
-        kept = history.steps() if rules else []
-        for rule in rules:
-            if (alarm := rule(kept)) is not None:
+        judges = [judge for judge in asked.get(end, ()) if judge not in done]
+        kept = history.steps() if judges else []
+        for judge in judges:
+            if (alarm := judge(kept)) is not None:
                 raised.setdefault(alarm.name, replace(alarm, step=step.number))
-                if rule is not weights_do_not_arrive:  # the only rule with several names
-                    done.add(rule)
+                if judge is not weights_do_not_arrive:  # the only one with several names
+                    done.add(judge)
     return list(raised.values())
 
 
@@ -196,7 +202,7 @@ class History:
         return [*self._first[:start], *best, *self.newest]
 
 
-def _candidates(steps: Sequence[Step]) -> dict[Rule, np.ndarray]:
+def _candidates(steps: Sequence[Step]) -> dict[Judge, np.ndarray]:
     """Returns the indices of the steps at which each rule can raise an alarm: necessary conditions on whole columns."""
 
     def column(name: str) -> np.ndarray:
@@ -241,7 +247,7 @@ def _candidates(steps: Sequence[Step]) -> dict[Rule, np.ndarray]:
         responses_grow: length > LENGTH_RISE * first("response/length", 2 * RECENT),
         log_probs_are_missing: missing > MISSING * np.maximum(missing + finite, 1),
     }
-    return {rule: np.flatnonzero(possible) for rule, possible in found.items()}
+    return {judge: np.flatnonzero(possible) for judge, possible in found.items()}
 
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
@@ -265,7 +271,7 @@ def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
 def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     """Two steps in a row far above all before them; their status, number and description."""
     k3 = [max(step["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
-    if len(k3) < 3 or not min(k3[-2:]) > JUMP * max(k3[:-2]):
+    if not min(k3[-2:]) > JUMP * max(k3[:-2]):
         return None
     detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
     return "fail", 2, detail
@@ -294,8 +300,6 @@ def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
 
 def k3_rises(steps: Sequence[Step]) -> Alarm | None:
     """Slow growth of k3 over many steps, to more than is published for dense models."""
-    if len(steps) < 2 * WINDOW:
-        return None
     first, last = (median(part, "mismatch/k3") for part in (steps[:WINDOW], steps[-WINDOW:]))
     if not (last > RISE * max(first, EXACT) and last > 1e-3):
         return None
@@ -306,7 +310,7 @@ def k3_rises(steps: Sequence[Step]) -> Alarm | None:
 def k3_is_large(steps: Sequence[Step]) -> Alarm | None:
     """More than any published working setup has."""
     k3 = median(steps[-RECENT:], "mismatch/k3")
-    if len(steps) < RECENT or not k3 > LARGE_K3:
+    if not k3 > LARGE_K3:
         return None
     detail = f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)"
     return Alarm("fail", "k3-large", detail, DIAGNOSE, k3)
@@ -338,7 +342,7 @@ def wrong_mean(ratio: MeanRatio) -> str:
 def effective_sample_size_is_low(steps: Sequence[Step]) -> Alarm | None:
     """Importance weights would use less than half of the batch."""
     ess = median(steps[-RECENT:], "mismatch/ess_token")
-    if len(steps) < RECENT or not ess < LOW_ESS:
+    if not ess < LOW_ESS:
         return None
     detail = f"effective sample size {ess:.2f} of the tokens: under importance weights most of the batch is lost"
     return Alarm("note", "ess", detail, "refresh the sampler more often, or lower the mismatch", ess)
@@ -351,7 +355,7 @@ def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
     rises. Rewards that are missing or not finite do not decide; a norm that is not finite is not a fall.
     """
     before, after = (_values(part, "grad_norm") for part in (steps[-KEPT:-WINDOW], steps[-WINDOW:]))
-    if len(before) < WINDOW or not np.median(after) < NORM_FALL * np.median(before):
+    if not np.median(after) < NORM_FALL * np.median(before):
         return None
     if clearly_above(*(_values(part, "reward/mean") for part in (steps[-WINDOW:], steps[-KEPT:-WINDOW]))):
         return None
@@ -367,7 +371,7 @@ def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
     """
     parts = steps[:-WINDOW][:WINDOW], steps[-WINDOW:]
     before, after = (_values(part, "grad_norm") for part in parts)
-    if len(before) < LEAST_BEFORE or not 0 < NORM_RISE * np.median(before) <= np.median(after):
+    if not 0 < NORM_RISE * np.median(before) <= np.median(after):
         return None
     earlier, later = (_values(part, "reward/mean") for part in parts)
     known = bool(np.isfinite([*earlier, *later]).all())
@@ -384,8 +388,6 @@ def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
 
 def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
     """The reward of the last steps is below half of its best, by three standard errors."""
-    if len(steps) < KEPT:
-        return None
     rewards = _values(steps, "reward/mean")
     rewards[~np.isfinite(rewards)] = math.nan
     windows = sliding_window_view(rewards, WINDOW)
@@ -404,7 +406,7 @@ def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
 def responses_are_truncated(steps: Sequence[Step]) -> Alarm | None:
     """More responses than in the first steps reach the limit of their length."""
     first, last = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
-    if len(steps) < 2 * RECENT or not (last > TRUNCATED and last - first > TRUNCATED_RISE):
+    if not (last > TRUNCATED and last - first > TRUNCATED_RISE):
         return None
     detail = f"{last:.0%} of the responses are cut at the limit, {first:.0%} in the first steps"
     advice = "raise the limit, or look at what long responses are rewarded for"
@@ -414,7 +416,7 @@ def responses_are_truncated(steps: Sequence[Step]) -> Alarm | None:
 def responses_grow(steps: Sequence[Step]) -> Alarm | None:
     """Responses are much longer than in the first steps."""
     first, last = (median(part, "response/length") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
-    if len(steps) < 2 * RECENT or not last > LENGTH_RISE * first:
+    if not last > LENGTH_RISE * first:
         return None
     detail = f"responses have {last:.0f} tokens, {first:.0f} in the first steps"
     return Alarm("note", "length", detail, "look at samples: longer answers, or repetition?", last)
@@ -447,16 +449,16 @@ def median(steps: Sequence[Step], name: str) -> float:
     return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
-RULES: tuple[Rule, ...] = (
-    weights_do_not_arrive,
-    k3_rises,
-    k3_is_large,
-    mean_ratio_is_off,
-    effective_sample_size_is_low,
-    gradient_norm_falls,
-    gradient_norm_explodes,
-    reward_collapses,
-    responses_are_truncated,
-    responses_grow,
-    log_probs_are_missing,
+RULES = (
+    Rule(weights_do_not_arrive, "mismatch/k3", 3),
+    Rule(k3_rises, "mismatch/k3", KEPT),
+    Rule(k3_is_large, "mismatch/k3", RECENT),
+    Rule(mean_ratio_is_off, "mean_ratio", 1),
+    Rule(effective_sample_size_is_low, "mismatch/ess_token", RECENT),
+    Rule(gradient_norm_falls, "grad_norm", KEPT),
+    Rule(gradient_norm_explodes, "grad_norm", WINDOW + LEAST_BEFORE),
+    Rule(reward_collapses, "reward/mean", KEPT),
+    Rule(responses_are_truncated, "response/truncated", 2 * RECENT),
+    Rule(responses_grow, "response/length", 2 * RECENT),
+    Rule(log_probs_are_missing, "nonfinite", 1),
 )

@@ -142,12 +142,14 @@ class Monitor:
         merged = here if self._current is None else self._current[1] + here
         metrics = self._metrics(merged)
         self._current = (step, merged, metrics)
-        tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
-        if isinstance(version, Tensor) and version.shape == mask.shape:
-            tokens["policy_version"], version = version, None
-        columns = {"group": group, "reward": reward, "advantage": advantage, "policy_version": version}
-        proximal = None if version is None and "policy_version" not in tokens else step
-        self._sample.add(mask, tokens, {"step": step, **columns, "proximal_version": proximal})
+        if self._out is not None:
+            tokens: dict[str, Any] = {"logp_behavior": logp_rollout, "logp_proximal": logp_train}
+            tokens["response_ids"] = response_ids
+            columns: dict[str, Any] = {"group": group, "reward": reward, "advantage": advantage}
+            by_token = isinstance(version, Tensor) and version.shape == mask.shape
+            (tokens if by_token else columns)["policy_version"] = version
+            proximal = None if version is None else step
+            self._sample.add(mask, tokens, {"step": step, **columns, "proximal_version": proximal})
         return dict(metrics)
 
     @property

@@ -10,13 +10,16 @@ import csv
 import importlib.resources
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.monitor.alarms import DIAGNOSE, STEPS_NEEDED, WINDOW, Alarm, Step, first_alarms, median
+from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
 
 Row = Mapping[str, float]
 
@@ -62,6 +65,17 @@ METRICS = {
     "reward": "reward/mean",
 }
 """Names of other quantities in the rules of the monitor."""
+LIMITS = (
+    "Scalars are means over the tokens of a step: they show when a mismatch grew, not in which tokens and not why. "
+    "`trimtab diagnose` names the cause from the log-probs of a few thousand tokens."
+)
+HOW = {
+    "trl": "with use_vllm=True",
+    "verl": "with actor_rollout_ref.rollout.calculate_log_probs=True",
+    "miles": "with --get-mismatch-metrics",
+    "slime": "with --get-mismatch-metrics",
+}
+"""How a framework is made to log the mismatch, where it does not always."""
 _EVALUATION = {"eval", "val", "validation", "test"}
 
 
@@ -81,12 +95,12 @@ class Curve:
     @property
     def first(self) -> float:
         """Median of the first steps."""
-        return _median(self.values[:WINDOW])
+        return median(self.values[:WINDOW]) if self.values else math.nan
 
     @property
     def last(self) -> float:
         """Median of the last steps."""
-        return _median(self.values[-WINDOW:])
+        return median(self.values[-WINDOW:]) if self.values else math.nan
 
 
 @dataclass(frozen=True)
@@ -114,10 +128,10 @@ class ScalarReport:
         """Says that all or some of the rules for what is logged need more steps; empty where all were asked."""
         names = {"mismatch/k3"} if self.mismatch else set()
         names |= {METRICS[one.scalar.quantity] for one in self.curves if one.scalar.quantity in METRICS}
-        needed = [STEPS_NEEDED[name] for name in names if name in STEPS_NEEDED]
+        needed = [rule.steps for rule in RULES if rule.metric in names]
         if not needed:
             return "no rule judges what is logged"
-        least, most = min(low for low, _ in needed), max(high for _, high in needed)
+        least, most = min(needed), max(needed)
         if self.steps >= most:
             return ""
         some = "" if self.steps < least else " by every rule"
@@ -225,5 +239,72 @@ def _is(scalar: Scalar, logged: str) -> bool:
     return prefix != logged and prefix.endswith(("/", " - ")) and not _EVALUATION & set(parts)
 
 
-def _median(values: Sequence[float]) -> float:
-    return median([Step(0, {"": value}, None) for value in values], "") if values else math.nan
+def lines(report: ScalarReport, read: Path) -> Iterator[str]:
+    """Yields the lines of the terminal. read: where the scalars come from."""
+    yield f"read      {read}"
+    yield f"scalars   {report.framework}, {report.steps} steps; medians of the first and of the last {WINDOW} steps"
+    for curve in report.curves:
+        values = f"{curve.first:>9.3g} -> {curve.last:<9.3g}"
+        yield f"  {curve.scalar.quantity:<19} {values} {curve.logged_as}: {_meaning(curve)}"
+    for restart in report.restarts:
+        yield f"restart   at step {restart.step}: k3 {restart.before:.1e} before, {restart.after:.1e} after"
+    for curve in report.curves:
+        if curve.not_finite:
+            steps = f"{curve.not_finite} of {curve.not_finite + len(curve.values)} steps"
+            end = ", the last among them" if curve.ends_not_finite else ", which are left out"
+            yield f"{'fail' if curve.ends_not_finite else 'note':<9} {curve.logged_as} is not finite at {steps}{end}"
+    yield from (f"missing   {text}" for text in missing(report))
+    if report.mismatch is not None and not any(report.mismatch.values):
+        yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
+    for alarm in report.alarms:
+        yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
+    if report.not_judged:
+        yield f"note      {report.not_judged}"
+    elif not report.alarms and not any(curve.ends_not_finite for curve in report.curves):
+        yield "ok        no alarm"
+    yield f"limits    {LIMITS}"
+
+
+def missing(report: ScalarReport) -> list[str]:
+    """Returns what could not be judged, and under which names the framework logs it."""
+    framework, found = report.framework, {curve.scalar.quantity for curve in report.curves}
+    table = [scalar for scalar in known_scalars() if scalar.framework == framework]
+    names = {scalar.quantity: scalar.name for scalar in reversed(table)}
+    texts = []
+    if report.mismatch is None:
+        name = next((names[quantity] for quantity in K3 if quantity in names), "")
+        logs = f"{framework} logs it as {name} {HOW.get(framework, '')}".rstrip() + "; " if name else ""
+        texts = [f"no scalar measures the mismatch of trainer and sampler: {logs}`trimtab.Monitor` does in any trainer"]
+    absent = [f"{one} ({names[one]})" for one in ("length", "truncated", "grad_norm") if one in {*names} - found]
+    return texts + ([f"not judged, because it is not logged: {', '.join(absent)}"] if absent else [])
+
+
+def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
+    """Returns plain values, for JSON."""
+    return {
+        "read": str(read),
+        "framework": report.framework,
+        "steps": report.steps,
+        "k3_from": None if report.mismatch is None else report.mismatch.logged_as,
+        "not_judged": report.not_judged,
+        "missing": missing(report),
+        "scalars": [
+            {
+                **asdict(curve.scalar),
+                "name": curve.logged_as,
+                "first": curve.first,
+                "last": curve.last,
+                "not_finite": curve.not_finite,
+                "ends_not_finite": curve.ends_not_finite,
+            }
+            for curve in report.curves
+        ],
+        "restarts": [asdict(restart) for restart in report.restarts],
+        "alarms": [asdict(alarm) for alarm in report.alarms],
+        "limits": LIMITS,
+    }
+
+
+def _meaning(curve: Curve) -> str:
+    relation = K3.get(curve.scalar.quantity, ("", None))[0]
+    return "; ".join(filter(None, (curve.scalar.formula, relation, curve.scalar.note)))

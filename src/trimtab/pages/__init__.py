@@ -1,1 +1,1 @@
-"""Templates, theme, figures and number formats shared by all HTML pages."""
+"""What all HTML pages share: their parts and the template (`page`), figures (`charts`), formats of `numbers`."""

@@ -1,22 +1,74 @@
-"""Figures that several pages draw."""
+"""Figures of pages: colors, axes, what several pages draw, and inline SVG that follows the theme of its page.
+
+The colors are the palette of Okabe and Ito, which is distinguishable for color-blind readers; line styles differ too,
+for printing in gray.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from trimtab.pages.svg import BLUE, INK, RC, SKY, VERMILLION, log_scale, step_axis, to_svg
+from trimtab.pages.numbers import power, short_exponent
 
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
+# Placeholder colors that no figure uses otherwise; `to_svg` replaces them by the text and grid colors of the theme.
+INK, GRID = "#010203", "#c5c6c7"
+THEME = {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+    BLUE: "var(--blue)",
+    VERMILLION: "var(--vermillion)",
+    GREEN: "var(--green)",
+    PURPLE: "var(--purple)",
+    ORANGE: "var(--orange)",
+    SKY: "var(--sky)",
+}
+RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
 WIDTH, HEIGHT = 4.2, 2.7  # inches, as text of 10 points is drawn
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values of a curve, (count,) each."""
+AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
 _SHADES = 5  # darkness levels of a scatter, logarithmic in the count
 _SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
@@ -45,6 +97,20 @@ def draw(
             columns = min(len(labels), 3 if steps else 2)
             figure.legend(handles, labels, loc="outside upper left", ncols=columns, columnspacing=1.2)
         return to_svg(figure, name)
+
+
+def trailing(series: Series) -> Series:
+    """Returns the trailing mean of a series of 400 points or more; a shorter series is returned unchanged.
+
+    The window is a twentieth of the points (fewer at the start) and ends at each point.
+    """
+    steps, values = series
+    if len(values) < AVERAGED_FROM:
+        return series
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - len(values) // 20, 0)
+    return steps, (total[end] - total[start]) / (end - start)
 
 
 def quantile_bands(axes: Axes, steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> None:
@@ -86,3 +152,103 @@ def _count(value: float) -> str:
         if value >= size:
             return f"{value / size:.2g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
     return f"{value:.0f}"
+
+
+def log_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis sparsely, as in the text of the page (1e-3)."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def log_scale(axes: Axes) -> None:
+    """Set a logarithmic y-axis."""
+    axes.set_yscale("log", nonpositive="mask")
+    log_ticks(axes.yaxis)
+
+
+def log_scale_of_any_sign(axes: Axes) -> None:
+    """Set a logarithmic y-axis that also has a place for exact zeros and for estimates that may be negative.
+
+    With either it is linear around 0, up to the smallest magnitude; where values are negative, at least up to six
+    powers of ten below the largest one.
+    """
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    magnitudes = np.abs(values[values != 0])
+    if not len(magnitudes) or (values > 0).all():
+        log_scale(axes)
+        return
+    lowest, highest = float(values.min()), float(values.max())
+    high, low = np.ceil(np.log10(magnitudes.max())), np.floor(np.log10(magnitudes.min()))
+    if lowest < 0:
+        low = max(low, high - 6)
+    edge = 10.0**low
+    axes.set_yscale("symlog", linthresh=edge, linscale=0.5)
+    axes.set_ylim(1.3 * lowest if lowest < 0 else -0.4 * edge, 1.3 * highest if highest > 0 else edge)
+    # No tick at the edge of the linear part: its label would overlap that of 0.
+    powers = 10.0 ** np.arange(high, low, -max(1, round((high - low) / (3 if lowest < 0 else 5))))
+    bottom, top = axes.get_ylim()
+    axes.set_yticks([tick for tick in (*-powers, 0.0, *powers[::-1]) if bottom <= tick <= top])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def start_at_zero(axes: Axes, top: float | None = None) -> None:
+    """Start the y-axis slightly below 0, so that a curve at 0 is visible, if curves come near 0 or are nearly constant.
+
+    `top` is the end of the axis if all curves are 0 throughout.
+    """
+    drawn = [values for line in axes.lines if len(values := np.asarray(line.get_ydata(), dtype=np.float64))]
+    if not drawn or (smallest := min(values.min() for values in drawn)) < 0:
+        return
+    largest = max(values.max() for values in drawn)
+    # An axis fitted to nearly constant curves would show only their rounding.
+    if smallest < 0.3 * largest or largest - smallest <= 1e-6 * largest:
+        highest = largest or top or 1.0
+        axes.set_ylim(-0.03 * highest, 1.08 * highest)
+
+
+def short_power(value: float) -> str:
+    """Returns 2e-3 for 0.002; 0 and magnitudes from 0.01 to 1000 without exponent."""
+    size = abs(value)
+    text = f"{size:g}" if value == 0 or 0.01 <= size < 1000 else power(size, 0)
+    return f"\N{MINUS SIGN}{text}" if value < 0 else text
+
+
+def digits(axis: Axis, count: int) -> None:
+    """Label an axis with numbers of at most `count` significant digits."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_exponent(f"{value:.{count}g}")))
+
+
+def percent(axis: Axis) -> None:
+    """Label an axis of shares in percent."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+
+
+def step_axis(axes: Axes) -> None:
+    """Label the x-axis with whole steps."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.set_xlabel("step")
+
+
+def to_svg(figure: Figure, name: str) -> Markup:
+    """Returns the figure as an inline `<svg>` that scales with the page and follows its theme.
+
+    `name` is the label for screen readers.
+    """
+    buffer = io.StringIO()
+    # The salt makes identifiers unique per figure on a page, and equal input give equal bytes.
+    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+        # Not `savefig`, which draws every figure twice where a layout engine is set.
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = buffer.getvalue()
+    svg = text[text.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    for color, variable in THEME.items():
+        svg = svg.replace(color.lower(), variable)
+    referenced = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
+    # Not escaped: matplotlib escapes every text that it draws.
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)}"', 1))

@@ -39,10 +39,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """Figures in a grid. narrow: in more columns."""
+    """Figures in a grid."""
 
     shown: Sequence[Chart]
-    narrow: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,31 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.intervals import SeedMean, interval_method
-from trimtab.pages.numbers import short
+from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
-from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, legend_of, picture, swatch
-from trimtab.report.curves import AVERAGED_FROM
-from trimtab.report.differences import align, differing_keys
-from trimtab.report.figure_files import write_figures
+from trimtab.report.comparison_figures import (
+    BANDS_UP_TO,
+    THIN_UP_TO,
+    draw_panels,
+    legend_of,
+    picture,
+    swatch,
+    write_figures,
+)
 from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
 from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
-    Column,
     Outcome,
     Target,
     accuracy_of,
     by_seed,
     choose_target,
+    format_in,
     outcome,
     process_columns,
     result_columns,
+    summary_table,
 )
 from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import read_run
@@ -130,6 +136,13 @@ def held_out(runs: Mapping[str, Sequence[Path]]) -> dict[str, float | str]:
     return summary
 
 
+def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Returns the dotted keys whose values differ between groups, with one value per group; None for an absent key."""
+    keys = dict.fromkeys(key for group in groups for key in group.config)
+    values = {key: [group.config.get(key) for group in groups] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
 def _is_always_zero(item: Outcome) -> bool:
     """Whether this is the column of skipped updates and no run skipped one."""
     return item.column.key == "optim/skipped" and not any(value for seeds in item.values for value in seeds)
@@ -147,8 +160,8 @@ def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
 
 
 def _page(comparison: Comparison, folder: Path) -> Page:
-    groups, results = comparison.groups, comparison.results
-    names = [group.name for group in groups]
+    groups, results, process = comparison.groups, comparison.results, comparison.process_metrics
+    names, marks = [group.name for group in groups], [swatch(index) for index in range(len(groups))]
     drawn, absent, zero = draw_panels(groups)
     drawing = [_drawing_text(groups)]
     drawing += [f"Logged by no run: {'; '.join(absent)}."] if absent else []
@@ -172,12 +185,12 @@ def _page(comparison: Comparison, folder: Path) -> Page:
                     picture_link.format(PICTURE),
                 ],
             ),
-            Section("Results", [_summary_table(results, names), Note(_result_text(comparison))] if results else []),
             Section(
-                "On the way", [_summary_table(comparison.process_metrics, names)] if comparison.process_metrics else []
+                "Results", [summary_table(results, names, marks), Note(_result_text(comparison))] if results else []
             ),
+            Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),
-            Section("What each one minimizes", [Card(parts=[_equation_parts(comparison.equations)])]),
+            Section("What each one minimizes", _equation_cards(comparison.equations)),
             Section("Every run", [_run_table(comparison, folder)]),
         ],
     )
@@ -239,38 +252,6 @@ def _result_text(comparison: Comparison) -> str:
     )
 
 
-def _summary_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> Table:
-    """Returns one row per group: mean, interval, and whether it is best."""
-    rows = [
-        [Cell(name, mark=swatch(index)), *(_cell(item, index) for item in outcomes)] for index, name in enumerate(names)
-    ]
-    return Table(("group", *(item.column.title for item in outcomes)), rows, numeric=range(1, len(outcomes) + 1))
-
-
-def _cell(item: Outcome, index: int) -> Cell:
-    interval, values = item.intervals[index], item.values[index]
-    if interval is None:
-        return Cell("–")
-    ends = (
-        f"[{_format(item.column, interval.low)}, {_format(item.column, interval.high)}]"
-        if interval.high > interval.low
-        else ""
-    )
-    # A mean over some of the seeds must be recognizable.
-    seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
-    return Cell(_format(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
-
-
-def _format(column: Column, value: float) -> str:
-    if value == 0:
-        return "0"
-    if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
-        return short(value)
-    if column.form == "whole" or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
-
-
 def _differences(comparison: Comparison) -> list[Part]:
     """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
     names = [group.name for group in comparison.groups]
@@ -284,20 +265,12 @@ def _differences(comparison: Comparison) -> list[Part]:
     return [Table(heads, rows, mono=range(len(heads))), Note(note)]
 
 
-def _equation_parts(equations: Mapping[str, str]) -> Markup:
-    """Returns the equations aligned by symbol, with what differs marked."""
-    reading = Markup('<div class="reading"><bdi class="small soft">{}</bdi><code>{}</code></div>')
-    parts = []
-    for part in align(equations):
-        lines = []
-        for item in part.readings:
-            pieces = [Markup("<mark>{}</mark>" if differs else "{}").format(text) for text, differs in item.pieces]
-            who = "all" if len(item.names) == len(equations) else join_names(item.names)
-            lines.append(reading.format(who, Markup("").join(pieces)))
-        if part.without:
-            lines.append(reading.format(join_names(part.without), "no such part"))
-        parts.append(Markup('<div class="part">{}</div>').format(Markup("").join(lines)))
-    return Markup("").join(parts)
+def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
+    """Returns each equation once, one above the other, with the groups that it is of."""
+    names: dict[str, list[str]] = {}
+    for name, equation in equations.items():
+        names.setdefault(equation, []).append(name)
+    return [Card(join_names(groups), code=equation) for equation, groups in names.items()]
 
 
 def _run_table(comparison: Comparison, folder: Path) -> Fold:
@@ -308,7 +281,7 @@ def _run_table(comparison: Comparison, folder: Path) -> Fold:
         numbers = by_seed(comparison.results, index)
         for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
             pairs = [(column, values[column.key]) for column in columns]
-            cells = ["–" if value is None else _format(column, value) for column, value in pairs]
+            cells = ["–" if value is None else format_in(column, value) for column, value in pairs]
             report = run.path / "report.html"
             # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""

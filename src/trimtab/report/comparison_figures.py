@@ -1,104 +1,145 @@
-"""The figures of a comparison: one color per group, with a band over its seeds."""
+"""The figures of a comparison: one color per group, with a band over its seeds, on its page and as files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.pages.charts import draw
+from trimtab.pages.charts import (
+    AVERAGED_FROM,
+    CYCLE,
+    RC,
+    STYLES,
+    THEME,
+    Series,
+    digits,
+    draw,
+    log_scale_of_any_sign,
+    start_at_zero,
+    step_axis,
+    trailing,
+)
 from trimtab.pages.page import Chart, Note
-from trimtab.pages.svg import CYCLE, INK, STYLES, THEME, digits, log_scale_of_any_sign, start_at_zero, step_axis
-from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group, join_names
 from trimtab.report.summary_columns import accuracy_of
+from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
 
 # Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
 BANDS_UP_TO, THIN_UP_TO = 8, 3
-# Methods of an experiment that share one figure; more get a figure each.
-MAX_SHARED_FIGURE = len(CYCLE)
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
+# Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
+_SETTINGS: dict[Any, Any] = {
+    **RC,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "trimtab",
+}
+_BAND_POINTS = 480
+_METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 @dataclass(frozen=True)
 class Panel:
     """The specification of one figure.
 
-    `read` returns the series of a run. `unit` sets the axis to [0, 1]. `points` marks single measurements. `noisy`
-    series get a trailing mean where they are long; logarithmic ones do not, since their mean is dominated by the
-    largest value.
+    keys: of them the first that a run logged is drawn; held-out accuracy and the share of clipped tokens have none.
+    averaged: long series get a trailing mean; logarithmic ones do not, since it is dominated by the largest value.
     """
 
     title: str
-    read: Callable[[Run], Series]
+    keys: tuple[str, ...] = ()
     log: bool = False
-    unit: bool = False
-    points: bool = False
-    noisy: bool = False
+    averaged: bool = True
+
+    def read(self, run: Run) -> Series:
+        """Returns the series of a run."""
+        if self is ACCURACY:
+            accuracy = accuracy_of(run)
+            return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
+        logged = [run.series(key) for key in self.keys] or [run.clipped()]
+        steps, values = next((series for series in logged if len(series[0])), logged[0])
+        if not self.log:
+            return steps, values
+        # A 0 says that nothing was measured, but not where tokens were compared (`numerics = "invariant"`).
+        compared, tokens = run.series("mismatch/tokens")
+        measured = values > 0
+        if self.keys[0].startswith("mismatch/"):
+            measured |= np.isin(steps, compared[tokens > 0])
+        return steps[measured], values[measured]
 
 
-def _first_logged(*keys: str) -> Callable[[Run], Series]:
-    """Returns a reader of the first of `keys` that the run logged."""
-
-    def read(run: Run) -> Series:
-        candidates = [run.series(key) for key in keys]
-        return next((series for series in candidates if len(series[0])), candidates[0])
-
-    return read
-
-
-def _positive(key: str) -> Callable[[Run], Series]:
-    """Returns a reader of the values above 0; a 0 of such a metric means that nothing was measured."""
-
-    def read(run: Run) -> Series:
-        steps, values = run.series(key)
-        return steps[values > 0], values[values > 0]
-
-    return read
-
-
-def _where_compared(key: str) -> Callable[[Run], Series]:
-    """Returns a reader of a mismatch metric at the steps where tokens were compared.
-
-    There a 0 is a measurement (`numerics = "invariant"`); elsewhere it means that nothing was measured.
-    """
-
-    def read(run: Run) -> Series:
-        steps, values = run.series(key)
-        steps_compared, tokens = run.series("mismatch/tokens")
-        valid = (values > 0) | np.isin(steps, steps_compared[tokens > 0])
-        return steps[valid], values[valid]
-
-    return read
-
-
-def _accuracy(run: Run) -> Series:
-    accuracy = accuracy_of(run)
-    return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
-
-
+ACCURACY = Panel("Held-out greedy accuracy", averaged=False)
 PANELS = (
-    Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
-    Panel("Training reward", _first_logged("reward/mean"), noisy=True),
-    Panel("Mismatch k3, nats per token", _where_compared("mismatch/k3"), log=True),
-    Panel("Effective sample size, token weights", _first_logged("mismatch/ess_token"), noisy=True),
-    Panel("Ratio trainer / sampler, 99th percentile", _first_logged("mismatch/ratio_q99"), noisy=True),
-    Panel("Ratio trainer / sampler, 1st percentile", _first_logged("mismatch/ratio_q01"), noisy=True),
-    Panel("Gradient norm before clipping", _positive("optim/grad_norm"), log=True),
-    Panel("Entropy, nats per token", _first_logged("entropy/mean", "entropy/rollout"), noisy=True),
-    Panel("Response length, tokens", _first_logged("length/mean"), noisy=True),
-    Panel("Clipped tokens, share", Run.clipped, noisy=True),
-    Panel("Rejected tokens, share", _first_logged("reject/tokens"), noisy=True),
-    Panel("Learning rate", _first_logged("optim/lr")),
+    ACCURACY,
+    Panel("Training reward", ("reward/mean",)),
+    Panel("Mismatch k3, nats per token", ("mismatch/k3",), log=True),
+    Panel("Effective sample size, token weights", ("mismatch/ess_token",)),
+    Panel("Ratio trainer / sampler, 99th percentile", ("mismatch/ratio_q99",)),
+    Panel("Ratio trainer / sampler, 1st percentile", ("mismatch/ratio_q01",)),
+    Panel("Gradient norm before clipping", ("optim/grad_norm",), log=True),
+    Panel("Entropy, nats per token", ("entropy/mean", "entropy/rollout")),
+    Panel("Response length, tokens", ("length/mean",)),
+    Panel("Clipped tokens, share"),
+    Panel("Rejected tokens, share", ("reject/tokens",)),
+    Panel("Learning rate", ("optim/lr",), averaged=False),
 )
 PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Mean and range over `steps`; each array is (steps,) float64."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def band(series: Sequence[Series]) -> Band | None:
+    """Returns mean and range over the steps that all seeds have, or None without any.
+
+    Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
+    """
+    if not series:
+        return None
+    steps = reduce(np.intersect1d, [steps for steps, _ in series])
+    if not len(steps):
+        return None
+    table = np.stack([values[np.isin(seed_steps, steps)] for seed_steps, values in series])
+    return Band(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
+
+
+def thinned(band: Band) -> Band:
+    """Returns the band with at most 480 points, which bounds the size of the SVG.
+
+    Each point is the mean, the lowest and the highest value of a group of neighbors.
+    """
+    size = -(-len(band.steps) // _BAND_POINTS)
+    if size == 1:
+        return band
+    starts = np.arange(0, len(band.steps), size)
+    counts = np.diff(np.append(starts, len(band.steps)))
+    return Band(
+        band.steps[starts],
+        np.add.reduceat(band.mean, starts) / counts,
+        np.minimum.reduceat(band.low, starts),
+        np.maximum.reduceat(band.high, starts),
+    )
 
 
 def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[str]]:
@@ -114,51 +155,13 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
         ]
         if len(missing) == len(groups):
             absent.append(panel.title.lower())
-        elif not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
+        elif panel is not ACCURACY and not any(values.any() for seeds in series for _, values in seeds):
             zero.append(panel.title.lower())
         else:
             notes = [Note(f"Not logged by {join_names(missing)}.")] if missing else []
-            drawn.append(Chart(panel.title, _panel_svg(panel.title, panel, series), notes))
+            svg = draw(panel.title, partial(_draw_panel, panel=panel, series=series), steps=True)
+            drawn.append(Chart(panel.title, svg, notes))
     return drawn, absent, zero
-
-
-def accuracy_figures(
-    regime: str, curves: Mapping[str, Sequence[Series]], best: str, before: float | None
-) -> list[Chart]:
-    """Returns held-out accuracy over steps: one figure for a few methods, otherwise a small one with a name for each.
-
-    Small figures also show the mean of the method `best`, dotted. `before` is drawn as a level line.
-    """
-    panel = PANELS[0]
-    if len(curves) <= MAX_SHARED_FIGURE:
-        title = f"{regime}: held-out accuracy"
-        return [Chart("", _panel_svg(title, panel, list(curves.values()), level=before))] if curves else []
-    return [
-        Chart(
-            method,
-            _panel_svg(f"{method} in {regime}", panel, [seeds], size=(3, 2), level=before, dotted=curves[best]),
-        )
-        for method, seeds in curves.items()
-    ]
-
-
-def _panel_svg(
-    name: str,
-    panel: Panel,
-    series: Sequence[Sequence[Series]],
-    *,
-    size: tuple[float, float] = (4.2, 2.7),
-    level: float | None = None,
-    dotted: Sequence[Series] = (),
-) -> Markup:
-    def paint(axes: Axes) -> None:
-        if (reference := band(dotted)) is not None:
-            axes.plot(reference.steps, reference.mean, color=INK, linewidth=1, linestyle=":", alpha=0.7)
-        _draw_panel(axes, panel, series)
-        if level is not None:
-            axes.axhline(level, color=INK, linewidth=0.5, alpha=0.5)
-
-    return draw(name, paint, size=size, steps=True)
 
 
 def swatch(index: int) -> Markup:
@@ -195,11 +198,11 @@ def picture(groups: Sequence[Group]) -> Figure:
 
 def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
     crowded = len(series) > BANDS_UP_TO
-    averaged = panel.noisy and not crowded
+    averaged = panel.averaged and not panel.log and not crowded
     for index, seeds in enumerate(series):
         present = [item for item in seeds if len(item[0])]
-        _draw_group(axes, present, _line_style(index), points=panel.points, crowded=crowded, averaged=averaged)
-    if panel.unit:
+        _draw_group(axes, present, _line_style(index), points=panel is ACCURACY, crowded=crowded, averaged=averaged)
+    if panel is ACCURACY:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
         log_scale_of_any_sign(axes)
@@ -242,3 +245,17 @@ def _line_style(index: int) -> tuple[str, Any]:
 def _style_number(index: int) -> int:
     """Returns the index of the line style; colors repeat after six groups, so 36 groups are distinguishable."""
     return (index + index // len(CYCLE)) % len(STYLES)
+
+
+def write_figures(paint: Callable[[], Figure], path: Path) -> list[Path]:
+    """Writes what `paint` draws as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
+    written = []
+    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
+        # A name may contain characters that the font lacks; they are drawn as boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = paint()
+        for kind, metadata in _METADATA.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+            written.append(write_output(path.with_suffix(f".{kind}"), buffer.getvalue()))
+    return written

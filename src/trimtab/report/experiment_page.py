@@ -1,36 +1,224 @@
-"""The page of an experiment: a shaded table of methods x regimes, accuracy curves, and mismatch metrics."""
+"""An experiment: its table of methods x regimes x seeds with means, intervals and ranks, as Markdown and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from trimtab.pages.numbers import short
-from trimtab.pages.page import Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.comparison_figures import MAX_SHARED_FIGURE, accuracy_figures, legend_of
-from trimtab.report.comparison_table import ComparisonTable, MethodScore, cell_text, legend
+from trimtab.intervals import (
+    STUDENT_FROM,
+    UNBOUNDED,
+    SeedMean,
+    contenders,
+    detectable_lead,
+    interval_method,
+    seed_interval,
+)
+from trimtab.pages.charts import BLUE, INK, VERMILLION
+from trimtab.pages.page import Cell, Note, Page, Part, Section, Table
 from trimtab.runs.atomic import write_output
+from trimtab.safe_text import code_span, markdown_text
 
+COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
-CURVES = (
-    "Held-out accuracy over steps: mean of the seeds, and the range from the lowest to the highest; of up to three "
-    "seeds each has a thin line. The level line is the accuracy before training."
-)
-DETAILS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("best", "accuracy_best", "{:.3f}".format),
-    ("reward, last tenth", "reward", "{:.3f}".format),
-    ("k3, end", "k3", short),
-    ("k3, worst", "k3_worst", short),
-    ("ESS, lowest", "ess_worst", short),
-    ("sequence |log-ratio|, worst", "log_ratio_seq_worst", short),
-    ("gradient norm, worst", "grad_norm_max", short),
-    ("clipped", "clipped", "{:.1%}".format),
-    ("rejected", "rejected", "{:.1%}".format),
-)
-"""Title, key and format of the columns of a regime's table, each a mean over seeds."""
+
+
+@dataclass(frozen=True, eq=False)
+class MethodScore:
+    """The result of one method in one regime.
+
+    accuracy: held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0.
+    collapsed: number of runs that ended below half of their initial accuracy, diverged ones included.
+    rank: 1 for the highest mean of the regime.
+    behind: accuracy of the regime's first method minus this one, paired by seed.
+    is_best: as good as the best. From five seeds on no method leads it beyond the spread of seeds, and the choice among
+    all methods is accounted for (`intervals.contenders`); with fewer, its range of `behind` contains 0.
+    detectable: the lead of the first method that these seeds would have shown with a probability of 80%.
+    """
+
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    accuracy: SeedMean
+    rank: int
+    behind: SeedMean
+    is_best: bool
+    detectable: float
+    collapsed: int
+    diverged: int
+    rows: tuple[Mapping[str, Any], ...] = field(repr=False)
+
+    @property
+    def collapsed_mostly(self) -> bool:
+        """Whether most of its runs collapsed."""
+        return 2 * self.collapsed > len(self.values)
+
+    @property
+    def interval_text(self) -> str:
+        """`[0.836, 0.867]`; empty for a single seed."""
+        return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
+
+    @property
+    def rank_text(self) -> str:
+        """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
+        return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class ComparisonTable:
+    """The results of an experiment: `scores` by (method, regime).
+
+    refused: the reason, by (method, regime), why a pair was not trained. failed: rows of runs that ended with an
+    error. before: mean accuracy before training.
+    """
+
+    methods: tuple[str, ...]
+    regimes: Mapping[str, str]
+    scores: Mapping[tuple[str, str], MethodScore]
+    refused: Mapping[tuple[str, str], str]
+    failed: tuple[Mapping[str, Any], ...]
+    before: float | None
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
+    """Returns the table of `rows`, with methods and regimes in the order of their first row."""
+    methods = tuple(dict.fromkeys(row["method"] for row in rows))
+    regimes = {row["regime"]: row.get("regime_description") or "" for row in rows}
+    refused = {(row["method"], row["regime"]): row["error"] for row in rows if row["status"] == "refused"}
+    failed = tuple(row for row in rows if row["status"] == "failed")
+    ended = [row for row in rows if row["status"] in ("done", "diverged")]
+    scores: dict[tuple[str, str], MethodScore] = {}
+    for regime in regimes:
+        groups = {
+            method: sorted(
+                (row for row in ended if row["method"] == method and row["regime"] == regime),
+                key=lambda row: row["seed"],
+            )
+            for method in methods
+        }
+        scores |= {(m, regime): score for m, score in _scores({m: g for m, g in groups.items() if g}).items()}
+    starts = [row["accuracy_before"] for row in ended if row["accuracy_before"] is not None]
+    return ComparisonTable(methods, regimes, scores, refused, failed, float(np.mean(starts)) if starts else None)
+
+
+def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, MethodScore]:
+    values = {method: {row["seed"]: _value(row) for row in rows} for method, rows in groups.items()}
+    means = {method: float(np.mean(list(by_seed.values()))) for method, by_seed in values.items()}
+    best = max(means, key=lambda method: means[method], default="")
+    may_be_best = _may_be_best(values, best)
+    return {
+        method: MethodScore(
+            seeds=tuple(values[method]),
+            values=tuple(values[method].values()),
+            accuracy=_interval(list(values[method].values()), (0.0, 1.0)),
+            rank=1 + sum(other > means[method] for other in means.values()),
+            behind=_interval(_leads(values[best], values[method])),
+            is_best=may_be_best[method],
+            detectable=detectable_lead(_leads(values[best], values[method]), len(groups)),
+            collapsed=sum(_value(row) < COLLAPSED * (row["accuracy_before"] or 0.0) for row in rows),
+            diverged=sum(row["status"] == "diverged" for row in rows),
+            rows=tuple(rows),
+        )
+        for method, rows in groups.items()
+    }
+
+
+def _value(row: Mapping[str, Any]) -> float:
+    return 0.0 if row["accuracy"] is None else float(row["accuracy"])
+
+
+def _may_be_best(values: Mapping[str, Mapping[int, float]], first: str) -> dict[str, bool]:
+    """Returns which methods are as good as the best, from their accuracies by seed; `first` has the highest mean."""
+    if min(map(len, values.values()), default=0) < STUDENT_FROM:
+        return {method: _interval(_leads(values[first], values[method])).low <= 0 for method in values}
+    seeds = sorted(set().union(*values.values()))
+    table = [[by_seed.get(seed, math.nan) for seed in seeds] for by_seed in values.values()]
+    return dict(zip(values, contenders(table), strict=True))
+
+
+def _leads(first: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Returns the leads of the first method paired by seed: runs of one seed see the same prompts in the same order."""
+    return [first[seed] - other[seed] for seed in first if seed in other]
+
+
+def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> SeedMean:
+    return seed_interval(values, limits) or SeedMean(math.nan, -math.inf, math.inf, 0)
+
+
+def markdown(table: ComparisonTable) -> str:
+    """Returns a Markdown table, methods x regimes: mean [interval], rank, `†` where most runs collapsed."""
+    head = ["method", *map(markdown_text, table.regimes)]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for method in table.methods:
+        cells = [cell_text(table, method, regime) for regime in table.regimes]
+        lines.append(f"| {' | '.join([code_span(method, in_table=True), *cells])} |")
+    return "\n".join(lines)
+
+
+def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
+    """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash where nothing was trained."""
+    score = table.scores.get((method, regime))
+    if score is None:
+        return "–"
+    mark = "†" if score.collapsed_mostly else ""
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
+
+
+def legend(table: ComparisonTable) -> str:
+    """Returns the legend of the table in words."""
+    counts = sorted({len(score.values) for score in table.scores.values()} - {1})
+    rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
+    return (
+        f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "
+        "=: as good as the best by differences paired by seed: from five seeds on the best method is among them with "
+        "95%, although the same seeds chose the first; below five this says little. "
+        f"†: most runs ended below half of where they started. A diverged run counts as 0.{_power_text(table)}"
+    )
+
+
+def _power_text(table: ComparisonTable) -> str:
+    """Returns a sentence on the leads that the seeds would have shown, empty where seeds are too few to tell."""
+    texts = []
+    for regime in table.regimes:
+        others = [score for (_, name), score in table.scores.items() if name == regime and score.rank > 1]
+        known = sorted(score.detectable for score in others if len(score.values) >= STUDENT_FROM)
+        if known:
+            texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
+    return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
+
+
+def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
+    """Returns the accuracy of every method in every regime: a dot for each seed, a bar at their mean.
+
+    The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
+    """
+    size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
+    for axes, regime in zip(panels, table.regimes, strict=False):
+        here = {place: table.scores.get((method, regime)) for place, method in enumerate(methods)}
+        scores = {place: score for place, score in here.items() if score is not None}
+        before = [row["accuracy_before"] for score in scores.values() for row in score.rows]
+        known = [value for value in before if value is not None]
+        if known:
+            axes.axvline(float(np.mean(known)), color=INK, linewidth=1, linestyle=":")
+        for place, score in scores.items():
+            values = list(score.values)
+            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
+            axes.plot(score.accuracy.mean, place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
+        axes.set_title(regime, fontsize=10, loc="left")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("held-out accuracy")
+        axes.grid(visible=False, axis="x")
+    panels[0].set_yticks(range(len(methods)), list(methods))
+    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    return figure
 
 
 def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence[str] = ()) -> Path:
@@ -41,8 +229,7 @@ def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence
         description=notes,
         facts=_facts(table),
         sections=[
-            Section("Held-out accuracy after training", _scores(table)),
-            *(Section(regime, _regime(table, regime)) for regime in table.regimes),
+            Section("Held-out accuracy after training", _score_parts(table)),
         ],
     )
     return write_output(path, page.html().encode())
@@ -61,12 +248,13 @@ def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
     return facts if table.before is None else [*facts, ("before training", f"{table.before:.3f}")]
 
 
-def _scores(table: ComparisonTable) -> list[Part]:
+def _score_parts(table: ComparisonTable) -> list[Part]:
     rows = [[method, *(_cell(table, method, regime) for regime in table.regimes)] for method in table.methods]
     failed = [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed]
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
         Note(f"{legend(table)} Blue is above the start, orange below it."),
+        Note("Curves, mismatch and settings of one regime: `trimtab report REGIME` in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
         *(
             Note(f"{regime}, {method}: {why}", "not trained", "plain")
@@ -96,37 +284,3 @@ def _shade(value: float, before: float | None) -> str:
     largest = (1 - start) if above else start
     red, green, blue = ABOVE if above else BELOW
     return f"rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
-
-
-def _regime(table: ComparisonTable, regime: str) -> list[Part]:
-    """Returns the curves of held-out accuracy in a regime and the table of its methods, best first."""
-    scores = {method: table.scores[method, regime] for method in table.methods if (method, regime) in table.scores}
-    curves = {
-        method: [(np.array(row["curve_steps"]), np.array(row["curve"])) for row in score.rows if row["curve_steps"]]
-        for method, score in scores.items()
-    }
-    curves = {method: seeds for method, seeds in curves.items() if seeds}
-    best = min(curves, key=lambda method: scores[method].rank, default="")
-    shared = len(curves) <= MAX_SHARED_FIGURE
-    ranked = sorted(scores.items(), key=lambda pair: pair[1].rank)
-    details = Table(
-        ("method", "accuracy", *(title for title, *_ in DETAILS), "skipped updates", "diverged"),
-        [[method, cell_text(table, method, regime), *_numbers(score)] for method, score in ranked],
-        numeric=range(1, len(DETAILS) + 4),
-        mono=(0,),
-    )
-    figures: list[Part] = [
-        *([legend_of([(method, "") for method in curves])] if shared else []),
-        Charts(accuracy_figures(regime, curves, best, table.before), narrow=not shared),
-        Note(CURVES if shared else f"{CURVES} Dotted is the best method of the regime."),
-    ]
-    return [*(figures if curves else []), Fold("Mismatch and training, means over seeds", [details])]
-
-
-def _numbers(score: MethodScore) -> list[str]:
-    """Returns the cells of `DETAILS`, skipped updates (sum over seeds), and number of diverged runs."""
-    cells = []
-    for _, key, form in DETAILS:
-        values = [row[key] for row in score.rows if row.get(key) is not None]
-        cells.append(form(float(np.mean(values))) if values else "–")
-    return [*cells, str(sum(row.get("skipped") or 0 for row in score.rows)), str(score.diverged)]

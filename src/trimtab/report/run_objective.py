@@ -7,7 +7,8 @@ from typing import Any
 
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import bounds_of
-from trimtab.objectives.lookup import from_section, is_custom
+from trimtab.objectives.lookup import from_section
+from trimtab.objectives.presets import is_custom
 
 
 def known_objective(config: Mapping[str, Any]) -> Objective | None:

@@ -16,7 +16,6 @@ from trimtab.pages.numbers import beside, number, short
 from trimtab.pages.page import (
     Card,
     Cell,
-    Chart,
     Fold,
     Note,
     Page,
@@ -28,12 +27,9 @@ from trimtab.pages.page import (
     charts,
     findings_table,
 )
-from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
-from trimtab.report.chart_specs import Chart as ChartSpec
-from trimtab.report.chart_specs import Lines, resolve
 from trimtab.report.episode_section import episode_section, sample_block
 from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clipped_share, health
-from trimtab.report.line_charts import draw_chart
+from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import bounds, metric
@@ -85,7 +81,7 @@ def _page(run: Run) -> Page:
                 ],
             ),
             Section("Outside its healthy range", _outside_ranges(verdict)),
-            *_chart_sections(run),
+            *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
             Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
@@ -163,25 +159,6 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         note = f"median {np.median(seconds):.1f} s per step"
         tiles.append(("Time in steps", duration(float(seconds.sum())), note))
     return tiles
-
-
-def _chart_sections(run: Run) -> list[Section]:
-    """Returns the figures over steps; those of a method only where the run logged something of it."""
-    sections = []
-    for title, specified in (*RUN_CHARTS, *METHOD_CHARTS):
-        resolved = [(chart, resolve(chart, run)) for chart in specified]
-        shown = [_chart(run, chart, lines) for chart, lines in resolved if lines]
-        absent = [chart.title.lower() for chart, lines in resolved if not lines]
-        if shown or (title, specified) in RUN_CHARTS:
-            sections.append(Section(title, charts(shown, absent, "Not logged by this run")))
-    return sections
-
-
-def _chart(run: Run, chart: ChartSpec, lines: Lines) -> Chart:
-    _, values = run.series(lines[0][1])
-    notes = (Note(chart.what or chart.caption.what), Note(chart.healthy(lines), "Healthy"))
-    now = f"last {number(values[-1])}" if len(lines) == 1 else ""
-    return Chart(chart.title, draw_chart(chart, lines, run), notes, now)
 
 
 def _mismatch_views(run: Run) -> list[Part]:

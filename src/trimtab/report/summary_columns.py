@@ -1,4 +1,4 @@
-"""Summary columns of a comparison: results of runs per seed, intervals per group, and time to a target accuracy."""
+"""The table of a comparison: a row for each group, a column for each number, means and intervals over seeds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from markupsafe import Markup
 
 from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
+from trimtab.pages.numbers import short
+from trimtab.pages.page import Cell, Table
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run
 
+Form = Literal["share", "number", "decades", "whole"]
 Pick = Callable[[Run], float | None]
 # Held-out measurements needed to say when an accuracy was reached; the last one alone says only that it was.
 _MIN_EVALUATIONS = 3
@@ -34,7 +38,7 @@ class Column:
     title: str
     pick: Pick
     better: Literal["high", "low"] | None = None
-    form: Literal["share", "number", "decades", "whole"] = "share"
+    form: Form = "share"
     limits: tuple[float, float] = (0.0, math.inf)
 
 
@@ -181,3 +185,36 @@ def _of(reduce: Callable[[np.ndarray], np.floating], *keys: str) -> Pick:
 
 def _last_tenth(values: np.ndarray) -> np.floating:
     return values[-max(len(values) // 10, 1) :].mean()
+
+
+def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequence[Markup]) -> Table:
+    """Returns one row per group: mean, interval, and whether it is best. marks: before the names."""
+    rows = [
+        [Cell(name, mark=mark), *(_cell(item, index) for item in outcomes)]
+        for index, (name, mark) in enumerate(zip(names, marks, strict=True))
+    ]
+    return Table(("group", *(item.column.title for item in outcomes)), rows, numeric=range(1, len(outcomes) + 1))
+
+
+def _cell(item: Outcome, index: int) -> Cell:
+    interval, values = item.intervals[index], item.values[index]
+    if interval is None:
+        return Cell("–")
+    ends = (
+        f"[{format_in(item.column, interval.low)}, {format_in(item.column, interval.high)}]"
+        if interval.high > interval.low
+        else ""
+    )
+    # A mean over some of the seeds must be recognizable.
+    seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
+    return Cell(format_in(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
+
+
+def format_in(column: Column, value: float) -> str:
+    if value == 0:
+        return "0"
+    if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
+        return short(value)
+    if column.form == "whole" or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"

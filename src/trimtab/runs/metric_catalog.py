@@ -48,6 +48,10 @@ class Metric:
     high: float | None = None
     ranges: tuple[Range, ...] = ()  # of the whole scale, ascending, for metrics that need more than one bound
     of: str = ""  # another metric; the bounds then apply to the metric divided by it
+    chart: str = ""  # title of the chart in report.html that has it as a curve; metrics of one title share a chart
+    curve: str = ""  # its name there, before the `<name>` that a pattern matched
+    log: bool = False  # whether the axis is logarithmic
+    bound: str = ""  # key of the recipe whose value is drawn as a level line
 
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`.

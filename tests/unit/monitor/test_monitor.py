@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -128,21 +127,6 @@ def test_the_sample_is_bounded_and_fair(tmp_path: Path) -> None:
     assert 190 <= len(sample) <= 260
     # The mean of 200 uniform numbers in [0, 1000) is 500 with a standard error of 20.
     assert abs(steps.mean() - 500) < 80
-
-
-def test_the_memory_of_a_sample_does_not_grow_with_the_run() -> None:
-    """About 1 MB per 1,000 batches where each has its own arrays, although as many responses are kept."""
-    sample, mask = Sample(limit=50_000, seed=0), torch.ones(10, 10, dtype=torch.bool)
-    logps = -torch.rand(10, 10)
-    tracemalloc.start()
-    for step in range(6000):
-        if step == 1000:
-            before = tracemalloc.get_traced_memory()[0]
-        sample.add(mask, {"logp_behavior": logps}, {"step": step, "reward": logps[:, 0]})
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert 5000 <= len(sample) <= 6250
-    assert grown < 1e6
 
 
 def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Path) -> None:

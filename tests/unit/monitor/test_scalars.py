@@ -23,8 +23,7 @@ from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.alarms import History, Step, _candidates, alarms, first_alarms
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
-from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars
-from trimtab.monitor.scalars_text import lines
+from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars, lines
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
 
@@ -134,6 +133,7 @@ def test_a_callback_of_transformers_raises_the_same_alarms_once() -> None:
     assert [(alarm.name, alarm.step) for alarm in raised] == [(alarm.name, alarm.step) for alarm in expected]
     assert {alarm.name: alarm.next_step for alarm in raised} == advice
     assert ("k3-jump", 31) in [(alarm.name, alarm.step) for alarm in raised]
+    assert "run `trimtab diagnose` on log-probs of these steps" in advice.values()
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
@@ -155,15 +155,6 @@ def test_steps_that_are_not_finite_are_left_out_and_said(tmp_path: Path) -> None
     assert (nothing.steps, nothing.mismatch.not_finite) == (0, 2)
     assert list(lines(nothing, tmp_path))
     assert any("rollout_corr/k3_kl is not finite at 2 of 4 steps" in line for line in lines(found, tmp_path))
-
-
-def test_a_csv_file_of_wandb_has_the_run_in_its_names(tmp_path: Path) -> None:
-    table = tmp_path / "wandb.csv"
-    names = "".join(f',"my-run - rollout_corr/k3_kl{end}"' for end in ("", "__MIN", "__MAX"))
-    table.write_text(f'"Step"{names}\n"1","0.002","0.001","0.003"\n"2","0.004","0.001","0.009"\n')
-    found = judge(read_scalars(table))
-    assert found.framework == "verl"
-    assert found.mismatch.values == (0.002, 0.004)
 
 
 def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
@@ -191,14 +182,10 @@ def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict
     """What TRL 1.16's GRPOTrainer without vLLM leaves in trainer_state.json, with an evaluation and a summary."""
     rows: list[dict[str, Any]] = []
     for step, (length, share) in enumerate(zip(lengths, clipped, strict=True), start=1):
-        of_completions = {
-            **{f"completions/{kind}_length": length for kind in ("max", "mean", "min")},
-            **{f"completions/{kind}_terminated_length": length for kind in ("max", "mean", "min")},
-            "completions/clipped_ratio": share,
-        }
-        of_rewards = {"reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 0.0}
-        of_rewards |= {"rewards/digits/mean": 0.5, "rewards/digits/std": 0.1}
-        clips = {f"clip_ratio/{name}": 0.0 for name in ("high_max", "high_mean", "low_mean", "low_min", "region_mean")}
+        kinds = [
+            f"completions/{kind}{end}" for kind in ("max", "mean", "min") for end in ("_length", "_terminated_length")
+        ]
+        completions = dict.fromkeys(kinds, length) | {"completions/clipped_ratio": share}
         update = {
             "epoch": step / 100,
             "grad_norm": 0.4,
@@ -206,10 +193,11 @@ def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict
             "loss": 0.01,
             "num_tokens": 100.0 * step,
         }
-        rows.append(update | clips | of_completions | of_rewards | {"entropy": 1.0, "kl": None, "step": step})
+        reward = {"reward": 0.5, "reward_std": 0.1, "rewards/digits/mean": 0.5, "rewards/digits/std": 0.1}
+        rows.append(update | completions | reward | {"entropy": 1.0, "kl": None, "step": step})
         if step % 10 == 0:
-            rows.append({"epoch": step / 100, "eval_loss": 0.1, "eval_reward": 9.0, "step": step})
-            rows[-1] |= {f"eval_{name}": 900.0 if "length" in name else 0.9 for name in of_completions}
+            evaluated = {f"eval_{name}": 900.0 if "length" in name else 0.9 for name in completions}
+            rows.append(evaluated | {"epoch": step / 100, "eval_loss": 0.1, "eval_reward": 9.0, "step": step})
     summary = {"total_flos": 0.0, "train_loss": 0.01, "train_runtime": 9.0, "train_steps_per_second": 1.0}
     return [*rows, summary | {"epoch": 1.0, "step": len([row for row in rows if "loss" in row])}]
 
@@ -241,19 +229,6 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
     assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
 
 
-def test_a_gradient_that_explodes_and_a_reward_that_collapses_are_alarms(tmp_path: Path) -> None:
-    rows = [
-        {"step": step, "grad_norm": 0.5 if step < 60 else 400.0, "reward": 0.6 if step < 60 else 0.05}
-        for step in range(1, 120)
-    ]
-    found = judge(read_scalars(trainer_state(tmp_path, rows)))
-    assert [(alarm.name, alarm.status) for alarm in found.alarms] == [
-        ("gradient-explosion", "note"),
-        ("reward-collapse", "fail"),
-    ]
-    assert not any("no alarm" in line for line in lines(found, tmp_path))
-
-
 @pytest.mark.parametrize(
     ("steps", "norm", "expected"),
     [
@@ -274,17 +249,9 @@ def test_no_alarm_is_said_only_where_the_rules_could_judge(
     steps: int, norm: float, expected: list[str], tmp_path: Path
 ) -> None:
     found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": i, "grad_norm": norm} for i in range(steps)])))
-    assert [line for line in lines(found, tmp_path) if line.split()[0] in ("ok", "note", "fail")] == expected
-
-
-def test_what_is_not_logged_is_named(tmp_path: Path) -> None:
-    rows = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}]
-    *_, mismatch, others, _, _ = lines(judge(read_scalars(trainer_state(tmp_path, rows))), tmp_path)
-    assert "trl logs it as sampling/sampling_logp_difference/mean" in mismatch
-    assert others == (
-        "missing   not judged, because it is not logged: length (completions/mean_length), truncated "
-        "(completions/clipped_ratio)"
-    )
+    said = list(lines(found, tmp_path))
+    assert [line for line in said if line.split()[0] in ("ok", "note", "fail")] == expected
+    assert any("not judged, because it is not logged: length" in line for line in said)
 
 
 def test_an_evaluation_under_a_name_of_training_is_another_scalar(tmp_path: Path) -> None:
@@ -322,12 +289,6 @@ def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", rows)
     with pytest.raises(TrimtabError, match=r"holds 2 files of scalars \(history.json, metrics.jsonl\): name one"):
         find_scalars(tmp_path)
-
-
-def test_advice_needs_no_sample_of_a_monitor() -> None:
-    report = judge([{"step": step, "mismatch/k3": 0.3} for step in range(10)])
-    assert [alarm.name for alarm in report.alarms] == ["k3-large"]
-    assert report.alarms[0].next_step == "run `trimtab diagnose` on log-probs of these steps"
 
 
 @pytest.mark.parametrize(
@@ -417,20 +378,6 @@ def test_alarms_of_a_whole_run_are_those_of_its_steps_one_by_one() -> None:
     jumps, gradients = {"k3-jump", "k3-rising", "k3-large", "ess"}, {"gradient-norm", "gradient-explosion"}
     assert seen == jumps | gradients | {"reward-collapse", "truncation", "length", "non-finite"}
     assert first_alarms([]) == []
-
-
-def test_a_run_without_a_fault_asks_its_rules_at_few_steps() -> None:
-    draw = random.Random(0)
     names = ("mismatch/k3", "grad_norm", "response/truncated", "response/length", "mismatch/ess_token", "reward/mean")
-    steps = [Step(i, dict.fromkeys(names, 0.9) | {"mismatch/k3": draw.uniform(1, 2) * 1e-3}, None) for i in range(5000)]
-    assert sum(map(len, _candidates(steps).values())) < 50
-
-
-def test_the_callback_judges_a_trainer_without_a_mismatch() -> None:
-    raised: list[Alarm] = []
-    state = TrainerState(is_world_process_zero=True)
-    handler = CallbackHandler([LogAlarms(raised.append)], None, None, None, None)
-    for row in log_history([100.0] * 15 + [300.0] * 15, [0.0] * 30):
-        state.global_step = row["step"]
-        handler.on_log(None, state, TrainerControl(), logs=row)
-    assert [(alarm.name, alarm.step) for alarm in raised] == [("length", 18)]
+    even = [Step(number, dict.fromkeys(names, 0.9) | {"mismatch/k3": 1e-3}, None) for number in range(5000)]
+    assert sum(map(len, _candidates(even).values())) < 50, "a run without a fault is judged fast"

@@ -15,8 +15,8 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Band, Objective, PolicyLogps, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.lookup import from_section
-from trimtab.report.differences import equation_of
 from trimtab.report.health import known_objective
+from trimtab.report.run_objective import equation_of
 from trimtab.trainer.config import load_config
 
 DPPO = "tests.unit.objectives.own_rule:dppo"

@@ -35,7 +35,7 @@ PARTS: list[Part] = [
     Note(EVIL, EVIL),
     Note(EVIL, EVIL, "warn"),
     Tiles([(EVIL, EVIL, EVIL)]),
-    Charts([Chart(EVIL, Markup("<svg></svg>"), [Note(EVIL)], EVIL)], narrow=True),
+    Charts([Chart(EVIL, Markup("<svg></svg>"), [Note(EVIL)], EVIL)]),
     *charts([], [EVIL]),
     Table([EVIL], [[EVIL]], EVIL, EVIL, numeric=[0], best=0),
     Table([], [[Cell(EVIL, EVIL, hint=EVIL, shade="red", mark=EVIL, strong=True)]], mono=[0]),

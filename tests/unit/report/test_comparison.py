@@ -59,8 +59,7 @@ def test_curves_equations_and_differences_are_there(page: str) -> None:
     assert page.count('role="img"') == 10, "twelve panels; nothing was clipped and no rejection logged"
     assert "0 in all runs: clipped tokens, share." in page
     assert "Logged by no run: rejected tokens, share." in page
-    assert "<mark>1.28</mark>" in page, "dapo's own bound"
-    assert "no such part" in page, "dapo has no weight"
+    assert page.count('<pre class="copy">') == 2, "an equation for each objective"
     assert '<td class="mono"><bdi>objective.name</bdi></td>' in page
     assert "Before comparing" not in page, "these runs are alike"
     assert "optim.lr" not in page, "equal in all runs"
@@ -113,15 +112,6 @@ def test_up_to_three_seeds_are_seen_on_their_own_and_more_as_a_band() -> None:
         assert len(axes.collections) == (count > 1)
     crowded = draw_axes([(steps, steps), (steps, steps + 1)], crowded=True)
     assert (len(crowded.lines), len(crowded.collections)) == (1, 0)
-
-
-def test_the_drawn_band_is_the_range_over_common_steps() -> None:
-    axes = draw_axes([(np.array([1.0, 2, 3, 4]), np.array([1.0, 2, 3, 4])), (np.array([2.0, 4]), np.array([4.0, 0]))])
-    mean = axes.lines[-1]
-    assert np.asarray(mean.get_xdata()).tolist() == [2, 4]
-    assert np.asarray(mean.get_ydata()).tolist() == [3, 2]
-    band = np.asarray(axes.collections[0].get_paths()[0].vertices)
-    assert (band[:, 1].min(), band[:, 1].max()) == (0, 4)
 
 
 def values_of(line: Line2D) -> np.ndarray:
@@ -181,14 +171,6 @@ def test_twenty_groups_fit_on_a_page(make_run: Callable[..., Path], tmp_path: Pa
     assert len({group.name for group in comparison.groups}) == 20
     assert page.count('class="swatch"') == 20 * 3
     assert len(page) < 2_000_000
-
-
-def test_one_group_is_a_comparison_of_its_seeds(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    few = [make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=99, keys=FEW) for seed in (0, 1, 2)]
-    comparison = compare(group_runs(few))
-    page = write_page(comparison, tmp_path / "report.html").read_text()
-    assert "Nothing but seed and out" in page
-    assert not any(item.winner is not None for item in comparison.results)
 
 
 def test_unfinished_runs_and_missing_metrics(make_run: Callable[..., Path], tmp_path: Path) -> None:

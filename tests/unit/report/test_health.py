@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from markupsafe import escape
 
 from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
@@ -89,10 +88,6 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         (
             {"mismatch__k3": phases(0.02, 0.08, 0.05, 0.03)},
             f"{FAULTY}k3 is 0.04 over the run, 0.08 in steps 21 to 40: too much for a dense model",
-        ),
-        (
-            {"mismatch__ess_token": phases(0.5, 0.9, 0.3, 0.9)},
-            f"{FAULTY}the effective sample size is 0.7 over the run, 0.3 in steps 41 to 60: healthy: 0.95 to 1.",
         ),
         (
             {"reward__mean": phases(0.4, 0.38, 0.05, 0.05)},
@@ -363,61 +358,51 @@ def test_how_a_run_ended(outcome: str | None, steps: int, error: str | None, tex
     assert bool(result.note) == bool(note)
 
 
-@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=60))
-def test_counts_and_states_agree(k3: list[float]) -> None:
-    result = judge_metric(run(steps=len(k3), mismatch__k3=k3), "mismatch/k3")
-    assert result is not None
-    assert result.outside == sum(value > 0.01 for value in k3)
-    assert (result.state == "healthy") == (result.outside == 0)
-    if result.outside > len(k3) / 2:
-        assert result.state == "outside", "more than half of all is more than half of some part"
-    assert 0 <= result.worst.outside <= result.worst.measured <= result.measured
-
-
-def rewritten(folder: Path, change: Mapping[str, Any]) -> Path:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row | change) + "\n" for row in rows))
-    return folder
+def test_verdicts_on_stored_runs_of_the_laboratory() -> None:
+    """Samplers of four bits, and 32 updates old; training halved the accuracy of some."""
+    table = Path(__file__).parents[3] / "docs" / "results" / "data" / "fair-map.parquet"
+    columns = ["regime", "seed", "status", "accuracy", "accuracy_before", "metrics"]
+    rows = pq.read_table(table, columns=columns, filters=[("seed", "<", 2), ("regime", "!=", "reuse-16")]).to_pylist()
+    states: dict[bool, list[str]] = {True: [], False: []}
+    for row in rows:
+        logged = row["metrics"]
+        steps = [dict(zip(logged, values, strict=True)) for values in zip(*logged.values(), strict=True)]
+        kept = [{key: value for key, value in step.items() if value is not None} for step in steps]
+        found = health(Run(Path("run"), {}, [{"step": index + 1} | step for index, step in enumerate(kept)]))
+        states[row["accuracy"] < row["accuracy_before"] / 2].append(found.state)
+    assert set(states[True]) == {"not healthy"}
+    assert len(states[True]) >= 2
+    assert states[False].count("healthy") > 0.9 * len(states[False])
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("change", "tone"),
-    [({}, "good"), ({"groups/no_signal": 12}, "mixed"), ({"mismatch/k3": 0.5}, "warn")],
-)
-def test_the_page_has_the_checks_that_the_terminal_joins(
-    make_run: Callable[..., Path], tmp_path: Path, change: dict[str, float], tone: str
-) -> None:
+def test_the_page_has_the_checks_that_the_terminal_joins(make_run: Callable[..., Path], tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from trimtab.cli.main import app
 
-    folder = rewritten(make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD]), change)
+    folder = make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD])
+    rows = [json.loads(line) | {"groups/no_signal": 12} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = health(read_run(folder))
     done = CliRunner().invoke(app, ["report", str(folder)], obj=[])
     assert done.stdout.splitlines() == [result.text, f"report: {folder / 'report.html'}"]
     page = (folder / "report.html").read_text()
-    assert f'verdict {tone}"><dt></dt><dd>{result.headline}.</dd>' in page
+    assert f'verdict mixed"><dt></dt><dd>{result.headline}.</dd>' in page
+    assert [finding.status for finding in result.findings] == ["note"]
     assert all(escape(finding.detail) in page for finding in result.findings)
-    assert bool(result.findings) == bool(change)
-    if tone == "mixed":
-        machine = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"], obj=[]).stdout)
-        assert machine["verdict"]["text"] == result.text
-        assert machine["verdict"]["findings"][0]["status"] == "note"
+    machine = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"], obj=[]).stdout)
+    assert machine["verdict"]["text"] == result.text
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("changed", "tag"), [(0.0, "fail"), (0.9, "ok")])
-def test_the_page_shows_the_noise_of_every_layer(
-    make_run: Callable[..., Path], tmp_path: Path, changed: float, tag: str
-) -> None:
+def test_the_page_shows_the_noise_of_every_layer(make_run: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1, every=9, objective="token-alp", keys=["step"])
-    layers = {f"perturbation/changed/{layer}": changed for layer in range(12)}
+    layers = {f"perturbation/changed/{layer}": 0.0 for layer in range(12)}
     sigmas = {f"perturbation/sigma/{layer}": 1e-4 + 1e-6 * layer for layer in range(12)}
-    row = {"step": 1, "perturbation/sigma_mean": 1e-4, "perturbation/changed": changed, "perturbation/dlogp": 0.01}
+    row = {"step": 1, "perturbation/sigma_mean": 1e-4, "perturbation/changed": 0.0, "perturbation/dlogp": 0.01}
     (folder / "metrics.jsonl").write_text(json.dumps(row | layers | sigmas) + "\n")
     page = write_report(folder).read_text()
-    assert f">{tag}</span></td><td" in page
-    assert ("is in effect a no-op" in page) == (tag == "fail")
+    assert "is in effect a no-op" in page
     for label in ("all layers", "layer 0", "layer 11"):
         assert f">{label}</text>" in page

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trimtab.report.cautions import cautions, same_measure
+from trimtab.report.comparison import differing_keys
 from trimtab.report.groups import Group
 from trimtab.report.summary_columns import choose_target, outcome, process_columns, result_columns
 from trimtab.runs.reader import Run
@@ -167,3 +168,9 @@ def test_each_reason_against_a_comparison_is_named() -> None:
 def test_zero_correct_is_a_measurement() -> None:
     assert cautions([group("a", run({0: 0.0, 4: 0.0})), group("b", run({0: 0.0, 4: 0.0}))]) == []
     assert np.isclose(columns([group("a", run({0: 0.0, 4: 0.0}))])["accuracy/after"].intervals[0].mean, 0)
+
+
+def test_only_keys_that_differ_are_listed() -> None:
+    first, second = group("a", optim__lr=1e-5), group("b", optim__lr=2e-5, objective__beta=0.1)
+    assert differing_keys([first, second]) == {"optim.lr": [1e-5, 2e-5], "objective.beta": [None, 0.1]}
+    assert differing_keys([first, first]) == {}

@@ -14,10 +14,7 @@ from trimtab.diagnosis.measure.bins import FEWEST as FEWEST_TOKENS
 from trimtab.diagnosis.output.hotspots import FEWEST, shares
 from trimtab.diagnosis.output.words import figure, format_number, format_percent, format_signed, range_text
 from trimtab.diagnosis.records import Measured, MismatchSize, View
-from trimtab.pages.charts import WIDTH, draw, quantile_bands, scatter_svg
-from trimtab.pages.numbers import short, short_exponent
-from trimtab.pages.page import Chart, Note
-from trimtab.pages.svg import (
+from trimtab.pages.charts import (
     BLUE,
     CYCLE,
     GREEN,
@@ -26,12 +23,18 @@ from trimtab.pages.svg import (
     SKY,
     STYLES,
     VERMILLION,
+    WIDTH,
     digits,
+    draw,
     log_scale,
     log_ticks,
     percent,
+    quantile_bands,
+    scatter_svg,
     short_power,
 )
+from trimtab.pages.numbers import short, short_exponent
+from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other

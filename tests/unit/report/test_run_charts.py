@@ -10,21 +10,22 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from trimtab.pages import svg
+from trimtab.pages import charts
 from trimtab.pages.numbers import number, short
-from trimtab.report import line_charts
-from trimtab.report.line_charts import Curve
+from trimtab.report import run_charts
+from trimtab.report.run_charts import Curve, chart_sections
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
 
 
-def _curve(values: list[float], label: str = "a") -> Curve:
-    return label, np.arange(1, len(values) + 1, dtype=float), np.array(values)
+def _curve(values: list[float], *, log: bool = False, high: float | None = None) -> Curve:
+    row = Metric("a", "", "", "", "", "", high=high, log=log)
+    return Curve("a", row, np.arange(1, len(values) + 1, dtype=float), np.array(values))
 
 
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
     axes = Figure().add_subplot()
-    line_charts._draw_curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
+    run_charts._draw_curves(axes, [_curve([0.1, 0.9] * 202)])
     raw, average = axes.lines
     assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
     assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
@@ -34,17 +35,17 @@ def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
 def test_what_happens_at_a_step_is_drawn_there() -> None:
     """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
     axes = Figure().add_subplot()
-    line_charts._draw_curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
+    run_charts._draw_curves(axes, [_curve([0.5] * 200 + [0.0] * 200)])
     assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
     axes = Figure().add_subplot()
-    line_charts._draw_curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
+    run_charts._draw_curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199, log=True)])
     (line,) = axes.lines
     assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
     axes = Figure().add_subplot()
-    line_charts._draw_curves(axes, [_curve([0.0, 0.0, 0.0])], log=True, points=False, top=0.2)
+    run_charts._draw_curves(axes, [_curve([0.0, 0.0, 0.0], log=True, high=0.2)])
     low, high = axes.get_ylim()
     assert low < 0 < high == pytest.approx(0.216)
     assert axes.get_yscale() == "linear", "a logarithmic axis has no place for zeros"
@@ -53,28 +54,21 @@ def test_a_curve_lying_on_zero_is_seen() -> None:
 def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
     axes = Figure().add_subplot()
     axes.set_ylim(0.5, 1.2)
-    line_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
+    run_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
     (band,) = axes.patches
     assert band.get_extents().transformed(axes.transData.inverted()).intervaly == pytest.approx([0.95, 1.2])
     assert axes.get_ylim() == (0.5, 1.2)
 
 
-def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
-    axes = Figure().add_subplot()
-    axes.set_ylim(3, 4)
-    line_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", high=1.0))
-    assert list(axes.patches) == []
-
-
 @pytest.mark.parametrize(
     ("form", "value", "text"),
     [
-        (svg.short_power, 0.001, "1e-3"),
-        (svg.short_power, 2e-13, "2e-13"),
-        (svg.short_power, 0.05, "0.05"),
-        (svg.short_power, 20.0, "20"),
-        (svg.short_power, 1000.0, "1e3"),
-        (svg.short_power, -0.001, "\N{MINUS SIGN}1e-3"),
+        (charts.short_power, 0.001, "1e-3"),
+        (charts.short_power, 2e-13, "2e-13"),
+        (charts.short_power, 0.05, "0.05"),
+        (charts.short_power, 20.0, "20"),
+        (charts.short_power, 1000.0, "1e3"),
+        (charts.short_power, -0.001, "\N{MINUS SIGN}1e-3"),
         (number, None, "–"),
         (number, float("nan"), "–"),
         (number, 0.0, "0"),
@@ -92,24 +86,11 @@ def test_numbers(form: Callable[[Any], str], value: float | str | None, text: st
     assert form(value) == text
 
 
-def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
-    """Exactly no mismatch, beside a run that has some."""
-    axes = Figure().add_subplot()
-    axes.plot([1, 2], [3e-4, 2e-5])
-    axes.plot([1, 2], [0.0, 0.0])
-    svg.log_scale_of_any_sign(axes)
-    height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
-    assert list(height.values()) == sorted(height.values())
-    assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
-    assert axes.get_ylim()[0] < 0
-    assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
-
-
 def test_a_negative_estimate_is_drawn_below_zero() -> None:
     """chi2 of a few tokens may be negative; the page showed its magnitude."""
     axes = Figure().add_subplot()
     values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
-    line_charts._draw_curves(axes, [_curve(values)], log=True, points=False, top=None)
+    run_charts._draw_curves(axes, [_curve(values, log=True)])
     (line,) = axes.lines
     assert np.asarray(line.get_ydata()).tolist() == values
     assert axes.get_yscale() == "symlog"
@@ -125,7 +106,7 @@ def test_a_negative_estimate_is_drawn_below_zero() -> None:
 def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
     axes = Figure().add_subplot()
     axes.set_ylim(1.9, 6.5)
-    line_charts._draw_bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
+    run_charts._draw_bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
     (line,) = axes.lines
     assert set(np.asarray(line.get_ydata())) == {1.0}
     assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"
@@ -135,7 +116,19 @@ def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
 def test_an_axis_of_both_signs_shows_every_point_and_zero(values: list[float]) -> None:
     axes = Figure().add_subplot()
     axes.plot(range(len(values)), values)
-    svg.log_scale_of_any_sign(axes)
+    charts.log_scale_of_any_sign(axes)
     bottom, top = axes.get_ylim()
     assert bottom < min(*values, 0.0)
     assert top > max(*values, 0.0)
+
+
+def test_curves_of_one_title_share_a_chart_and_a_total_of_one_part_is_drawn_once() -> None:
+    values = {"reward/mean": 0.1, "reward/exact": 0.1, "reward/std": 0.5, "length/mean": 9.0, "length/max": 20.0}
+    values |= {"mismatch/k3": 1e-3, "weight/q01": 0.9, "lag/mean": 0.0}
+    found = chart_sections(Run(Path("run"), {}, [{"step": step, **values} for step in range(1, 4)]))
+    assert (found[0].title, found[-1].title) == ("Reward and length", "Progress and age")
+    shown = {chart.title: chart for part in found for chart in part.parts[0].shown}  # type: ignore[union-attr]
+    assert shown.keys() == {"Reward", "Response length", "KL estimates", "Weight after its bound", "Age of the tokens"}
+    assert [note.label for note in shown["Response length"].notes] == ["mean", "longest"]
+    # One curve: the only part repeats the total, and reward/std is none of the parts.
+    assert [note.label for note in shown["Reward"].notes] == ["", "Healthy"]

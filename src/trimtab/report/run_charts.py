@@ -1,0 +1,170 @@
+"""The charts of one run over its steps. What is drawn, and under which title, is said by the table of metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from trimtab.pages.charts import (
+    AVERAGED_FROM,
+    CYCLE,
+    GREEN,
+    INK,
+    SKY,
+    STYLES,
+    WIDTH,
+    digits,
+    draw,
+    log_scale_of_any_sign,
+    quantile_bands,
+    start_at_zero,
+    trailing,
+)
+from trimtab.pages.numbers import number
+from trimtab.pages.page import Chart, Charts, Note, Section
+from trimtab.report.groups import natural_key
+from trimtab.runs.metric_catalog import Metric, metric, sections
+from trimtab.runs.reader import Run, evenly_spaced
+
+QUANTILES = ["q01", "q05", "q50", "q95", "q99"]
+ACCURACY = "eval/<task>/greedy"
+"""Drawn with the accuracy before training, as points between 0 and 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """A logged metric: its name in the legend, its row of the table, steps and values, both (count,)."""
+
+    label: str
+    row: Metric
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def chart_sections(run: Run) -> list[Section]:
+    """Returns the charts of what the run logged, by section of the table of metrics; the age of tokens is last."""
+    found = []
+    for part in sections():
+        titles = dict.fromkeys(row.chart for row in part.metrics if row.chart)
+        curves = {title: _curves([row for row in part.metrics if row.chart == title], run) for title in titles}
+        shown = [_chart(title, here, run) for title, here in curves.items() if here]
+        if shown:
+            found.append(Section(part.title, [Charts(shown)]))
+    return sorted(found, key=lambda section: section.title == "Progress and age")
+
+
+def _curves(rows: Sequence[Metric], run: Run) -> list[Curve]:
+    """Returns the curves of a chart that hold numbers, without those that repeat another: the total of one part."""
+    curves: list[Curve] = []
+    for row in rows:
+        for curve in _matches(row, run):
+            if not any(
+                np.array_equal(curve.steps, other.steps) and np.array_equal(curve.values, other.values)
+                for other in curves
+                if other.row is not row and row.key.startswith(("reward/", "reject/"))
+            ):
+                curves.append(curve)
+    return curves
+
+
+def _matches(row: Metric, run: Run) -> Iterator[Curve]:
+    """Yields the curves of a row, in the order of the names that its pattern matches."""
+    pattern = re.compile(re.sub(r"<[a-z]+>", "([^/]+)", row.key))
+    # A key with a row of its own, such as reward/mean, is none of `reward/<name>`.
+    found = [match for match in map(pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
+    for match in sorted(found, key=lambda match: natural_key(match[0])):
+        steps, values = run.series(match[0])
+        if len(steps):
+            yield Curve(" ".join(filter(None, [row.curve, *match.groups()])), row, steps, values)
+
+
+def _chart(title: str, curves: Sequence[Curve], run: Run) -> Chart:
+    """Returns a chart with what each of its metrics is and where it is healthy."""
+    rows = {curve.row.key: curve.row for curve in curves}.values()
+    if len(rows) == 1:
+        (row,) = rows
+        notes = [Note(row.what), Note(row.healthy, "Healthy")]
+    else:
+        notes = [Note(f"{row.what} Healthy: {row.healthy}.", row.curve or row.key) for row in rows]
+    now = f"last {number(curves[0].values[-1])}" if len(curves) == 1 else ""
+    return Chart(title, draw(title, lambda axes: _paint(axes, curves, run), size=(WIDTH, 2.5), steps=True), notes, now)
+
+
+def _paint(axes: Axes, curves: Sequence[Curve], run: Run) -> None:
+    row = curves[0].row
+    if [curve.label for curve in curves] == QUANTILES:
+        quantile_bands(axes, curves[0].steps, [curve.values for curve in curves])
+    elif "<layer>" in row.key:
+        _draw_layers(axes, curves)
+    elif row.key == ACCURACY:
+        found = [Curve(task, row, one.steps, one.values) for task, one in run.accuracy().items()]
+        _draw_curves(axes, found, points=True)
+        axes.set_ylim(0, 1)
+        return
+    else:
+        _draw_curves(axes, curves)
+    if row.bound:
+        _draw_bound(axes, row.bound, run)
+    if not row.of:  # The range of a share is not one of its numerator.
+        _shade_healthy(axes, row)
+
+
+def _draw_curves(axes: Axes, curves: Sequence[Curve], *, points: bool = False) -> None:
+    """Draws the curves on an axis that the row of the first one asks for."""
+    row = curves[0].row
+    for index, curve in enumerate(curves):
+        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
+        marker = "o" if points or len(curve.steps) < 4 else None
+        # No trailing mean on a logarithmic axis: it would be dominated by the largest value.
+        if len(curve.steps) >= AVERAGED_FROM and not row.log:
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
+            axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
+        else:
+            axes.plot(
+                curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
+            )
+    # A logarithmic axis cannot show a curve that is zero throughout.
+    if row.log and any(curve.values.any() for curve in curves):
+        log_scale_of_any_sign(axes)
+    else:
+        start_at_zero(axes, row.high)
+
+
+def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Draws every layer; of more than six layers five and the range of all over the steps they share."""
+    shown = curves
+    if len(curves) > len(CYCLE):
+        common = reduce(np.intersect1d, [curve.steps for curve in curves])
+        table = np.stack([curve.values[np.isin(curve.steps, common)] for curve in curves])
+        axes.fill_between(common, table.min(0), table.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
+        shown = evenly_spaced(curves, 5)
+    names = [f"layer {curve.label}" if curve.label.isdecimal() else curve.label for curve in shown]
+    _draw_curves(axes, [Curve(name, one.row, one.steps, one.values) for name, one in zip(names, shown, strict=True)])
+    digits(axes.yaxis, 4)
+
+
+def _draw_bound(axes: Axes, key: str, run: Run) -> None:
+    """Draws a level line at the recipe's value of `key` and extends the axis to it."""
+    section, _, name = key.partition(".")
+    value = run.config.get(section, {}).get(name)
+    if value is not None:
+        axes.axhline(value, color=INK, linewidth=1.2, linestyle=":", label=f"{name} = {value:g}")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.8 * value), max(high, 1.25 * value))
+
+
+def _shade_healthy(axes: Axes, row: Metric) -> None:
+    """Shades the healthy band behind the curves without changing the limits of the axis."""
+    if row.low is None and row.high is None:
+        return
+    low, high = axes.get_ylim()
+    bottom = low if row.low is None else max(row.low, low)
+    top = high if row.high is None else min(row.high, high)
+    if top > bottom:
+        axes.axhspan(bottom, top, color=GREEN, alpha=0.1, linewidth=0, zorder=0)
+    axes.set_ylim(low, high)
