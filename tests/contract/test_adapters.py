@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.named_cases import in_one_test
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
@@ -264,8 +265,8 @@ def trained_policies(trainer: str, batch: Any, current: Tensor) -> PolicyLogps:
     return logps
 
 
-@pytest.mark.parametrize("preset", objectives())
 @pytest.mark.parametrize("trainer", RUNS)
+@in_one_test("preset", objectives())
 def test_an_adapter_gives_the_loss_of_the_library(lab: Any, trainer: str, preset: str) -> None:
     objective = allowed(trainer, preset)
     reason = HOOKS[trainer].refusal(objective)

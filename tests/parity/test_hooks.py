@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
+from tests.support.named_cases import in_one_test
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 from torch import Tensor
 
@@ -167,7 +168,7 @@ def test_no_frozen_case_is_left_out(hooks: Peer) -> None:
     assert hooks.cases == {*RUNS, "signatures"}
 
 
-@pytest.mark.parametrize("case", RUNS)
+@in_one_test("case", RUNS)
 def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: str) -> None:
     run, options = RUNS[case]
     leaf = zeros(given, "current").requires_grad_()
@@ -409,7 +410,7 @@ def test_recorded_losses_are_the_trainers_own_bit_for_bit(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2 * len(lines) / 3  # OpenRLHF's, in two micro-batches each.
 
 
-@pytest.mark.parametrize("case", ["ipo-0.3", "ipo-0.05"])
+@in_one_test("case", ["ipo-0.3", "ipo-0.05"])
 def test_prime_rl_sums_over_sequences(prime_rl: Peer, given: Given, close: Callable[..., None], case: str) -> None:
     """As `compute_loss` calls it: one sequence at a time, the sum divided by the tokens of the batch."""
     leaf = zeros(given, "current").requires_grad_()

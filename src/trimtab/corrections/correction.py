@@ -64,7 +64,7 @@ def compute_correction(
     All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
     where no rule reads them; a weight and `measure` read `proximal`. `turn` is the number of the model turn of each
     token, which levels of turns read. Raises `ValueError` naming a missing tensor.
-    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, since its
+    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, as its
     sequences may span all rows.
     """
     tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.support.named_cases import in_one_test
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Band, Clipped, Objective, Ratio, Veto, Weight, keywords_of, objective
@@ -20,7 +21,7 @@ def test_every_keyword_of_the_table_is_one_of_a_preset_and_the_other_way_round()
     assert set(COMPOSED.paths) == SHARED
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.objective.name)
+@in_one_test("preset", PRESETS.values())
 def test_defaults_have_the_type_of_their_keyword(preset: Preset) -> None:
     for key, default in preset.defaults.items():
         if (key, default) != ("length_max", None):
@@ -56,7 +57,7 @@ def test_the_second_of_two_masks_keeps_its_place_before_those_that_are_added() -
     assert [getattr(mask, "max", None) for mask in built.masks] == [0.25, 0.5, None]
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.objective.name)
+@in_one_test("preset", PRESETS.values())
 def test_a_preset_says_what_it_does_when_to_use_it_and_where_it_is_from(preset: Preset) -> None:
     assert preset.when.startswith("Use it")
     assert all(text.endswith(".") and "\n" not in text for text in (preset.does, preset.when, preset.source))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.named_cases import in_one_test
 
 from trimtab import corrections, objectives
 from trimtab.errors import TrimtabError
@@ -288,7 +289,7 @@ def built(recipe: str, *overrides: str) -> Objective:
     return from_section(load_config(recipe, overrides).objective.model_dump())
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@in_one_test("recipe", recipe_names())
 def test_the_surrogate_of_every_recipe_can_be_replaced(recipe: str) -> None:
     overrides = [UNCLIPPED]
     while (keyword := keyword_without_effect(recipe, overrides)) is not None:
@@ -308,7 +309,7 @@ def keyword_without_effect(recipe: str, overrides: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "laboratory", "7b-8gpu", "quickstart-tools"])
+@in_one_test("recipe", ["quickstart", "laboratory", "7b-8gpu", "quickstart-tools"])
 def test_the_weight_can_be_replaced_beside_the_default_of_a_base(recipe: str) -> None:
     objective = built(recipe, WEIGHT)
     assert objective.weight is not None

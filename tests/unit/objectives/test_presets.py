@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.support.named_cases import in_one_test
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Clipped, keywords_of, objective, objectives
 from trimtab.objectives.presets import PRESETS
 
 
-@pytest.mark.parametrize("name", objectives())
+@in_one_test("name", objectives())
 def test_every_keyword_changes_the_objective_and_the_equation(name):
     changed = {
         "aggregation": "seq-mean-token-sum",
@@ -95,7 +96,7 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+@in_one_test("name", EQUATIONS)
 def test_the_equation_shows_its_numbers(name):
     assert objective(name).equation().splitlines()[0] == EQUATIONS[name]
 
@@ -117,7 +118,7 @@ def test_the_equation_explains_its_symbols_and_warns():
     assert "what is rejected is not counted" in objective("geo-mask", denominator="kept").equation()
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if re.search(r"-(tis|mis)\b", name)])
+@in_one_test("name", [name for name in PRESETS if re.search(r"-(tis|mis)\b", name)])
 def test_a_name_has_the_level_of_the_weight_and_what_bounds_it(name):
     """As for TRL, verl and Miles; ALP's Table 1 names its pair after the level of the clipped ratio."""
     level, kind = re.search(r"(token|seq|turn)-(tis|mis)", name).groups()

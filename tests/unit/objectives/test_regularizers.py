@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.named_cases import in_one_test
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -58,7 +59,7 @@ def kl_gradient(first: str) -> Tensor:
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", objectives())
+@in_one_test("name", objectives())
 def test_unbiased_kl_has_the_gradient_of_kl_from_samples_of_a_third_policy(name):
     """Sampler, proximal and current policy all differ: the weight must be current over the sampler."""
     result, expected = expected_gradient("unbiased", SAMPLER, name), kl_gradient("policy")
