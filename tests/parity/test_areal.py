@@ -14,7 +14,7 @@ A3PO = trimtab.objective("a3po")
 
 
 def ages_of(case: str, mask: Tensor) -> Tensor:
-    """The ages of a frozen case, as in from_areal.py."""
+    """The ages of a frozen case, as in tools/parity/from_areal.py."""
     columns = torch.arange(mask.shape[1]).expand(mask.shape)
     return 1 + columns % 4 if case == "mixed" else torch.full_like(columns, AGES[case])
 

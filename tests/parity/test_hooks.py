@@ -1,7 +1,7 @@
 """The adapters against the losses of their trainers: same batches, called alike, the numbers of the trainers' own code.
 
-With TRIMTAB_PEERS set to a folder of checkouts (see from_hooks.py), what is frozen is computed again and compared, and
-prime-rl's own trainer function runs with our loss.
+With TRIMTAB_PEERS set to a folder of checkouts (see tools/parity/from_hooks.py), what is frozen is computed again and
+compared, and prime-rl's own trainer function runs with our loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trimtab.errors import TrimtabError
 HALVES = (slice(0, 3), slice(3, None))
 LENGTH_MAX = 40
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-PEERS = os.environ.get("TRIMTAB_PEERS")
+ROOT, PEERS = Path(__file__).parents[2], os.environ.get("TRIMTAB_PEERS")
 
 
 def zeros(given: Given, name: str) -> Tensor:
@@ -306,10 +306,12 @@ def test_miles_scores_padded_sequences_as_packed_ones() -> None:
 
 def called(code: str, *arguments: str) -> list[str]:
     """The lines that a script prints beside the generators of the frozen numbers."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, str(PEERS), *arguments]
-    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    generators = ROOT / "tools" / "parity"
+    ended = subprocess.run(
+        command, cwd=generators, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout.splitlines()
 
@@ -321,11 +323,8 @@ def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
         "recording = from_hooks.record(generate.make_batches(), Path(sys.argv[1]));"
         "print(json.dumps(recording.cases))"
     )
-    here = Path(__file__).parent
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(PEERS)], cwd=here, capture_output=True, text=True, check=True, timeout=120
-    )
-    cases = json.loads(ended.stdout)
+    (printed,) = called(code)
+    cases = json.loads(printed)
     assert set(cases) == hooks.cases
     for case in RUNS:
         for batch, values in cases[case]["scalars"].items():
