@@ -20,15 +20,14 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
+from tests.support.adapter_calls import CALLS, HALVES
 from tests.support.named_cases import in_one_test
-from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
 from trimtab.errors import TrimtabError
 
-HALVES = (slice(0, 3), slice(3, None))
-LENGTH_MAX = 40
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 ROOT, PEERS = Path(__file__).parents[2], os.environ.get("TRIMTAB_PEERS")
 
@@ -38,74 +37,12 @@ def zeros(given: Given, name: str) -> Tensor:
     return torch.where(given.mask, getattr(given, name), 0.0)
 
 
-def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
-    lengths, count = given.mask.sum(1, keepdim=True), len(logp)
-    scale = {
-        "token_mean": 1 / given.mask.sum().double(),
-        "sequence_mean": 1 / (count * lengths).double(),
-        "seq_mean_token_sum_norm": torch.tensor(1 / (count * LENGTH_MAX), dtype=torch.float64),
-    }[reduction]
-    aggregation = {value: key for key, value in skyrl.REDUCTIONS.items()}[reduction]
-    extra = {"length_max": LENGTH_MAX} if aggregation == "constant" else {}
-    loss = skyrl.policy_loss("grpo", aggregation=aggregation, **CLIP, **extra)
-    advantage = (given.advantage * scale).to(logp.dtype).expand_as(logp)
-    config = SimpleNamespace(loss_reduction=reduction, max_seq_len=LENGTH_MAX, off_policy_correction=None)
-    mask = given.mask
-    parts = [
-        loss(logp[part], zeros(given, "proximal")[part], advantage[part], config, mask[part])[0] for part in HALVES
-    ]
-    return torch.stack(parts).sum()
-
-
-def run_nemo_rl(
-    given: Given, logp: Tensor, *, objective: str, filtered: float | None = None, **keywords: Any
-) -> Tensor:
-    loss = nemo_rl.ObjectiveLoss(objective, replaces=NEMO_RL_LOSS, **keywords)
-
-    def shifted(value: Tensor) -> Tensor:
-        return torch.nn.functional.pad(value.expand_as(logp).to(logp.dtype), (1, 0))
-
-    columns = {
-        "token_mask": shifted(given.mask),
-        "advantages": shifted(given.advantage),
-        "prev_logprobs": shifted(zeros(given, "proximal")),
-        "generation_logprobs": shifted(zeros(given, "behavior")),
-        "reference_policy_logprobs": shifted(zeros(given, "reference")),
-        "sample_mask": torch.ones(len(logp)),
-    }
-    if filtered is not None:
-        columns["curr_logprobs_unfiltered"], logp = logp, logp + filtered
-    counts = (torch.tensor(len(logp)), given.mask.sum())
-    parts = [loss(logp[part], {key: value[part] for key, value in columns.items()}, *counts)[0] for part in HALVES]
-    return torch.stack(parts).sum()
-
-
-def run_areal(given: Given, logp: Tensor) -> Tensor:
-    data = {
-        "logprobs": zeros(given, "behavior"),
-        "prox_logp": zeros(given, "proximal"),
-        "advantages": given.advantage.to(logp.dtype).expand_as(logp),
-        "loss_mask": given.mask.float(),
-    }
-    return areal.actor_loss("grpo", aggregation="token-mean", **CLIP)(logp, torch.zeros_like(logp), data, eps_clip=0.2)
-
-
-def run_openrlhf(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
-    loss = openrlhf.ObjectiveLoss(objective, **keywords)
-    parts = [
-        loss(
-            logp[part],
-            zeros(given, "proximal")[part],
-            given.advantage.to(logp.dtype).expand_as(logp)[part],
-            given.mask[part],
-            zeros(given, "behavior")[part],
-            dp_size=2,
-            batch_num_tokens=float(given.mask.sum()),
-            global_batch_size=float(len(logp)),
-        )[0]
-        for part in HALVES
-    ]
-    return torch.stack(parts).sum() / 2
+def run(given: Given, logp: Tensor, trainer: str, *, objective: str, filtered: float = 0.0, **keywords: Any) -> Tensor:
+    """filtered: what NeMo-RL's log-probs with top-k and top-p are above those without."""
+    names = ["behavior", "proximal", *(["reference"] if "kl_coef" in keywords else [])]
+    batch = {name: zeros(given, name) for name in names} | {"mask": given.mask, "advantage": given.advantage}
+    batch |= {"unfiltered": logp} if filtered else {}
+    return CALLS[trainer](batch, logp + filtered if filtered else logp, objective, HALVES, keywords)[0]
 
 
 def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
@@ -128,21 +65,23 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
 TOKENS, MEANS = {"aggregation": "token-mean", **CLIP}, {"aggregation": "seq-mean-token-mean", **CLIP}
 PENALIZED = {"kl": "unbiased", "kl_coef": 0.05}
 ICEPOP = {"objective": "icepop", "weight_min": 0.5, "weight_max": 2.0}
+CONSTANT = {"aggregation": "constant", "length_max": 40, **CLIP}
+GRPO = {"objective": "grpo"}
 RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
-    "skyrl-token_mean": (run_skyrl, {"reduction": "token_mean"}),
-    "skyrl-sequence_mean": (run_skyrl, {"reduction": "sequence_mean"}),
-    "skyrl-constant": (run_skyrl, {"reduction": "seq_mean_token_sum_norm"}),
-    "nemo-rl-token": (run_nemo_rl, {"objective": "grpo", **TOKENS}),
-    "nemo-rl-sequence": (run_nemo_rl, {"objective": "grpo", **MEANS}),
-    "nemo-rl-tis": (run_nemo_rl, {"objective": "token-tis", "weight_max": 2.0, **TOKENS}),
-    "nemo-rl-icepop": (run_nemo_rl, {**ICEPOP, **TOKENS}),
-    "nemo-rl-kl": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS}),
-    "nemo-rl-kl-sequence": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **MEANS}),
-    "nemo-rl-kl-filtered": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS, "filtered": 0.1}),
-    "areal-grpo": (run_areal, {}),
-    "openrlhf-token": (run_openrlhf, {"objective": "grpo", **TOKENS}),
-    "openrlhf-sequence": (run_openrlhf, {"objective": "grpo", **MEANS}),
-    "openrlhf-icepop": (run_openrlhf, {**ICEPOP, **TOKENS}),
+    "skyrl-token_mean": (run, {"trainer": "skyrl", **GRPO, **TOKENS}),
+    "skyrl-sequence_mean": (run, {"trainer": "skyrl", **GRPO, **MEANS}),
+    "skyrl-constant": (run, {"trainer": "skyrl", **GRPO, **CONSTANT}),
+    "nemo-rl-token": (run, {"trainer": "nemo-rl", **GRPO, **TOKENS}),
+    "nemo-rl-sequence": (run, {"trainer": "nemo-rl", **GRPO, **MEANS}),
+    "nemo-rl-tis": (run, {"trainer": "nemo-rl", "objective": "token-tis", "weight_max": 2.0, **TOKENS}),
+    "nemo-rl-icepop": (run, {"trainer": "nemo-rl", **ICEPOP, **TOKENS}),
+    "nemo-rl-kl": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **TOKENS}),
+    "nemo-rl-kl-sequence": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **MEANS}),
+    "nemo-rl-kl-filtered": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **TOKENS, "filtered": 0.1}),
+    "areal-grpo": (run, {"trainer": "areal", **GRPO, **TOKENS}),
+    "openrlhf-token": (run, {"trainer": "openrlhf", **GRPO, **TOKENS}),
+    "openrlhf-sequence": (run, {"trainer": "openrlhf", **GRPO, **MEANS}),
+    "openrlhf-icepop": (run, {"trainer": "openrlhf", **ICEPOP, **TOKENS}),
     **{
         f"{name}-tis": (run_tis, {"name": "reinforce", "weight": {"bound": "clip", "min": 0.5, "max": 2.0}})
         for name in ("slime", "miles")
@@ -170,9 +109,9 @@ def test_no_frozen_case_is_left_out(hooks: Peer) -> None:
 
 @in_one_test("case", RUNS)
 def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: str) -> None:
-    run, options = RUNS[case]
+    called, options = RUNS[case]
     leaf = zeros(given, "current").requires_grad_()
-    loss = run(given, leaf, **options)
+    loss = called(given, leaf, **options)
     (gradient,) = torch.autograd.grad(loss, leaf)
     # SkyRL exponentiates in float32; one token of the heavy batch has a ratio of e^11.
     tolerance = 5e-5 if dtype == torch.float32 or case.startswith("skyrl") else 1e-6
