@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.contract import properties
 from tests.contract.conftest import Laboratory
+from tests.support.named_cases import named
 
 CHECKED = (properties.a_missing_policy_is_named, properties.low_precision_inputs_are_computed_in_float32)
 """Run with the checks of shapes, which cost more than the arithmetic; the others make the same calls without."""
@@ -17,8 +18,5 @@ def test_every_preset(lab: Laboratory, holds: Callable[..., None], request: pyte
     if holds not in CHECKED:
         request.getfixturevalue("shapes_unchecked")
     for name in lab.names:
-        try:
+        with named(name):
             holds(lab, name)
-        except BaseException as error:
-            error.add_note(f"preset: {name}")
-            raise

@@ -134,7 +134,7 @@ def trl() -> dict[str, Any]:
 
 def trl_loss(config: Any) -> tuple[float, Tensor, dict]:
     """The loss of TRL's own method for a configuration; what it stores is what its constructor stores."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "parity"))
     from_trl = importlib.import_module("from_trl")
     from trl import GRPOTrainer
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer

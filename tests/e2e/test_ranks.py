@@ -1,4 +1,4 @@
-"""Two real processes: states reduce over data-parallel ranks, rules see sequences that are spread over ranks."""
+"""Two real processes: states reduce over data-parallel ranks."""
 
 from __future__ import annotations
 

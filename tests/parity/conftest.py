@@ -21,8 +21,8 @@ from trimtab.objectives.advantages import optimal_token_advantages
 FROZEN = Path(__file__).parent / "frozen"
 LOGPS = ("behavior", "proximal", "current", "reference", "entropy")
 
-# Peers were run in float64 (see generate.py). Ours must agree in float64 to 1e-6, and in float32 to what a few hundred
-# float32 additions cost; errors are relative to the largest frozen value of a tensor.
+# Peers were run in float64 (see tools/parity/generate.py). Ours must agree in float64 to 1e-6, and in float32 to what a
+# few hundred float32 additions cost; errors are relative to the largest frozen value of a tensor.
 # Most are below 1e-6; the ratio of a sequence is the exponential of a sum of some 20 log-ratios, whose absolute error
 # becomes a relative one: measured 8e-6, and another processor sums in another order.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
@@ -67,7 +67,7 @@ class Given:
         return loss.item(), gradient
 
     def token_advantages(self, groups: Tensor | None = None) -> Tensor:
-        """Advantages with the optimal token baseline, for the sums of squares of from_verl.py."""
+        """Advantages with the optimal token baseline, for the sums of squares of tools/parity/from_verl.py."""
         probability = self.behavior.exp()
         squares = probability.square() + (1 - probability).square() * (-self.entropy).exp()
         groups = self.groups if groups is None else groups

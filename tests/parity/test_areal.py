@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from tests.support.named_cases import in_one_test
 from torch import Tensor
 
 import trimtab
@@ -14,7 +14,7 @@ A3PO = trimtab.objective("a3po")
 
 
 def ages_of(case: str, mask: Tensor) -> Tensor:
-    """The ages of a frozen case, as in from_areal.py."""
+    """The ages of a frozen case, as in tools/parity/from_areal.py."""
     columns = torch.arange(mask.shape[1]).expand(mask.shape)
     return 1 + columns % 4 if case == "mixed" else torch.full_like(columns, AGES[case])
 
@@ -23,7 +23,7 @@ def test_no_frozen_case_is_left_out(areal):
     assert areal.cases == {*CASES, "fresh", "unweighted"}  # the last two: test_differences.py
 
 
-@pytest.mark.parametrize("case", CASES)
+@in_one_test("case", CASES)
 def test_gradient(areal, given, close, case):
     _, gradient = given.run(A3PO, age=ages_of(case, given.mask))
     close(gradient, areal.tensor(case, given.name, "gradient"))
@@ -33,7 +33,7 @@ def test_the_loss_at_age_one(areal, given, close):
     close(given.run(A3PO, age=ages_of("age-1", given.mask))[0], areal.scalar("age-1", given.name, "loss"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@in_one_test("case", CASES)
 def test_losses_differ_by_the_constants_of_clipped_tokens(areal, given, close, case):
     """Outside the band with edge (1 +- .2)^d ours is that edge times A, AReaL's w^((d-1)/d) (1 +- .2) A: without
     gradient both."""
@@ -49,7 +49,7 @@ def test_losses_differ_by_the_constants_of_clipped_tokens(areal, given, close, c
     close(loss + (gap.sum() / given.mask.sum()).item(), areal.scalar(case, given.name, "loss"))
 
 
-@pytest.mark.parametrize("case", ["age-1", "age-2", "mixed"])
+@in_one_test("case", ["age-1", "age-2", "mixed"])
 def test_age_decides_what_is_clipped(areal, load, case):
     """With ages one higher the gradients do not agree. At age 7 nothing is clipped either way."""
     given = load("heavy")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab import Band, Divergence, Weight
@@ -47,8 +48,8 @@ def test_verl_bounds_the_inverse_ratio(verl, load, option, level):
 GEOMETRIC = (Band("geometric", 1 / 1.05, 1.05),)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-@pytest.mark.parametrize("batch", ["heavy", "ragged"])
+@in_one_test("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@in_one_test("batch", ["heavy", "ragged"])
 def test_verl_drops_rejected_tokens_from_the_denominator(verl, load, close64, aggregation, batch):
     """verl rejects by overwriting the response mask, so rejecting more makes the step of what is left larger."""
     given = load(batch)
@@ -80,7 +81,7 @@ def test_verl_returns_nan_when_everything_is_rejected(verl, load):
 # verl: empty rows, ESS
 
 
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum"])
+@in_one_test("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum"])
 def test_verl_leaves_empty_rows_out_of_the_sequence_count(verl, load, close64, aggregation):
     """Four rows, one without a trained token: verl divides by 3 (unless told the global batch size), we by 4."""
     objective = replace(trimtab.objective("grpo", clip_dual=3.0), aggregation=Aggregation(aggregation))
@@ -98,7 +99,7 @@ def test_verl_counts_empty_rows_as_perfect_matches_in_its_metrics(verl, load, cl
     close64((3 * ours["ppl_ratio"] + 1) / 4, verl.scalar("metrics", "empty", "ppl_ratio"))
 
 
-@pytest.mark.parametrize("case", ["token-2", "token-1.2"])
+@in_one_test("case", ["token-2", "token-1.2"])
 def test_verl_measures_ess_after_truncation(verl, load, close64, case):
     """Truncation removes exactly the weights that make an effective sample size small."""
     given = load("heavy")
@@ -171,7 +172,7 @@ def test_verl_gives_a_group_of_one_its_raw_reward(verl, load):
     torch.testing.assert_close(ours[:3], theirs[:3], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("turns", ["single", "multi"])
+@in_one_test("turns", ["single", "multi"])
 def test_verl_can_center_the_last_response_by_itself(verl, load, close64, turns):
     """Where one response of a group is left, `handle_zero_tail=False` takes that response's own return as baseline:
     its advantage is 0 there. With the default it is the return itself, and so it is with us."""
@@ -227,7 +228,7 @@ def test_trl_averages_entropy_over_tokens_whatever_the_loss(trl, load, close64):
     assert with_entropy != pytest.approx(trl.scalar("loss/entropy-grpo", "ragged", "loss"), rel=1e-3)
 
 
-@pytest.mark.parametrize("peer", ["trl", "miles"])
+@in_one_test("peer", ["trl", "miles"])
 def test_peers_weigh_the_unbiased_kl_against_the_proximal_policy(request, peer, load):
     """TRL and Miles take q = pi/pi_old. Its samples are the sampler's: only pi/mu gives grad KL(pi||pi_ref)."""
     frozen, given = request.getfixturevalue(peer), load("ragged")

@@ -1,7 +1,7 @@
 """The adapters against the losses of their trainers: same batches, called alike, the numbers of the trainers' own code.
 
-With TRIMTAB_PEERS set to a folder of checkouts (see from_hooks.py), what is frozen is computed again and compared, and
-prime-rl's own trainer function runs with our loss.
+With TRIMTAB_PEERS set to a folder of checkouts (see tools/parity/from_hooks.py), what is frozen is computed again and
+compared, and prime-rl's own trainer function runs with our loss.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
-from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
+from tests.support.adapter_calls import CALLS, HALVES
+from tests.support.named_cases import in_one_test
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
 from trimtab.errors import TrimtabError
 
-HALVES = (slice(0, 3), slice(3, None))
-LENGTH_MAX = 40
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-PEERS = os.environ.get("TRIMTAB_PEERS")
+ROOT, PEERS = Path(__file__).parents[2], os.environ.get("TRIMTAB_PEERS")
 
 
 def zeros(given: Given, name: str) -> Tensor:
@@ -37,74 +37,12 @@ def zeros(given: Given, name: str) -> Tensor:
     return torch.where(given.mask, getattr(given, name), 0.0)
 
 
-def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
-    lengths, count = given.mask.sum(1, keepdim=True), len(logp)
-    scale = {
-        "token_mean": 1 / given.mask.sum().double(),
-        "sequence_mean": 1 / (count * lengths).double(),
-        "seq_mean_token_sum_norm": torch.tensor(1 / (count * LENGTH_MAX), dtype=torch.float64),
-    }[reduction]
-    aggregation = {value: key for key, value in skyrl.REDUCTIONS.items()}[reduction]
-    extra = {"length_max": LENGTH_MAX} if aggregation == "constant" else {}
-    loss = skyrl.policy_loss("grpo", aggregation=aggregation, **CLIP, **extra)
-    advantage = (given.advantage * scale).to(logp.dtype).expand_as(logp)
-    config = SimpleNamespace(loss_reduction=reduction, max_seq_len=LENGTH_MAX, off_policy_correction=None)
-    mask = given.mask
-    parts = [
-        loss(logp[part], zeros(given, "proximal")[part], advantage[part], config, mask[part])[0] for part in HALVES
-    ]
-    return torch.stack(parts).sum()
-
-
-def run_nemo_rl(
-    given: Given, logp: Tensor, *, objective: str, filtered: float | None = None, **keywords: Any
-) -> Tensor:
-    loss = nemo_rl.ObjectiveLoss(objective, replaces=NEMO_RL_LOSS, **keywords)
-
-    def shifted(value: Tensor) -> Tensor:
-        return torch.nn.functional.pad(value.expand_as(logp).to(logp.dtype), (1, 0))
-
-    columns = {
-        "token_mask": shifted(given.mask),
-        "advantages": shifted(given.advantage),
-        "prev_logprobs": shifted(zeros(given, "proximal")),
-        "generation_logprobs": shifted(zeros(given, "behavior")),
-        "reference_policy_logprobs": shifted(zeros(given, "reference")),
-        "sample_mask": torch.ones(len(logp)),
-    }
-    if filtered is not None:
-        columns["curr_logprobs_unfiltered"], logp = logp, logp + filtered
-    counts = (torch.tensor(len(logp)), given.mask.sum())
-    parts = [loss(logp[part], {key: value[part] for key, value in columns.items()}, *counts)[0] for part in HALVES]
-    return torch.stack(parts).sum()
-
-
-def run_areal(given: Given, logp: Tensor) -> Tensor:
-    data = {
-        "logprobs": zeros(given, "behavior"),
-        "prox_logp": zeros(given, "proximal"),
-        "advantages": given.advantage.to(logp.dtype).expand_as(logp),
-        "loss_mask": given.mask.float(),
-    }
-    return areal.actor_loss("grpo", aggregation="token-mean", **CLIP)(logp, torch.zeros_like(logp), data, eps_clip=0.2)
-
-
-def run_openrlhf(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
-    loss = openrlhf.ObjectiveLoss(objective, **keywords)
-    parts = [
-        loss(
-            logp[part],
-            zeros(given, "proximal")[part],
-            given.advantage.to(logp.dtype).expand_as(logp)[part],
-            given.mask[part],
-            zeros(given, "behavior")[part],
-            dp_size=2,
-            batch_num_tokens=float(given.mask.sum()),
-            global_batch_size=float(len(logp)),
-        )[0]
-        for part in HALVES
-    ]
-    return torch.stack(parts).sum() / 2
+def run(given: Given, logp: Tensor, trainer: str, *, objective: str, filtered: float = 0.0, **keywords: Any) -> Tensor:
+    """filtered: what NeMo-RL's log-probs with top-k and top-p are above those without."""
+    names = ["behavior", "proximal", *(["reference"] if "kl_coef" in keywords else [])]
+    batch = {name: zeros(given, name) for name in names} | {"mask": given.mask, "advantage": given.advantage}
+    batch |= {"unfiltered": logp} if filtered else {}
+    return CALLS[trainer](batch, logp + filtered if filtered else logp, objective, HALVES, keywords)[0]
 
 
 def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
@@ -127,21 +65,23 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
 TOKENS, MEANS = {"aggregation": "token-mean", **CLIP}, {"aggregation": "seq-mean-token-mean", **CLIP}
 PENALIZED = {"kl": "unbiased", "kl_coef": 0.05}
 ICEPOP = {"objective": "icepop", "weight_min": 0.5, "weight_max": 2.0}
+CONSTANT = {"aggregation": "constant", "length_max": 40, **CLIP}
+GRPO = {"objective": "grpo"}
 RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
-    "skyrl-token_mean": (run_skyrl, {"reduction": "token_mean"}),
-    "skyrl-sequence_mean": (run_skyrl, {"reduction": "sequence_mean"}),
-    "skyrl-constant": (run_skyrl, {"reduction": "seq_mean_token_sum_norm"}),
-    "nemo-rl-token": (run_nemo_rl, {"objective": "grpo", **TOKENS}),
-    "nemo-rl-sequence": (run_nemo_rl, {"objective": "grpo", **MEANS}),
-    "nemo-rl-tis": (run_nemo_rl, {"objective": "token-tis", "weight_max": 2.0, **TOKENS}),
-    "nemo-rl-icepop": (run_nemo_rl, {**ICEPOP, **TOKENS}),
-    "nemo-rl-kl": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS}),
-    "nemo-rl-kl-sequence": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **MEANS}),
-    "nemo-rl-kl-filtered": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS, "filtered": 0.1}),
-    "areal-grpo": (run_areal, {}),
-    "openrlhf-token": (run_openrlhf, {"objective": "grpo", **TOKENS}),
-    "openrlhf-sequence": (run_openrlhf, {"objective": "grpo", **MEANS}),
-    "openrlhf-icepop": (run_openrlhf, {**ICEPOP, **TOKENS}),
+    "skyrl-token_mean": (run, {"trainer": "skyrl", **GRPO, **TOKENS}),
+    "skyrl-sequence_mean": (run, {"trainer": "skyrl", **GRPO, **MEANS}),
+    "skyrl-constant": (run, {"trainer": "skyrl", **GRPO, **CONSTANT}),
+    "nemo-rl-token": (run, {"trainer": "nemo-rl", **GRPO, **TOKENS}),
+    "nemo-rl-sequence": (run, {"trainer": "nemo-rl", **GRPO, **MEANS}),
+    "nemo-rl-tis": (run, {"trainer": "nemo-rl", "objective": "token-tis", "weight_max": 2.0, **TOKENS}),
+    "nemo-rl-icepop": (run, {"trainer": "nemo-rl", **ICEPOP, **TOKENS}),
+    "nemo-rl-kl": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **TOKENS}),
+    "nemo-rl-kl-sequence": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **MEANS}),
+    "nemo-rl-kl-filtered": (run, {"trainer": "nemo-rl", **GRPO, **PENALIZED, **TOKENS, "filtered": 0.1}),
+    "areal-grpo": (run, {"trainer": "areal", **GRPO, **TOKENS}),
+    "openrlhf-token": (run, {"trainer": "openrlhf", **GRPO, **TOKENS}),
+    "openrlhf-sequence": (run, {"trainer": "openrlhf", **GRPO, **MEANS}),
+    "openrlhf-icepop": (run, {"trainer": "openrlhf", **ICEPOP, **TOKENS}),
     **{
         f"{name}-tis": (run_tis, {"name": "reinforce", "weight": {"bound": "clip", "min": 0.5, "max": 2.0}})
         for name in ("slime", "miles")
@@ -167,11 +107,11 @@ def test_no_frozen_case_is_left_out(hooks: Peer) -> None:
     assert hooks.cases == {*RUNS, "signatures"}
 
 
-@pytest.mark.parametrize("case", RUNS)
+@in_one_test("case", RUNS)
 def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: str) -> None:
-    run, options = RUNS[case]
+    called, options = RUNS[case]
     leaf = zeros(given, "current").requires_grad_()
-    loss = run(given, leaf, **options)
+    loss = called(given, leaf, **options)
     (gradient,) = torch.autograd.grad(loss, leaf)
     # SkyRL exponentiates in float32; one token of the heavy batch has a ratio of e^11.
     tolerance = 5e-5 if dtype == torch.float32 or case.startswith("skyrl") else 1e-6
@@ -305,10 +245,12 @@ def test_miles_scores_padded_sequences_as_packed_ones() -> None:
 
 def called(code: str, *arguments: str) -> list[str]:
     """The lines that a script prints beside the generators of the frozen numbers."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, str(PEERS), *arguments]
-    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    generators = ROOT / "tools" / "parity"
+    ended = subprocess.run(
+        command, cwd=generators, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout.splitlines()
 
@@ -320,11 +262,8 @@ def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
         "recording = from_hooks.record(generate.make_batches(), Path(sys.argv[1]));"
         "print(json.dumps(recording.cases))"
     )
-    here = Path(__file__).parent
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(PEERS)], cwd=here, capture_output=True, text=True, check=True, timeout=120
-    )
-    cases = json.loads(ended.stdout)
+    (printed,) = called(code)
+    cases = json.loads(printed)
     assert set(cases) == hooks.cases
     for case in RUNS:
         for batch, values in cases[case]["scalars"].items():
@@ -409,7 +348,7 @@ def test_recorded_losses_are_the_trainers_own_bit_for_bit(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2 * len(lines) / 3  # OpenRLHF's, in two micro-batches each.
 
 
-@pytest.mark.parametrize("case", ["ipo-0.3", "ipo-0.05"])
+@in_one_test("case", ["ipo-0.3", "ipo-0.05"])
 def test_prime_rl_sums_over_sequences(prime_rl: Peer, given: Given, close: Callable[..., None], case: str) -> None:
     """As `compute_loss` calls it: one sequence at a time, the sum divided by the tokens of the batch."""
     leaf = zeros(given, "current").requires_grad_()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab import Band, Veto, Weight
@@ -46,7 +46,7 @@ def test_no_frozen_case_is_left_out(miles):
     assert miles.cases == tested | OTHER | DIFFERENT
 
 
-@pytest.mark.parametrize("case", MIS)
+@in_one_test("case", MIS)
 def test_weight_and_mask(miles, given, close, case):
     """Miles' mask mode leaves rejected weights as they are and zeroes its mask: the products are what both train on."""
     weight, masks = MIS[case]
@@ -63,12 +63,12 @@ def test_asymmetric_geometric_band_bounds_the_ratio(miles, load):
     assert torch.equal(corrected.keep, miles.tensor("mis/token-clip-geometric-band-veto", "bounds", "keep"))
 
 
-@pytest.mark.parametrize("case", BUILT_IN)
+@in_one_test("case", BUILT_IN)
 def test_built_in_corrections(miles, given, close, case):
     close(given.correct(weight=BUILT_IN[case]).weight, miles.tensor(f"built-in/{case}", given.name, "weights"))
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@in_one_test("case", LOSSES)
 def test_loss_and_gradient(miles, given, close32, case):
     """`loss/mis` rejects sequences and divides by the original count, as our default does."""
     loss, gradient = given.run(LOSSES[case])
@@ -76,7 +76,7 @@ def test_loss_and_gradient(miles, given, close32, case):
     close32(gradient, miles.tensor(case, given.name, "gradient"))
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "unbiased"])
+@in_one_test("kind", ["k1", "k2", "k3", "unbiased"])
 def test_kl_and_gradient(miles, given, close32, kind):
     """Miles was given pi_old as what its unbiased KL weighs against: the sampler, with --use-rollout-logprobs."""
     objective = Objective("kl alone", Ratio(), Clipped(), kl=KL(kind, 1.0))

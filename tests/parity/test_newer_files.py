@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tests.parity.conftest import Given, Peer
+from tests.support.named_cases import in_one_test
 from torch import Tensor
 
 import trimtab
@@ -22,7 +22,7 @@ def test_no_frozen_case_is_left_out(newer):
     assert newer.cases == flash | {f"miles/centering-{case}" for case in CENTERED}
 
 
-@pytest.mark.parametrize("delta", THRESHOLDS)
+@in_one_test("delta", THRESHOLDS)
 def test_flash_reinforce(newer, given, close, close32, delta):
     """Miles computes its weights in float32; TRL all in float64."""
     loss, gradient = given.run(trimtab.objective("flash-reinforce", divergence_max=delta))
@@ -41,7 +41,7 @@ def test_both_thresholds_keep_some_responses_and_reject_others(newer, load):
     assert any(rows.all() for rows in kept)
 
 
-@pytest.mark.parametrize("case", CENTERED)
+@in_one_test("case", CENTERED)
 def test_score_centering(newer, given, close, case):
     loss, gradient, head_gradient = centered(newer, given, case)
     name = f"miles/centering-{case}"

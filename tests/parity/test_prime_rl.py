@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab.objectives import Objective
@@ -21,14 +21,14 @@ def test_no_frozen_case_is_left_out(prime_rl):
     assert prime_rl.cases == set(LOSSES)
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@in_one_test("case", LOSSES)
 def test_loss_and_gradient(prime_rl, given, close, case):
     loss, gradient = given.run(LOSSES[case])
     close(loss, prime_rl.scalar(case, given.name, "loss"))
     close(gradient, prime_rl.tensor(case, given.name, "gradient"))
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@in_one_test("case", LOSSES)
 def test_some_tokens_are_rejected(given, case):
     """A bound that nothing reaches would compare two unmasked losses."""
     rejected = LOSSES[case](given.logps(), given.advantage).metrics.finalize()["reject/tokens"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab import OPSM, Weight
@@ -59,7 +60,7 @@ def sampler(case: str, given) -> dict[str, torch.Tensor]:
     return {"behavior": given.proximal} if case == "kl-corrected" else {}
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@in_one_test("case", LOSSES)
 def test_loss_and_gradient(trl, given, close, case):
     loss, gradient = given.run(LOSSES[case], **sampler(case, given))
     close(loss, trl.scalar(f"loss/{case}", given.name, "loss"))
@@ -72,7 +73,7 @@ def test_dr_grpo_divides_by_sequences_times_the_length_limit(trl, given, close):
     close(gradient, trl.tensor("loss/dr_grpo", given.name, "gradient"))
 
 
-@pytest.mark.parametrize("case", ["grpo", "dapo", "dr_grpo"])
+@in_one_test("case", ["grpo", "dapo", "dr_grpo"])
 def test_rows_without_a_trained_token_count_as_sequences(trl, load, close64, case):
     given = load("empty")
     objective = LOSSES.get(case) or trimtab.objective("dr-grpo", length_max=given.mask.shape[1])
@@ -81,7 +82,7 @@ def test_rows_without_a_trained_token_count_as_sequences(trl, load, close64, cas
     close64(gradient, trl.tensor(f"loss/{case}", "empty", "gradient"))
 
 
-@pytest.mark.parametrize("case", ["grpo", "dapo"])
+@in_one_test("case", ["grpo", "dapo"])
 def test_clip_fractions(trl, given, close, case):
     result = LOSSES[case](given.logps(), given.advantage).metrics.finalize()
     close(result["clip/low"], trl.scalar(f"loss/{case}", given.name, "clip_ratio/low_mean"))
@@ -95,13 +96,13 @@ def test_kl_and_entropy_means(trl, given, close):
     close(result["entropy/mean"], trl.scalar("loss/kl", given.name, "entropy"))
 
 
-@pytest.mark.parametrize("case", IMPORTANCE)
+@in_one_test("case", IMPORTANCE)
 def test_importance_ratio(trl, given, close, case):
     corrected = given.correct(weight=IMPORTANCE[case])
     close(corrected.weight, trl.tensor(f"importance/{case}", given.name, "ratio"))
 
 
-@pytest.mark.parametrize("delta", [0.01, 0.05, 0.1])
+@in_one_test("delta", [0.01, 0.05, 0.1])
 def test_off_policy_sequence_mask(trl, given, delta):
     corrected = given.correct(OPSM(delta), current=given.current, advantage=given.advantage)
     theirs = trl.tensor(f"off_policy_mask/{delta}", given.name, "keep")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab import Band, Divergence, Weight
@@ -122,7 +122,7 @@ def test_mismatch_metrics(verl, given, close):
         close(ours[mine], verl.scalar("metrics", given.name, theirs))
 
 
-@pytest.mark.parametrize("case", WEIGHTS)
+@in_one_test("case", WEIGHTS)
 def test_weights(verl, given, close, case):
     corrected = given.correct(weight=WEIGHTS[case])
     assert corrected.weight.requires_grad is False
@@ -132,14 +132,14 @@ def test_weights(verl, given, close, case):
     close(corrected.weight, verl.tensor(f"weights/{case}", given.name, "weights"))
 
 
-@pytest.mark.parametrize("case", ["token-2", "token-1.2"])
+@in_one_test("case", ["token-2", "token-1.2"])
 def test_weight_metrics(verl, given, close, case):
     result = given.correct(weight=WEIGHTS[case]).metrics.finalize()
     close(result["weight/mean"], verl.scalar(f"weights/{case}", given.name, "rollout_is_mean"))
     close(result["weight/changed"], verl.scalar(f"weights/{case}", given.name, "rollout_is_ratio_fraction_high"))
 
 
-@pytest.mark.parametrize("option", RULES)
+@in_one_test("option", RULES)
 def test_rejection(verl, given, close, option):
     corrected = given.correct(*RULES[option])
     case = f"rejection/{option}"
@@ -156,7 +156,7 @@ def test_sequence_rejection_fraction(verl, given, close):
     close(result["reject/sequences"], theirs)
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@in_one_test("case", LOSSES)
 def test_loss_and_gradient(verl, given, close, case):
     loss, gradient = given.run(LOSSES[case])
     close(loss, verl.scalar(case, given.name, "loss"))
@@ -178,7 +178,7 @@ def test_bypass_reinforce_is_a_capped_reinforce_over_the_behavior_policy(verl, g
     close(gradient, verl.tensor("loss/bypass/reinforce-token-2", given.name, "gradient"))
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@in_one_test("kind", ["k1", "k2", "k3"])
 def test_kl_and_gradient(verl, given, close, kind):
     objective = Objective("kl alone", Ratio(), Clipped(), kl=KL(kind, 1.0))
     loss, gradient = given.run(objective, advantage=torch.zeros_like(given.advantage))
@@ -186,13 +186,13 @@ def test_kl_and_gradient(verl, given, close, kind):
     close(gradient, verl.tensor(f"kl/{kind}", given.name, "gradient"))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr-grpo", "rloo"])
+@in_one_test("kind", ["grpo", "dr-grpo", "rloo"])
 def test_advantages(verl, given, close, kind):
     ours = trimtab.advantages(kind, given.rewards, given.groups)
     close(ours, verl.tensor(f"advantage/{kind}", given.name, "advantages"))
 
 
-@pytest.mark.parametrize("turns", ["single", "multi"])
+@in_one_test("turns", ["single", "multi"])
 def test_optimal_token_baseline(verl, given, close, turns):
     """With `handle_zero_tail`, verl's default: a baseline of 0 where one response of the group is left.
 

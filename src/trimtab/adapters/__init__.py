@@ -1,1 +1,13 @@
-"""Objectives inside other trainers, and in their configuration."""
+"""Objectives inside other trainers, and in their configuration.
+
+One module for each trainer, which its users import: `trl`, `verl` (a plugin), `prime_rl`, `skyrl`, `nemo_rl`, `slime`
+(Miles too), `areal`, `openrlhf`, `tinker`. They share
+
+hooks           what each trainer's hook passes, which objectives it can carry, and the loss of a micro-batch
+loss_settings   settings that only a trainer's own loss reads, which are refused or taken over
+dump            log-probs as JSON lines for `trimtab diagnose`
+monitoring      the same for a `trimtab.Monitor`
+config_lines    an objective as configuration of Trimtab, verl, TRL and Miles; adapter_lines: that of an adapter
+
+trl_async, trl_packed and trl_shared belong to `trl`; verl_driver, verl_loss and verl_records to `verl`.
+"""

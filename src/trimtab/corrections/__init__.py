@@ -1,6 +1,13 @@
-"""Tensor functions for off-policy data: ratios, weights, rejection masks, divergences, statistics.
+"""Tensor functions for off-policy data. They read no model, file or configuration, and do not wait for the device.
 
-They read no model, file or configuration, and do not synchronize with the device.
+reduce        selection of trained tokens, and sums over sequences
+ratios        ratios of two policies: of tokens, sequences, turns and prefixes
+weights       importance weights, bounded
+masks         rejection rules
+divergences   k1, k2, k3 and others of a token
+statistics    sums and histograms that `+` merges over parts of a batch
+correction    weights, masks and statistics of a batch in one pass
+arguments     checks of what callers pass
 """
 
 from trimtab.corrections.correction import BatchCorrection, compute_correction

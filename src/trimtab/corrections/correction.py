@@ -9,7 +9,6 @@ from itertools import chain, count
 from operator import add
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -58,7 +57,6 @@ def compute_correction(
     advantage: Float[Tensor, "batch #time"] | None = None,
     sequence_ids: Int[Tensor, "batch time"] | None = None,
     turn: Int[Tensor, "batch time"] | None = None,
-    group: dist.ProcessGroup | None = None,
     measure: bool = False,
 ) -> BatchCorrection:
     """Computes weight, keep and statistics of proximal/behavior. No gradient, no synchronization with the device.
@@ -66,9 +64,8 @@ def compute_correction(
     All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
     where no rule reads them; a weight and `measure` read `proximal`. `turn` is the number of the model turn of each
     token, which levels of turns read. Raises `ValueError` naming a missing tensor.
-    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` or a process group is
-    one block, since its sequences may span all rows. With a group, ranks hold time slices of the same rows: rules apply
-    to whole sequences; token statistics are those of this rank's tokens and merge over ranks with `+`.
+    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, as its
+    sequences may span all rows.
     """
     tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}
     for rule in masks:
@@ -76,8 +73,9 @@ def compute_correction(
         if missing:
             raise ValueError(f"{type(rule).__name__} needs {missing[0]}, which is None")
     rows, time = mask.shape
-    one_block = sequence_ids is not None or group is not None
-    size = rows if one_block else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    size = (
+        rows if sequence_ids is not None else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    )
     size = min(max(1, size), rows)
     weights, keeps, blocks, mismatches = [], [], [], []
     for start in range(0, max(1, rows), max(1, size)):
@@ -85,7 +83,7 @@ def compute_correction(
         block = _Block(
             proximal=None if proximal is None else proximal[part].detach(),
             behavior=nan_below_minimum(behavior[part].detach()),
-            sequences=Sequences(mask[part], sequence_ids, group, None if turn is None else turn[part]),
+            sequences=Sequences(mask[part], sequence_ids, None if turn is None else turn[part]),
             current=None if current is None else current[part].detach(),
             advantage=None if advantage is None else advantage[part],
         )
@@ -121,11 +119,10 @@ class _Block:
         advantage: Tensor | None,
     ) -> None:
         self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
-
-        def over_behavior(numerator: Tensor | None) -> Ratios | None:
-            return None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
-
-        mismatch, policy = over_behavior(proximal), over_behavior(current)
+        mismatch, policy = (
+            None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
+            for numerator in (proximal, current)
+        )
         self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
 
     def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -84,7 +83,6 @@ class Sequences:
 
     mask: (batch, time), True at trained tokens.
     ids: (batch, time) integers in [0, batch * time); negative at padding, which must not be trained.
-    group: process group whose ranks hold different time slices of the same rows; reductions sum over it.
     turn: (batch, time) integers, the number of the model turn of each token in its sequence; negative at padding.
 
     Values to reduce must already be 0 where `mask` is False.
@@ -92,7 +90,6 @@ class Sequences:
 
     mask: Bool[Tensor, "batch time"]
     ids: Int[Tensor, "batch time"] | None = None
-    group: dist.ProcessGroup | None = None
     turn: Int[Tensor, "batch time"] | None = None
 
     @cached_property
@@ -100,8 +97,6 @@ class Sequences:
         """`Sequences` in which every turn is a separate sequence. Raises `ValueError` where they are not known."""
         if self.turn is None:
             raise ValueError(TURNS_UNKNOWN)
-        if self.group is not None:
-            raise ValueError("turns cannot be reduced over a process group: use another level, or whole rows per rank")
         rows = torch.arange(len(self.mask), device=self.mask.device)[:, None]
         sequence = rows.expand_as(self.mask) if self.ids is None else self.ids
         padding = (self.turn < 0) | (sequence < 0)
@@ -125,20 +120,12 @@ class Sequences:
         return total[:-1, None]
 
     def sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Returns the sum over each sequence. No gradient flows through a process group."""
-        total = values.sum(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "sum")
-        if self.group is not None:
-            total = total.detach().clone()
-            dist.all_reduce(total, group=self.group)
-        return total
+        """Returns the sum over each sequence."""
+        return values.sum(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "sum")
 
     def max(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
         """Returns the largest value of each sequence, including the zeros of untrained positions."""
-        largest = values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
-        if self.group is not None:
-            largest = largest.detach().clone()
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return largest
+        return values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
 
     def mean(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
         """Returns the mean over the trained tokens of each sequence; 0 for a sequence without one."""
@@ -152,14 +139,7 @@ class Sequences:
         return torch.cat([per_sequence, padding])[self.slots, 0].view(self.mask.shape)
 
     def prefix_sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-        """Returns the sum over each sequence up to and including each token.
-
-        Raises `ValueError` with a process group, whose ranks hold different parts of a sequence.
-        """
-        if self.group is not None:
-            raise ValueError(
-                "a prefix cannot be summed over a process group: use another level, or whole rows per rank"
-            )
+        """Returns the sum over each sequence up to and including each token."""
         if self.ids is None:
             return values.cumsum(dim=1)
         order, first = self._by_sequence

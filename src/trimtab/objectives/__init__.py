@@ -1,4 +1,13 @@
-"""Objectives of off-policy policy optimization: parts, named presets, advantages and corrections."""
+"""Objectives of off-policy policy optimization: parts, named presets, advantages and corrections.
+
+objective     the loss of a batch, from its parts, and its equation
+presets       the named objectives; lookup builds one by its name; keywords: what changes one; calibrate: its bounds
+surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
+regularizers  the KL term and score centering; aggregation: the denominators
+policies      the log-probs that an objective reads; state: what is summed over an update
+advantages    advantages from rewards
+correct       weights, masks and mismatch as functions, for any loss
+"""
 
 import sys
 from types import ModuleType

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab.adapters.adapter_lines import written
@@ -34,7 +35,7 @@ def options(text: str) -> dict[str, Any]:
     return {word.arg: ast.literal_eval(word.value) for word in call.value.keywords if word.arg}
 
 
-@pytest.mark.parametrize("preset", objectives())
+@in_one_test("preset", objectives())
 def test_lines_are_valid_in_every_framework(preset: str) -> None:
     """What they mean in verl and TRL: tests/e2e/test_printed_lines.py."""
     result = lines(preset, {})
@@ -129,7 +130,7 @@ def test_verl_gets_the_reciprocals_of_a_geometric_band() -> None:
     assert "TRL has no geometric mask [0.8, 1.25]" in result["trl"]
 
 
-@pytest.mark.parametrize("trainer", [*HOOKS, "trimtab"])
+@in_one_test("trainer", [*HOOKS, "trimtab"])
 def test_every_trainer_has_lines_for_what_its_hook_carries(trainer: str) -> None:
     text = lines_for(trainer, "geo-mask-token-tis", {"weight_max": 1.5})
     assert "1.5" in text

@@ -8,14 +8,14 @@ import os
 import sys
 import time
 from argparse import Namespace
-from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.support.peer_modules import NEMO_RL_LOSS
+from tests.support.adapter_calls import CALLS, WHOLE
+from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 import trimtab
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_driver
@@ -109,60 +109,28 @@ def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() 
     assert values["trimtab/reject/tokens"].tolist() == [0] * 6
 
 
-def one_loss(trainer: str, mask: torch.Tensor, behavior: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """`token-tis` of two responses in the hook of a trainer, with its metrics."""
-    old = torch.tensor([[-0.8, CERTAIN, -1.9], [-1.2, -0.7, -1.1]])
-    current, advantage = (old - 0.001).requires_grad_(), torch.tensor([[1.0], [-2.0]]).expand(2, 3)
-    plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None, "loss_reduction": "token_mean"}
-    if trainer == "verl":
-        config = SimpleNamespace(global_batch_info={"batch_num_tokens": 6, "global_batch_size": 2})
-        return PolicyLoss("token-tis")(old, current, advantage, mask, config=config, rollout_is_weights=behavior)
-    if trainer == "skyrl":
-        one = skyrl.policy_loss("token-tis")
-        return one(current, old, advantage, SimpleNamespace(**plain), mask, behavior)
-    if trainer == "openrlhf":
-        counts = {"batch_num_tokens": 6.0, "global_batch_size": 2.0}
-        value, *logged = openrlhf.ObjectiveLoss("token-tis")(current, old, advantage, mask, behavior, **counts)
-        assert all(number.isfinite() for number in logged)
-        return value, {}
-    if trainer == "areal":
-        data = {"logprobs": behavior, "prox_logp": old, "loss_mask": mask.float(), "advantages": advantage}
-        return areal.actor_loss("token-tis")(current, old, data, use_decoupled_loss=True), {}
-    if trainer == "prime-rl":
-        fields = {"inference_logprobs": behavior[0], "advantages": advantage[0], "loss_mask": mask[0]}
-        inputs = SimpleNamespace(trainer_logprobs=current[0], ref_logprobs=None, loss_weights=None, **fields)
-        return prime_rl.loss(inputs, objective="token-tis")
-    if trainer == "nemo-rl":
-        columns = {"token_mask": mask.long(), "advantages": advantage, "prev_logprobs": old}
-        columns["generation_logprobs"] = behavior
-        data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in columns.items()}
-        counts = (torch.tensor(2), torch.tensor(6))
-        return nemo_rl.ObjectiveLoss("token-tis", replaces=NEMO_RL_LOSS)(
-            current, data | {"sample_mask": torch.ones(2)}, *counts
-        )
-    if trainer == "slime":
-        columns = {"rollout_log_probs": behavior, "log_probs": old, "loss_masks": mask, "advantages": advantage}
-        batch = {"response_lengths": [3, 3], **{name: list(values) for name, values in columns.items()}}
-        args = Namespace(trimtab_objective="token-tis", calculate_per_token_loss=True)
-        return slime.loss(args, batch, current, lambda values: values.sum() / 6)
-    columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
-    rows = [SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()}) for row in (0, 1)]
-    return tinker.custom_loss("token-tis")(rows, list(current))
-
-
-@pytest.mark.parametrize("trainer", ["verl", "skyrl", "openrlhf", "areal", "prime-rl", "nemo-rl", "slime", "tinker"])
+@pytest.mark.parametrize("trainer", CALLS)
 def test_a_token_that_the_sampler_did_not_score_is_left_out_and_counted(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if it were not trained; without this, one NaN makes the whole loss NaN."""
-    stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
+    install_nemo_rl(monkeypatch)
     monkeypatch.setattr(slime, "_log_probs", lambda _args, _batch, logits: list(logits))
+    old = torch.tensor([[-0.8, -0.7, -1.9], [-1.2, CERTAIN, -1.1]])
     mask, behavior = torch.ones(2, 3).bool(), torch.full((2, 3), -1.0)
     without, holes = mask.clone(), behavior.clone()
-    without[0, 1], holes[0, 1] = False, NAN
-    loss, metrics = one_loss(trainer, mask, holes)
-    assert loss.item() == pytest.approx(one_loss(trainer, without, behavior)[0].item(), rel=1e-6)
-    assert loss.item() != pytest.approx(one_loss(trainer, mask, behavior)[0].item(), rel=1e-2)
+    without[1, 1], holes[1, 1] = False, NAN
+
+    def loss(trained: torch.Tensor, sampled: torch.Tensor) -> tuple[float, dict[str, Any]]:
+        batch = {"behavior": sampled, "proximal": old, "mask": trained, "advantage": torch.tensor([[1.0], [-2.0]])}
+        current = (old - 0.001).requires_grad_()
+        value, metrics = CALLS[trainer](batch, current, "token-tis", WHOLE, {})
+        # These two divide by the tokens that are left, the others by the trainer's own count.
+        return value.item() * (1 if trainer in ("tinker", "areal") else int(trained.sum())), metrics
+
+    value, metrics = loss(mask, holes)
+    assert value == pytest.approx(loss(without, behavior)[0], rel=1e-6)
+    assert value != pytest.approx(loss(mask, behavior)[0], rel=1e-2)
     counted = [float(value) for name, value in metrics.items() if name.endswith("trimtab/unscored_tokens")]
     assert counted == (
         [] if trainer in ("openrlhf", "areal") else [pytest.approx(1 / 3 if trainer == "prime-rl" else 1 / 6)]
@@ -325,16 +293,9 @@ def test_a_trainer_that_is_not_installed_is_named() -> None:
             call()
 
 
-NEMO_RL = {
-    "LossType": Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL"),
-    "LossInputType": Enum("LossInputType", "LOGPROB"),
-    "MetricNormalizer": Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
-}
-
-
 def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, NeMo-RL adds the log-probs without top-k and top-p, which are compared with the reference."""
-    stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
+    install_nemo_rl(monkeypatch)
     fused = SimpleNamespace(use_fused_linear_logprobs=True, reference_policy_kl_penalty=0.01)
     plain = nemo_rl.ObjectiveLoss("grpo", replaces=NEMO_RL_LOSS)
     loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, replaces=fused)
@@ -508,23 +469,8 @@ def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path)
     old = behavior + 0.05 * torch.randn(30, 6, generator=make)
     mask = torch.arange(6) < torch.randint(2, 7, (30,), generator=make)[:, None]
     advantage, folder = torch.randn(30, 1, generator=make).expand(30, 6), str(tmp_path / "logps")
-    current = (old + 0.2).requires_grad_()
-    modules = {"skyrl": skyrl.policy_loss, "openrlhf": openrlhf.ObjectiveLoss, "tinker": tinker.custom_loss}
-    loss: Any = modules[trainer]("icepop", dump=folder)
-    for part in (slice(0, 10), slice(10, 30)):
-        fields = (current[part], old[part], advantage[part])
-        if trainer == "skyrl":
-            config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
-            loss(*fields, config=config, loss_mask=mask[part], rollout_logprobs=behavior[part])
-        elif trainer == "openrlhf":
-            loss(*fields, mask[part], behavior[part])
-        else:
-            columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
-            data = [
-                SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()})
-                for row in range(30)[part]
-            ]
-            loss(data, list(current[part]))
+    batch = {"behavior": behavior, "proximal": old, "mask": mask, "advantage": advantage}
+    CALLS[trainer](batch, (old + 0.2).requires_grad_(), "icepop", (slice(0, 10), slice(10, 30)), {}, dump=folder)
     assert sorted(path.name for path in (tmp_path / "logps").iterdir()) == [
         "call_000001_rank_0.jsonl",
         "call_000002_rank_0.jsonl",

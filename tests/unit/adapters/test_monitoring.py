@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.noisy_batch import batch
-from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
+from tests.support.adapter_calls import CALLS, WHOLE
+from tests.support.noisy_batch import batch as noisy_batch
+from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
-from trimtab.adapters.hooks import evaluate
+from trimtab.adapters.hooks import HOOKS, evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
 from trimtab.objectives import objective
@@ -48,7 +49,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
 
 def responses(step: int) -> dict[str, Any]:
     """Four responses; the sampler stays behind from step `LOST` on."""
-    whole = batch(step, drift=0.0 if step < LOST else 1.5)
+    whole = noisy_batch(step, drift=0.0 if step < LOST else 1.5)
     return {name: value[:4] if isinstance(value, Tensor) else value for name, value in whole.items()}
 
 
@@ -56,58 +57,15 @@ def advantages(current: Tensor) -> Tensor:
     return torch.linspace(-1, 1, len(current), dtype=current.dtype)[:, None].expand(current.shape)
 
 
-def call_prime_rl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    """Sequence by sequence."""
-    results = [
-        prime_rl.loss(
-            SimpleNamespace(
-                trainer_logprobs=current[row],
-                inference_logprobs=one["logp_rollout"][row],
-                ref_logprobs=None,
-                advantages=advantages(current)[row],
-                loss_mask=one["mask"][row],
-                loss_weights=None,
-            ),
-            objective="icepop",
-            aggregation="token-mean",
-            monitor=monitor,
-        )
-        for row in range(len(current))
-    ]
-    return torch.stack([result.loss for result in results]).sum(), dict(results[-1].metrics)
-
-
-def call_skyrl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
-    behavior, mask = one["logp_rollout"], one["mask"].float()
-    loss = skyrl.policy_loss("icepop", monitor=monitor)
-    return loss(current, current.detach(), advantages(current), config, mask, behavior)
-
-
-def call_nemo_rl(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    """A copy of the loss at every call, as Ray makes it."""
-    columns = {"token_mask": one["mask"].double(), "advantages": advantages(current)}
-    columns |= {"prev_logprobs": current.detach(), "generation_logprobs": one["logp_rollout"]}
-    data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in columns.items()}
-    loss = nemo_rl.ObjectiveLoss("icepop", replaces=NEMO_RL_LOSS, monitor=monitor)
-    size = len(current)
-    return loss(current, {**data, "sample_mask": torch.ones(size)}, torch.tensor(size), one["mask"].sum())
-
-
-def call_slime(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    rows = list(current)
-    fields = {
-        "response_lengths": [len(row) for row in rows],
-        "total_lengths": [len(row) for row in rows],
-        "unconcat_tokens": rows,
-        "loss_masks": list(one["mask"].int()),
-        "advantages": list(advantages(current)),
-        "log_probs": list(current.detach()),
-        "rollout_log_probs": list(one["logp_rollout"]),
-    }
-    args = Namespace(trimtab_objective="icepop", trimtab_monitor=monitor, calculate_per_token_loss=False)
-    loss, metrics = slime.loss(args, fields, current, lambda flat: flat.sum() * 0 + 1)
-    return loss, metrics
+def call(trainer: str, one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+    """Icepop in the adapter of a trainer. A loss is made at every call, as Ray makes copies of it."""
+    if trainer == "slime-tis":
+        return call_tis(one, current, monitor)
+    batch = {"behavior": one["logp_rollout"], "proximal": current.detach(), "advantage": advantages(current)}
+    batch |= {name: one[name] for name in ("mask", "step")}
+    kinds = HOOKS[trainer].aggregations
+    given = {"aggregation": "token-mean"} if kinds == ("token-mean",) else {}
+    return CALLS[trainer](batch, current, "icepop", WHOLE, given, monitor=monitor)
 
 
 def call_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
@@ -123,39 +81,11 @@ def call_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
     return loss.sum(), {key: value.mean() for key, value in metrics.items()}
 
 
-def call_areal(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    data = {
-        "logprobs": one["logp_rollout"],
-        "prox_logp": current.detach(),
-        "advantages": advantages(current),
-        "loss_mask": one["mask"].float(),
-        "versions": torch.full(current.shape, one["step"]),
-    }
-    loss = areal.actor_loss(objective("icepop", aggregation="token-mean"), monitor=monitor)
-    return loss(current, torch.zeros(()), data, current_version=one["step"], use_decoupled_loss=True), {}
-
-
-def call_openrlhf(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
-    loss = openrlhf.ObjectiveLoss("icepop", monitor=monitor)
-    return loss(current, current.detach(), advantages(current), one["mask"], one["logp_rollout"])[0], {}
-
-
-CALLS: dict[str, Callable[[dict[str, Any], Tensor, Any], Called]] = {
-    "prime-rl": call_prime_rl,
-    "skyrl": call_skyrl,
-    "nemo-rl": call_nemo_rl,
-    "slime": call_slime,
-    "slime-tis": call_tis,
-    "areal": call_areal,
-    "openrlhf": call_openrlhf,
-}
-
-
 def update() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 
 
-@pytest.mark.parametrize("trainer", CALLS)
+@pytest.mark.parametrize("trainer", ["prime-rl", "skyrl", "nemo-rl", "slime", "slime-tis", "areal", "openrlhf"])
 def test_the_figures_and_alarms_are_those_of_the_monitor(trainer: str, tmp_path: Path, peers: list[Any]) -> None:
     direct = Monitor(tmp_path / "direct", on_alarm=lambda _: None)
     with warnings.catch_warnings(record=True) as raised:
@@ -163,9 +93,9 @@ def test_the_figures_and_alarms_are_those_of_the_monitor(trainer: str, tmp_path:
         for step in range(LOST + 3):
             one = responses(step)
             current = one["logp_train"].clone().requires_grad_()
-            loss, metrics = CALLS[trainer](one, current, str(tmp_path / "ours"))
+            loss, metrics = call(trainer, one, current, str(tmp_path / "ours"))
             again = one["logp_train"].clone().requires_grad_()
-            plain, _ = CALLS[trainer](one, again, None)
+            plain, _ = call(trainer, one, again, None)
             assert torch.equal(loss, plain)
             assert torch.equal(torch.autograd.grad(loss, current)[0], torch.autograd.grad(plain, again)[0])
             expected = direct.observe(**{key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step")})
@@ -436,5 +366,5 @@ def test_what_cannot_be_watched_is_refused() -> None:
 def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
     for folder in (tmp_path / "a", str(tmp_path / "b")):
         one = responses(0)
-        call_skyrl(one, one["logp_train"], folder)
+        call("skyrl", one, one["logp_train"], folder)
     assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}

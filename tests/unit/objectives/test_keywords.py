@@ -1,15 +1,40 @@
-"""Keywords of presets: a table of types and fields, in which every preset finds its own."""
+"""Keywords of presets, each a field of a part, and tables of parts, as in a recipe."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+import math
+import re
+from dataclasses import dataclass, make_dataclass, replace
+from typing import Any
 
 import pytest
+import torch
+from tests.support.named_cases import in_one_test
 
+from trimtab import corrections, objectives
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Band, Clipped, Objective, Ratio, Veto, Weight, keywords_of, objective
+from trimtab.objectives import (
+    OPSM,
+    Aggregation,
+    Band,
+    Clipped,
+    Divergence,
+    Objective,
+    PrefixBudget,
+    Ratio,
+    Reinforce,
+    Unclipped,
+    Veto,
+    Weight,
+    keywords,
+    keywords_of,
+    objective,
+)
 from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, Preset, convert, value_at
+from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
+from trimtab.trainer.config import load_config, objective_sections, recipe_names
 
 SHARED = {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}
 
@@ -20,7 +45,7 @@ def test_every_keyword_of_the_table_is_one_of_a_preset_and_the_other_way_round()
     assert set(COMPOSED.paths) == SHARED
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.objective.name)
+@in_one_test("preset", PRESETS.values())
 def test_defaults_have_the_type_of_their_keyword(preset: Preset) -> None:
     for key, default in preset.defaults.items():
         if (key, default) != ("length_max", None):
@@ -56,7 +81,7 @@ def test_the_second_of_two_masks_keeps_its_place_before_those_that_are_added() -
     assert [getattr(mask, "max", None) for mask in built.masks] == [0.25, 0.5, None]
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.objective.name)
+@in_one_test("preset", PRESETS.values())
 def test_a_preset_says_what_it_does_when_to_use_it_and_where_it_is_from(preset: Preset) -> None:
     assert preset.when.startswith("Use it")
     assert all(text.endswith(".") and "\n" not in text for text in (preset.does, preset.when, preset.source))
@@ -77,3 +102,285 @@ def test_values_of_a_type(value: object, kind: type, result: object) -> None:
 def test_values_of_another_type_are_refused(value: object, kind: type) -> None:
     with pytest.raises(TrimtabError, match=f"^key = {value!r} has the wrong type$"):
         convert("key", value, kind)
+
+
+CLIPPED = {"kind": "clipped", "high": 0.28}
+BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}
+
+
+def test_a_preset_takes_further_masks_and_keeps_its_own():
+    built = objective("geo-mask", mask=[{"kind": "veto", "of": "probability", "min": 1e-6}], keep_max=1.1)
+    assert built.masks == (Band("geometric", 0.99, 1.1), Veto(1e-6, "probability"))
+    assert built.name == "geo-mask"
+
+
+def test_opsm_on_bypass_needs_no_proximal_pass():
+    built = objective("token-bypass", mask=[{"kind": "opsm", "delta": 0.05}])
+    assert built.masks == (OPSM(0.05),)
+    assert built.needs == {"behavior"}
+
+
+def test_miles_dense_configurations():
+    """3: token weight and sequence mask; 4: the same with a veto (the seed's dense settings)."""
+    third = objective(
+        "composed",
+        surrogate=CLIPPED,
+        weight={"level": "token", "bound": "clip", "min": 0.5, "max": 2.0},
+        mask=[{"kind": "band", "level": "sequence", "min": 0.5, "max": 2.0}],
+    )
+    weight, band = Weight("token", "clip", 0.5, 2.0), Band("sequence", 0.5, 2.0)
+    assert third == Objective("composed", Ratio(), Clipped(high=0.28), weight, (band,))
+    fourth = objective(
+        "token-tis", mask=[{"kind": "band", "level": "sequence", "min": 0.5, "max": 2.0}, {"kind": "veto"}]
+    )
+    assert fourth.masks == (band, Veto(1e-4))
+
+
+def test_every_part_can_be_given():
+    built = objective(
+        "composed",
+        ratio={"level": "token", "over": "behavior"},
+        surrogate={"kind": "reinforce", "ceiling": 3},
+        mask=[
+            {"kind": "binary_tv", "reduce": "token", "max": 0.2, "over": "current", "outward": True},
+            {"kind": "prefix-budget", "max": 0.2},
+        ],
+        advantage="dr-grpo",
+        aggregation="seq-mean-token-mean",
+        kl="k3",
+        kl_coef=0.1,
+    )
+    masks = (Divergence("binary_tv", "token", 0.2, "current", outward=True), PrefixBudget(0.2))
+    assert (built.ratio, built.surrogate, built.masks) == (Ratio("token", "behavior"), Reinforce(3), masks)
+    assert (built.advantage, built.kl.coef) == ("dr-grpo", 0.1)
+    assert built.aggregation == Aggregation("seq-mean-token-mean")
+
+
+def test_a_surrogate_may_need_another_aggregation_than_the_preset_has():
+    surrogate = {"kind": "regression", "beta": 0.1}
+    with pytest.raises(TrimtabError, match='use aggregation "trained-mean-token-sum"'):
+        objective("gspo", ratio={"level": "sequence"}, surrogate=surrogate)
+    built = objective("gspo", ratio={"level": "sequence"}, surrogate=surrogate, aggregation="trained-mean-token-sum")
+    assert built.single_behavior is False
+
+
+def test_parts_may_be_given_as_objects():
+    assert objective("composed", surrogate=Clipped(), mask=[Veto()]).masks == (Veto(),)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        ("composed", {}, "it needs a surrogate, such as"),
+        ("composed", {"surrogate": {"kind": "cliped"}}, "unknown surrogate 'cliped' .did you mean 'clipped'"),
+        ("composed", {"surrogate": {"high": 0.2}}, "surrogate is a table with a `kind`"),
+        ("composed", {"surrogate": {"kind": "clipped", "hihg": 0.2}}, "has no 'hihg' .did you mean 'high'"),
+        ("composed", {"surrogate": CLIPPED, "ratio": {"level": "word"}}, "ratio: Ratio: unknown 'word'"),
+        ("composed", {"surrogate": CLIPPED, "ratio": {"over": 1}}, "over = 1 has the wrong type"),
+        ("composed", {"surrogate": CLIPPED, "clip_high": 0.3}, "no keyword 'clip_high'"),
+        ("composed", {"surrogate": CLIPPED, "wieght": {}}, "no keyword 'wieght' .did you mean 'weight'"),
+        ("grpo", {"mask": {"kind": "veto"}}, r"write each as \[\[objective.mask\]\]"),
+        ("grpo", {"mask": [{"kind": "band", "min": 0.5, "max": 2.0}]}, "mask 'band' needs 'level'"),
+        ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0.5, "max": 0.9}]}, "must enclose 1"),
+        ("grpo", {"mask": [{"kind": "veto"}, {"kind": "veto"}]}, "the same rejection rule is given twice"),
+        ("grpo", {"mask": [{"kind": "opsm", "delta": 0.1, "sign": "none"}]}, "negative, positive"),
+        (
+            "grpo",
+            {"surrogate": CLIPPED, "clip_low": 0.3},
+            r"clip_low has no effect beside the given surrogate: leave it out \(unset it",
+        ),
+        ("gmpo", {"ratio": {"level": "sequence"}}, "GeometricClip takes the mean of token ratios itself"),
+        ("a3po", {"ratio": {"level": "token"}}, 'use a ratio over "behavior"'),
+        ("drpo", {"ratio": {"level": "sequence", "over": "behavior"}}, '"token" over "behavior"'),
+        ("vespo", {"ratio": {"level": "geometric", "over": "behavior"}}, 'use level "sequence"'),
+        ("reinforce", {"centering": {}}, "centering = {} has the wrong type"),
+        ("ctpo", {"ratio": {"level": "token"}}, 'use level "prefix"'),
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "token", "max": math.inf}]}, "or nothing"),
+        *(("opsm", {"delta": delta}, "or nothing, use a finite delta") for delta in (math.nan, -0.1, math.inf)),
+        ("grpo", {"entropy_coef": math.inf}, "entropy_coef = inf: .* use a finite number"),
+        ("grpo", {"kl_coef": math.inf}, "kl_coef = inf: .* use a finite number"),
+        ("vespo", {"k1_positive": math.inf}, "must be finite"),
+        ("vespo", {"k1_positive": 10.0, "k2_positive": 0.0}, r"10, 0: the weight .* grows beyond e\^20"),
+        ("sapo", {"tau_positive": math.inf}, "must be finite"),
+        ("drpo", {"epsilon": math.inf}, "use a finite number"),
+        ("luffy", {"gamma": math.inf}, "finite number"),
+        ("oapl", {"beta": math.inf}, "finite number"),
+        ("m2po", {"tau": math.inf}, "finite and above 0"),
+        ("cppo", {"divergence_max": math.inf}, "finite and above 0"),
+        ("grpo", {"advantage": "rloo"}, r"set \[advantage\] kind = 'rloo' in a recipe"),
+        # Masks that reject nothing.
+        ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
+        ("geo-mask", {"mask": [BAND]}, r"Band.*min=0.5, max=2.0, .* rejects nothing beside Band.*min=0.99, max=1.01"),
+        (
+            "geo-mask",
+            {"mask": [{**BAND, "min": 0.999, "max": 1.001}]},
+            "bounds of a preset's own mask are keywords",
+        ),
+        ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"max=2.0, .* rejects nothing beside .*max=1.5,"),
+        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
+        ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
+        ("token-tis", {"ratio": {"over": "behavior"}}, 'drop the weight .*name = "composed"'),
+    ],
+)
+def test_mistakes_are_one_line(name, given, line):
+    with pytest.raises(TrimtabError, match=line) as error:
+        objective(name, **given)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unbounded_weight_is_printed_without_a_bound():
+    assert "sg[r_t] A log π" in objective("flash-reinforce").equation()
+    assert (
+        objective("composed", surrogate={"kind": "reinforce", "ceiling": math.inf}).equation().startswith("loss = −1/D")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        # The keywords of the part that is refused, all that were given, and the message of the part.
+        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low: low = 1.5: the bound is 1 - low"),
+        ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: [3, 5] must enclose 1"),
+        ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: max ="),
+        ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1 would reject"),
+        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive: tau = 0, 1.05: temperatures must be finite"),
+        ("ctpo", {"clip_low": math.nan}, "'ctpo': clip_low: low = nan, high = 0.05: the bounds on log r are -low"),
+        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2: the bounds are (1 - low)^age"),
+        ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2: the band is [1 - low, 1 + high]"),
+        # A message that names the keyword itself is not preceded by it.
+        ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
+        ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
+        # Tables of parts.
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': Divergence: unknown 'tokn'"),
+        ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan: the bo"),
+        ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains proximal/behavior"),
+        ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),
+    ],
+)
+def test_a_message_names_the_key_that_was_written(name, given, line):
+    with pytest.raises(TrimtabError) as error:
+        objective(name, **given)
+    assert line in str(error.value)
+
+
+def test_what_only_looks_without_effect_is_accepted():
+    assert objective("grpo", mask=[], centering=False) == objective("grpo")
+    assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)
+    summed = objective("grpo", mask=[{"kind": "binary_tv", "reduce": "sum", "max": 3.0}])
+    assert summed.masks == (Divergence("binary_tv", "sum", 3.0),)
+    assert objective("grpo", clip_low=1.0, clip_high=math.inf).surrogate == Clipped(1.0, math.inf)
+    assert objective("geo-mask", keep_min=0.0, keep_max=math.inf).masks == (Band("geometric", 0.0, math.inf),)
+    assert objective("icepop", weight_min=0.0, weight_max=math.inf).weight == Weight("token", "mask", 0.0, math.inf)
+    overlapping = [BAND, {**BAND, "min": 0.8, "max": 3.0}, {**BAND, "level": "token"}, {**BAND, "over": "current"}]
+    assert len(objective("grpo", mask=overlapping).masks) == 4
+    kept = objective("token-tis", weight_max=2.0, clip_low=0.2, mask=[{"kind": "veto"}])
+    assert kept == objective("token-tis", mask=[{"kind": "veto"}])
+
+
+def test_a_part_may_have_annotations_that_are_types(monkeypatch):
+    """Without `from __future__ import annotations`, as in a file of one's own."""
+    kinds = [("name", str, "a"), ("far", bool, False), ("low", float, 0.2), ("dual", float | None, None)]
+    own = make_dataclass("Own", kinds, bases=(Veto,), frozen=True)
+    monkeypatch.setitem(keywords.MASKS, "own", own)
+    built = objective("grpo", mask=[{"kind": "own", "name": "b", "far": True, "low": 1, "dual": None}])
+    assert built.masks == (own(name="b", far=True, low=1, dual=None),)
+    for key, value in {"name": 1, "far": 1, "low": None, "dual": "x"}.items():
+        with pytest.raises(TrimtabError, match=f"mask 'own': {key} = {value!r} has the wrong type"):
+            objective("grpo", mask=[{"kind": "own", key: value}])
+
+
+def test_the_recipe_knows_the_names_of_the_parts():
+    names = (objective_sections.COMPOSED, objective_sections.OBJECTIVE_PARTS)
+    assert (COMPOSED.objective.name, PART_KEYS) == names
+
+
+def test_a_keyword_at_its_default_may_stand_beside_the_part_that_replaces_it():
+    """A recipe's base sets it, and no layer above can take it back."""
+    assert objective("token-tis", weight={"level": "token"}, weight_max=2.0) == objective(
+        "token-tis", weight={"level": "token"}
+    )
+
+
+def test_masks_whose_bounds_do_not_hold_each_other_stand_together():
+    masks = [
+        {**BAND, "min": 0.4},
+        {**BAND, "max": 3.0},
+        {**BAND, "level": "token", "min": 0.1},
+        {**BAND, "over": "current", "min": 0.1},
+        {"kind": "k3", "reduce": "mean", "max": 0.1},
+        {"kind": "k3", "reduce": "max", "max": 0.2},
+        {"kind": "veto", "min": 0.4},
+        {"kind": "veto", "min": 0.5, "of": "probability"},
+    ]
+    assert len(objective("grpo", mask=masks).masks) == 8
+
+
+def test_a_keyword_that_only_fits_beside_another_one_is_no_mistake():
+    """Without `k2_positive` the default beside this `k1_positive` is refused, which says nothing about its effect."""
+    with pytest.raises(TrimtabError):
+        objective("vespo", k1_positive=20.0)
+    built = objective("vespo", k1_positive=20.0, k2_positive=20.0, mask=[{"kind": "veto"}])
+    assert built.masks == (Veto(),)
+
+
+def test_parts_with_tensors_of_a_user_s_own_function_are_not_compared():
+    built = objective(f"{__name__}:with_tensor", mask=[{"kind": "veto"}], bound=2.0)
+    assert len(built.masks) == 2
+
+
+@dataclass(frozen=True)
+class Below(Veto):
+    bound: Any = None
+
+
+def with_tensor(bound: float = 1.0):
+    return Objective("mine", Ratio(), Clipped(), masks=(Below(bound=torch.full((2,), bound)),))
+
+
+def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
+    """A rule that `trimtab.corrections` or `trimtab.objectives` exports can be named in a recipe."""
+    exported = [value for package in (corrections, objectives) for value in vars(package).values()]
+    classes = {value for value in exported if isinstance(value, type) and not inspect.isabstract(value)}
+    assert {kind for kind in classes if issubclass(kind, corrections.Mask)} == set(keywords.MASKS.values())
+    assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(keywords.SURROGATES.values())
+
+
+UNCLIPPED = 'objective.surrogate={kind="unclipped"}'
+WEIGHT = 'objective.weight={level="token", bound="truncate", max=3.0}'
+
+
+def built(recipe: str, *overrides: str) -> Objective:
+    return from_section(load_config(recipe, overrides).objective.model_dump())
+
+
+@in_one_test("recipe", recipe_names())
+def test_the_surrogate_of_every_recipe_can_be_replaced(recipe: str) -> None:
+    overrides = [UNCLIPPED]
+    while (keyword := keyword_without_effect(recipe, overrides)) is not None:
+        overrides.append(f"unset=objective.{keyword}")
+    assert isinstance(built(recipe, *overrides).surrogate, Unclipped)
+
+
+def keyword_without_effect(recipe: str, overrides: list[str]) -> str | None:
+    """The keyword that the message of a refusal names."""
+    try:
+        built(recipe, *overrides)
+    except TrimtabError as error:
+        named = re.search(r"(\w+) has no effect beside the given surrogate: leave it out \(unset it", str(error))
+        if named is None:
+            raise
+        return named[1]
+    return None
+
+
+@in_one_test("recipe", ["quickstart", "laboratory", "7b-8gpu", "quickstart-tools"])
+def test_the_weight_can_be_replaced_beside_the_default_of_a_base(recipe: str) -> None:
+    objective = built(recipe, WEIGHT)
+    assert objective.weight is not None
+    assert objective.weight.max == 3.0
+
+
+def test_a_bound_of_a_base_is_taken_back_for_calibration() -> None:
+    with pytest.raises(TrimtabError, match=r"leave weight_max out \(unset it where"):
+        built("quickstart", "objective.calibrate=true")
+    assert "step 0" in built("quickstart", "objective.calibrate=true", "unset=objective.weight_max").equation()

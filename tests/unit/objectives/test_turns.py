@@ -19,7 +19,6 @@ from trimtab.objectives import (
     Band,
     Clipped,
     Divergence,
-    LogProb,
     Objective,
     PolicyLogps,
     Ratio,
@@ -217,20 +216,6 @@ def test_oapl_second_moment_entropy_and_kl_leave_observations_out() -> None:
     distance = [math.log(old / new) for old, new in zip(PROXIMAL, CURRENT, strict=True)]
     with_kl = per_token(objective("reinforce", kl="k3", kl_coef=1.0))[0]
     assert with_kl - policy == pytest.approx(sum(math.expm1(d) - d for d in distance))
-
-
-@pytest.mark.parametrize(
-    ("kind", "denominator"),
-    [("token-mean", 3 + 1), ("seq-mean-token-mean", 2 * 3), ("seq-mean-token-sum", 2), ("trained-mean-token-sum", 2)],
-)
-def test_denominators_count_trained_tokens(kind: str, denominator: int) -> None:
-    current = torch.tensor([[-1.0, -1, NAN, NAN, -1], [-1, NAN, NAN, NAN, NAN]], requires_grad=True)
-    mask = torch.tensor([*MASK, [True, False, False, False, False]])
-    logps = PolicyLogps(current, current.detach(), mask, current.detach())
-    obj = Objective("mean", Ratio(), LogProb(), aggregation=objective("grpo", aggregation=kind).aggregation)
-    obj(logps, torch.ones(2, 1)).loss.backward()
-    assert current.grad is not None
-    assert current.grad[0].tolist() == pytest.approx([-1 / denominator] * 2 + [0, 0] + [-1 / denominator])
 
 
 def test_calibration_reads_trained_tokens_and_turns() -> None:

@@ -1,11 +1,11 @@
 """Freeze what the peers compute, so that the parity tests need none of them.
 
-    python tests/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT] [--areal CHECKOUT] [--hooks FOLDER]
+    python tools/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT] [--areal CHECKOUT] [--hooks FOLDER]
         [--newer FOLDER]
 
 Runs in an environment that holds verl and TRL (`make bench-install`). Every peer runs its own code on the same
 seeded batches; inputs are float32 numbers, and the arithmetic is float64, so that what is frozen is the peer's
-formula and not its rounding; tensors are then stored as float32 (6e-8). Written next to this file, in `frozen/`:
+formula and not its rounding; tensors are then stored as float32 (6e-8). Written into `tests/parity/frozen`:
 
     inputs.safetensors    the batches, tensor names `batch/field`
     PEER.safetensors      the peer's tensors, names `case/batch/field`
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-FROZEN = Path(__file__).parent / "frozen"
+FROZEN = Path(__file__).parents[2] / "tests" / "parity" / "frozen"
 Batch = dict[str, torch.Tensor]
 
 
