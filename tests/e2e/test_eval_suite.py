@@ -21,7 +21,7 @@ from trimtab.trainer.run import train
 from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
-KILLER = Path(__file__).with_name("eval_killed.py")
+KILLER = Path(__file__).parents[1] / "programs" / "eval_killed.py"
 WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", "--greedy", "--dtype", "float32"]
 PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
 
