@@ -190,7 +190,7 @@ def choices(candidates: tuning.Candidates, store: Store) -> list[tuning.Choice]:
         runs = tuple(r for r in candidates.plan.runs if r.regime.name == name and r.method.spec in specs)
         known = {run.name: result for run in runs if (result := results[run.name]) is not None}
         if len(known) == len(runs):
-            part = tuning.Candidates(ExperimentPlan(runs), {(method, name): specs}, candidates.seeds)
+            part = tuning.Candidates(replace(candidates.plan, runs=runs), {(method, name): specs}, candidates.seeds)
             found += tuning.choose(part, known)
     return found
 
@@ -378,15 +378,14 @@ def main() -> None:
 
     methods = [name for name in METHODS if name in given.only] or list(METHODS)
     regimes = [regime(name) for name in REGIMES if name in given.only] or [regime(name) for name in REGIMES]
-    where = {"model": given.model, "sets": given.set}
-    published = plan_experiment(methods, regimes, given.seeds, given.out, **where)
+    published = plan_experiment(methods, regimes, given.seeds, given.out, model=given.model, sets=given.set)
     trained = [run for run in published.runs if (run.method.spec, run.regime.name) not in LEFT_OUT]
     published = replace(published, runs=tuple(trained))
-    candidates = tuning.plan_tuning(published, given.tune, given.out, **where)
+    candidates = tuning.plan_tuning(published, given.tune)
     store = Store.open(given.results)
     errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
     chosen = choices(candidates, store)
-    plan = tuning.plan_comparison(published, chosen, given.out, **where)
+    plan = tuning.plan_comparison(published, chosen)
     plan = replace(plan, runs=tuple(keeps_rollouts(run) if run.seed == 0 else run for run in plan.runs))
     runs = list({run.name: original(run, chosen) for run in plan.runs}.values())
     errors += train(MAP, runs, store, given.workers, deadline)

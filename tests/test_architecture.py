@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "trainer.features": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "models", "rollout", "seeds")),
-        *("trainer", "objectives", "corrections", "runs"),
+        *("trainer", "objectives", "corrections"),
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
     "trainer.models": set(),

@@ -19,7 +19,7 @@ from trimtab.trainer.checkpoint import store
 
 pytestmark = pytest.mark.e2e
 
-WRITER = Path(__file__).with_name("crash_writer.py")
+WRITER = Path(__file__).parents[1] / "programs" / "crash_writer.py"
 
 
 class Writers:

@@ -254,7 +254,8 @@ def test_a_run_is_evaluated_from_anywhere(here: Command, place: Path, tmp_path: 
     assert trained.returncode == 0, trained.stderr
     done = here("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["results"][0]["problems"] == 2
+    [result] = json.loads(done.stdout)["results"]
+    assert (result["problems"], result["accuracy"]) == (2, read_run(place / "runs/mine").last["eval/data/greedy"])
 
 
 def test_waiting_for_a_server_that_does_not_answer_is_reported(here: Command, place: Path) -> None:

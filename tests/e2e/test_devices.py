@@ -50,7 +50,7 @@ def worker(*arguments: str) -> Any:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(root / "tests" / "e2e" / "device_worker.py"), *arguments]
+    command = [sys.executable, str(root / "tests" / "programs" / "device_worker.py"), *arguments]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
 
 

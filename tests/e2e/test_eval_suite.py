@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,20 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from trimtab.runs.directory import read_metrics
-from trimtab.trainer import rewards, tasks
-from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
-from trimtab.trainer.evaluation.evaluator import Relay
-from trimtab.trainer.models import load as models
+from trimtab.trainer.config import load_config
+from trimtab.trainer.evaluation import Settings, compare
 from trimtab.trainer.run import train
 from trimtab.trainer.sft import laboratory_folder
-from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow
-KILLER = Path(__file__).with_name("eval_killed.py")
+KILLER = Path(__file__).parents[1] / "programs" / "eval_killed.py"
 WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", "--greedy", "--dtype", "float32"]
 PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
 
@@ -110,13 +106,7 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose policy changes a lot from one checkpoint to the next."""
-    return train(_config(), out=tmp_path_factory.mktemp("runs") / "run").run
-
-
-def _config() -> Any:
-    from trimtab.trainer.config import load_config
-
-    return load_config(RECIPE)
+    return train(load_config(RECIPE), out=tmp_path_factory.mktemp("runs") / "run").run
 
 
 def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_path: Path) -> None:
@@ -137,53 +127,8 @@ def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_pat
     assert "step-000009" in absent.stderr
 
 
-FILE_RECIPE = """
-base = "laboratory"
-[task]
-name = "file"
-path = "rows.jsonl"
-question = "{Digits}{Mark}"
-answer_pattern = '^([0-9]+)[.] *[(]'
-style = "plain"
-stop = ["."]
-max_tokens = 12
-holdout = 0.5
-[trainer]
-steps = 2
-prompts = 2
-samples = 4
-minibatches = 1
-[eval]
-problems = 99999999
-"""
-
-
-def test_a_run_on_a_file_of_its_own_is_evaluated_from_another_folder(tmp_path: Path) -> None:
-    """Twenty test rows, whose question stands in two columns and whose answer has a unit behind it."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    texts = ["".join(map(str, row)) for row in np.random.default_rng(0).integers(0, 10, (40, 10))]
-    rows = [{"Digits": text, "Mark": "=", "answer": f"{''.join(sorted(text))}. (sorted)"} for text in texts]
-    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (here / "mine.toml").write_text(FILE_RECIPE)
-    done = trimtab("train", "mine.toml", "--out", "run", cwd=here)
-    assert done.returncode == 0, done.stderr
-    assert "held-out greedy accuracy (rows, 20 problems): " in done.stdout
-    done = trimtab("eval", "../here/run", "--json", cwd=there)
-    assert done.returncode == 0, done.stderr
-    [result] = json.loads(done.stdout)["results"]
-    assert (result["problems"], result["prompt"], result["too_long"]) == (20, "plain", 0)
-    logged = read_metrics(here / "run" / "metrics.jsonl")[-1]
-    assert (result["accuracy"], 20) == (logged["eval/rows/greedy"], logged["eval/rows/problems"])
-    # About .55 of such rows are sorted right: all or none of twenty has probability 7e-6.
-    assert 0 < result["accuracy"] < 1
-
-
 def test_the_same_name_with_new_weights_is_refused(trained: Path, tmp_path: Path) -> None:
     """A run that trained on is another model; the kept counts are not its own."""
-    import shutil
-
     shutil.copytree(trained, tmp_path / "run")
     words = ["eval", "run", "--problems", "8", "--out", "kept"]
     assert trimtab(*words, cwd=tmp_path).returncode == 0
@@ -209,55 +154,11 @@ def test_relaying_by_a_run_says_which_helps(trained: Path, tmp_path: Path) -> No
     assert list(gains["difference"]) == ["1", "2", "4", "8", "16"]
 
 
-@pytest.fixture(scope="module")
-def sorter() -> tuple[EmbeddedEngine, Any]:
-    loaded = models.load(str(laboratory_folder()), dtype=torch.float32)
-    return EmbeddedEngine(loaded.model, loaded.tokenizer, "float32"), loaded.tokenizer
-
-
-class Listening:
-    """An engine that records its arguments and its answers."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def generate(self, prompts: Any, samples: int, sampling: SamplingParams, *, seed: int, prefixes: Any = None) -> Any:
-        self.prefixes = prefixes
-        self.answers = self.engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
-        return self.answers
-
-
-def test_the_first_half_of_the_tokens_is_the_relays(sorter: tuple[EmbeddedEngine, Any]) -> None:
-    untrained = models.load("laboratory", dtype=torch.float32)
-    begins = Listening(EmbeddedEngine(untrained.model, untrained.tokenizer, "float32"))
-    completes = Listening(sorter[0])
-    task = tasks.build("sort")
-    sampling = SamplingParams(max_tokens=task.max_tokens, stop=task.stop)
-    with rewards.build([], task) as scorer:
-        result = evaluate(
-            completes, sorter[1], task, scorer,
-            problems=task.test[:16], samples=8, sampling=sampling, seed=0, relay=Relay(begins),
-        )  # fmt: skip
-    kept, ended = [], 0
-    for own_group, whole_group in zip(begins.answers, completes.answers, strict=True):
-        for own, whole in zip(own_group, whole_group, strict=True):
-            half = len(own.response_ids) // 2
-            assert np.array_equal(whole.response_ids[:half], own.response_ids[:half])
-            assert np.array_equal(whole.logp_behavior[:half], own.logp_behavior[:half])
-            kept.append(half)
-            ended += own.finish_reason == "stop" and len(own.response_ids) < task.max_tokens
-    assert ended > 10, "responses of many lengths, the untrained model ends where it likes"
-    assert len(set(kept)) > 3
-    assert result.prefix == pytest.approx(np.mean(kept))
-    # 2 or 3 of 128 in one rounding. With a mean of 3, 20 come up less than once in 10^10; alone a third is right.
-    assert result.accuracy < 20 / 128, "only the shortest beginnings of an untrained model can be mended"
-
-
 def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
     """Sorted lists are all equally long, so the cut tells nothing and both are draws from one distribution."""
     folder = str(laboratory_folder())
     settings = Settings(samples=64, problems=96, dtype="float32")
-    results = compare([folder], [TaskSpec("sort")], settings, relay=ModelSpec.of(folder))
+    results = compare([folder], ["sort"], settings, relay=folder)
     alone, relay = (results.measured[folder, "sort", mode] for mode in ("sampled", "relay"))
     assert 4.5 < relay.prefix <= 5
     assert 0.2 < alone.accuracy < 0.6

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.e2e.shards_worker import DAMAGES, whole
+from tests.programs.shards_worker import DAMAGES, whole
 
 from trimtab.trainer.checkpoint import state_tensors, store
 
@@ -23,7 +23,11 @@ def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     results = tmp_path / "results"
     results.mkdir()
-    command += [str(Path(__file__).with_name("shards_worker.py")), str(tmp_path / "checkpoints"), str(results)]
+    command += [
+        str(Path(__file__).parents[1] / "programs" / "shards_worker.py"),
+        str(tmp_path / "checkpoints"),
+        str(results),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

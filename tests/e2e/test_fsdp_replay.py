@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e import fsdp_worker
+from tests.programs import fsdp_worker
 from transformers import LlamaForCausalLM
 
 from trimtab.runs.directory import read_metrics
@@ -25,7 +25,7 @@ from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).with_name("fsdp_worker.py")
+WORKER = Path(__file__).parents[1] / "programs" / "fsdp_worker.py"
 # 12 groups of about 55 tokens in micro-batches of at most 250: three micro-batches, so that 2 ranks need one that is
 # empty and 4 ranks another.
 COMMON = [

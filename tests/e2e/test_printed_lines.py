@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def run(trainer: str) -> dict[str, Any]:
-    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "printed_lines.py"), trainer]
+    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "printed_lines.py"), trainer]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.timeout(300)
 def test_two_ranks_agree_with_one_process(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("ranks_worker.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "programs" / "ranks_worker.py")]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
         for rank in range(2)

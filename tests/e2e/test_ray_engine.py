@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.e2e import stopped_trainer
+from tests.programs import stopped_trainer
 from tests.support.processes import gone
 from tests.support.ray_support import Cluster, local_cluster
 

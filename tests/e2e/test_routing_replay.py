@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e import fsdp_worker
+from tests.programs import fsdp_worker
 from tests.support.run_results import untimed, weights
 
 from trimtab.errors import TrimtabError
@@ -28,7 +28,7 @@ from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).with_name("fsdp_worker.py")
+WORKER = Path(__file__).parents[1] / "programs" / "fsdp_worker.py"
 SMALL = [
     "model.path=laboratory-moe",
     "trainer.steps=3",

@@ -20,7 +20,7 @@ pytestmark = [
 
 def test_the_weights_of_the_backward_pass_are_the_gradient() -> None:
     ended = subprocess.run(
-        [str(PYTHON), str(ROOT / "tests" / "e2e" / "tinker_loss.py")],
+        [str(PYTHON), str(ROOT / "tests" / "programs" / "tinker_loss.py")],
         capture_output=True,
         text=True,
         timeout=120,

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def start(what: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_async.py"), what, str(folder)]
+    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_async.py"), what, str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"} | variables
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -24,8 +24,8 @@ pytestmark = [
 
 
 def output_of(script: str, *arguments: object) -> Any:
-    """The JSON that a script of this folder prints as its last line."""
-    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / script), *map(str, arguments)]
+    """The JSON that a program prints as its last line."""
+    command = [str(PYTHON), str(ROOT / "tests" / "programs" / script), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

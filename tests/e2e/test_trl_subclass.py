@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_the_subclass_writes_a_file_for_each_generation_and_prints_nothing(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_subclass.py")]
+    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_subclass.py")]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path, check=False
     )

@@ -28,7 +28,7 @@ NO_SAMPLER = (
 
 
 def run(what: str, folder: Path) -> Any:
-    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_trainer.py"), what, str(folder)]
+    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_trainer.py"), what, str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

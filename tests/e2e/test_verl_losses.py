@@ -39,7 +39,7 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 
 def run(environment: dict[str, str], part: str) -> Any:
-    ended = python(environment, str(ROOT / "tests" / "e2e" / "verl_losses.py"), part)
+    ended = python(environment, str(ROOT / "tests" / "programs" / "verl_losses.py"), part)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

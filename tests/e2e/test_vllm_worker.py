@@ -123,7 +123,7 @@ def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(
     """With tensor parallelism vLLM starts processes itself: the engine's process can start them and outlives them."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.vllm_split_worker")
+    monkeypatch.setattr(process_transport, "WORKER", "tests.programs.vllm_split_worker")
     engine = RemoteEngine(ProcessTransport(spec, threads=1))
     engine.update_weights(policy().named_parameters(), 1)
     check_exact(policy(), engine.generate(ASKED, 3, FORCED, seed=0), 1)

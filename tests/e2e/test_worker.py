@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e import stopped_trainer, stuck_worker
+from tests.programs import stopped_trainer, stuck_worker
 from tests.support.engines import After, prompt, prompts
 from tests.support.processes import gone
 from tests.support.turns import ScriptedTurns
@@ -215,7 +215,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     """The process lives in both cases, and the slow one takes longer than the patience."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.stuck_worker")
+    monkeypatch.setattr(process_transport, "WORKER", "tests.programs.stuck_worker")
     engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
@@ -324,7 +324,7 @@ def test_it_says_how_the_process_ended(engine: RemoteEngine) -> None:
 
 @pytest.mark.parametrize("state", ["busy", "forked"])
 def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
-    script = Path(__file__).with_name("worker_parent.py")
+    script = Path(__file__).parents[1] / "programs" / "worker_parent.py"
     command = [sys.executable, str(script), str(folder), state]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as parent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -94,51 +93,35 @@ def compare(
     choices: list[Choice] | None = None
     notes: list[str] = []
     if tune is not None:
-        plan, choices, notes = _tune(plan, tune, out, train, model, sets or ())
-    train(plan, out)
-    _show(plan, out, page, as_json, choices, notes)
+        from trimtab.trainer.lab import tuning
+
+        candidates = tuning.plan_tuning(plan, tune)
+        choices = tuning.choose(candidates, train(candidates.plan))
+        notes = tuning.describe(choices, candidates)
+        plan = tuning.plan_comparison(plan, choices)
+    train(plan)
+    _show(plan, page, as_json, choices, notes)
 
 
-def _tune(
-    plan: ExperimentPlan,
-    seeds: int,
-    out: Path,
-    train: Callable[[ExperimentPlan, Path], dict[str, RunSummary]],
-    model: str | None,
-    sets: Sequence[str],
-) -> tuple[ExperimentPlan, list[Choice], list[str]]:
-    """Tunes the methods of a plan; returns it with the chosen settings as further rows, these, and lines on them."""
-    from trimtab.trainer.lab import tuning
-
-    candidates = tuning.plan_tuning(plan, seeds, out, model=model, sets=sets)
-    choices = tuning.choose(candidates, train(candidates.plan, out / tuning.FOLDER))
-    tuned_plan = tuning.plan_comparison(plan, choices, out, model=model, sets=sets)
-    return tuned_plan, choices, tuning.describe(choices, candidates)
-
-
-def _train(plan: ExperimentPlan, out: Path, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
+def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
     from trimtab.cli.display import show_runs
     from trimtab.trainer.lab.runner import run_experiment
 
     try:
         with show_runs(to_stderr=as_json) as observer:
-            return run_experiment(plan, out, workers=workers, observer=observer, keep=keep)
+            return run_experiment(plan, workers=workers, observer=observer, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
 def _show(
-    plan: ExperimentPlan,
-    out: Path,
-    page: Path | None,
-    as_json: bool,
-    choices: list[Choice] | None,
-    notes: list[str],
+    plan: ExperimentPlan, page: Path | None, as_json: bool, choices: list[Choice] | None, notes: list[str]
 ) -> None:
     from trimtab.report.comparison_figures import write_figures
     from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
     from trimtab.runs.summary import read_table
 
+    out = plan.out
     grid = summarize(read_table(out))
     report = write_experiment_page(grid, out / "report.html", notes=notes)
     figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
@@ -150,7 +133,6 @@ def _show(
             page.write_text(text)
         except OSError as error:
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
-    failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:
@@ -161,9 +143,9 @@ def _show(
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")
-    for line in failed:
-        echo(f"failed: {line}", err=True)
-    if failed:
+    for row in grid.failed:
+        echo(f"failed: {row['regime']}/{row['method']} seed {row['seed']}: {row['error']}", err=True)
+    if grid.failed:
         raise typer.Exit(EXIT_RUNS_FAILED)
 
 

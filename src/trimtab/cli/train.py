@@ -75,16 +75,17 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
     from trimtab.cli.display import closing_lines, show_runs
     from trimtab.errors import TrimtabError
     from trimtab.report.comparison import held_out, write_comparison
+    from trimtab.runs.reader import read_steps
     from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
     from trimtab.trainer.ranks import launched_by_torchrun
 
     if launched_by_torchrun():
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with show_runs(to_stderr=to_stderr) as observer:
-        result = run_recipe_comparison(config, out, observer, resume=resume)
-    page = write_comparison(result.runs, out / "report.html")
-    echo("\n".join([*closing_lines(held_out(result.runs)), f"report: {page}"]), err=to_stderr)
-    return result.metrics
+        runs = run_recipe_comparison(config, out, observer, resume=resume)
+    page = write_comparison(runs, out / "report.html")
+    echo("\n".join([*closing_lines(held_out(runs)), f"report: {page}"]), err=to_stderr)
+    return {str(run.relative_to(out)): read_steps(run)[-1] for of in runs.values() for run in of}
 
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:

@@ -166,13 +166,6 @@ def test_external_traces_are_marked_where_there_are_any(tmp_path: Path) -> None:
     assert "off_policy" not in pq.read_schema(path).names
 
 
-def test_pending_external_traces_stay_external() -> None:
-    pending = [row().trajectory, external().trajectory]
-    loaded = trajectories.from_bytes(trajectories.to_bytes(pending))
-    assert [item.off_policy for item in loaded] == [False, True]
-    assert all(map(same, loaded, pending))
-
-
 def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
     bare = row().trajectory
     bare = dataclasses.replace(bare, completion=dataclasses.replace(bare.completion, entropy=None))
@@ -230,13 +223,6 @@ def test_no_rows_is_a_file_too(tmp_path: Path) -> None:
     trajectories.write(tmp_path / "a.parquet", [], 1)
     assert trajectories.read(tmp_path / "a.parquet") == []
     assert trajectories.from_bytes(trajectories.to_bytes([])) == []
-
-
-def test_writing_again_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    trajectories.write(path, [row(), row()], 1)
-    trajectories.write(path, [row(advantage=2.0)], 1)
-    assert [result.advantage for result in trajectories.read(path)] == [2.0]
 
 
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def compare(
     specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
-    relay: ModelSpec | None = None,
+    relay: ModelSpec | str | None = None,
     out: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     notes: Sequence[str] = (),
@@ -136,9 +136,7 @@ def compare(
         TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
     """
     modes = settings.modes(relay is not None)
-    model_specs = [
-        ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
-    ]
+    model_specs = [_model_spec(model) for model in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
     shown_settings = {**asdict(settings), "temperature": settings.sampling_temperature}
@@ -149,7 +147,7 @@ def compare(
             # A greedy or relay column may be added later.
             shared = {key: value for key, value in shown_settings.items() if key not in ("greedy", "relay_ratio")}
             stack.enter_context(results_folder(out, shared))
-        relay_model = _open_model(relay, settings, out) if relay is not None else None
+        relay_model = _open_model(_model_spec(relay), settings, out) if relay is not None else None
         for spec in model_specs:
             sampler = _open_model(spec, settings, out)
             if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
@@ -165,7 +163,7 @@ def compare(
         results = Results(
             models=tuple(spec.label for spec in model_specs),
             tasks=tuple(prepared.label for prepared in prepared_tasks),
-            relay=relay.label if relay is not None else None,
+            relay=relay_model.label if relay_model is not None else None,
             settings=shown_settings,
             measured=measured,
             notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
@@ -202,6 +200,10 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
     twice = next((label for number, label in enumerate(labels) if label in labels[:number]), None)
     if twice is not None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
+
+
+def _model_spec(model: ModelSpec | str) -> ModelSpec:
+    return ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model
 
 
 def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampler:

@@ -95,10 +95,16 @@ class SkippedRun:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds."""
+    """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds.
 
+    `out` is the folder of the experiment, `model` and `sets` the options that its runs have in common.
+    """
+
+    out: Path
     runs: tuple[PlannedRun, ...]
     skipped: tuple[SkippedRun, ...] = ()
+    model: str | None = None
+    sets: Sequence[str] = ()
 
 
 def parse_method(spec: str) -> Method:
@@ -159,7 +165,7 @@ def plan_experiment(
         for seed in range(first_seed, first_seed + seeds)
         for method, regime in pairs
     ]
-    return ExperimentPlan(tuple(runs), tuple(skipped))
+    return ExperimentPlan(out, tuple(runs), tuple(skipped), model, sets)
 
 
 def _name(method: Method, regime: Regime, seed: int) -> str:

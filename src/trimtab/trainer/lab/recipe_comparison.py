@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun
@@ -17,18 +14,10 @@ from trimtab.trainer.lab.runner import ExperimentObserver, run_experiment
 from trimtab.trainer.run import check
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeComparison:
-    """The result of a comparison."""
-
-    runs: dict[str, list[Path]]  # run directories of each objective
-    metrics: dict[str, Any]  # the last step's metrics by `<objective>/seed<k>`
-
-
 def run_recipe_comparison(
-    config: Config, out: Path, observer: ExperimentObserver | None = None, *, resume: bool = False
-) -> RecipeComparison:
-    """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
+    config: Config, out: Path, observer: ExperimentObserver, *, resume: bool
+) -> dict[str, list[Path]]:
+    """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`; returns these by objective.
 
     Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
     failed or diverged.
@@ -42,13 +31,11 @@ def run_recipe_comparison(
     for run in plan.runs:
         check(run.config).close()
     assert config.compare is not None
-    results = run_experiment(plan, out, workers=config.compare.workers, observer=observer, keep=True)
+    results = run_experiment(plan, workers=config.compare.workers, observer=observer, keep=True)
     for name, result in results.items():
         if result.status != "done":
             raise TrimtabError(f"{name}: {result.error}")
-    metrics = {run.name: read_metrics(out / run.name / METRICS)[-1] for run in plan.runs}
-    runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
-    return RecipeComparison(runs, metrics)
+    return {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
 
 
 def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
@@ -68,7 +55,7 @@ def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
             data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # a collapsing method is a result, not an error
             recipe = parse_config(data, f"{objective}, seed {seed}")
             runs.append(PlannedRun(name, Method(objective, objective, ()), regime, seed, recipe))
-    return ExperimentPlan(tuple(runs))
+    return ExperimentPlan(out, tuple(runs))
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:

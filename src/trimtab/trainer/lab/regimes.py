@@ -80,13 +80,6 @@ PARTS: dict[str, _Mechanism] = {
         {"model.path": "laboratory-switch"},
     ),
 }
-# Short names of common combinations.
-ALIASES = {"moe-bf16": "moe+bf16", "moe-int8": "moe+int8", "moe-int4": "moe+int4", "moe-int3": "moe+int3"}
-
-
-def names() -> list[str]:
-    """Returns the names of all mechanisms and aliases; combinations are written with `+`."""
-    return [*PARTS, *ALIASES]
 
 
 def regime(name: str) -> Regime:
@@ -95,10 +88,10 @@ def regime(name: str) -> Regime:
     Raises:
         TrimtabError: a part is unknown or named twice, or two parts set one option to different values.
     """
-    words = "+".join(ALIASES.get(word, word) for word in name.split("+")).split("+")
+    words = name.split("+")
     for index, word in enumerate(words):
         if word not in PARTS:
-            raise TrimtabError(f"unknown regime {word!r}{did_you_mean(word, names())}")
+            raise TrimtabError(f"unknown regime {word!r}{did_you_mean(word, PARTS)}")
         if word in words[:index]:
             raise TrimtabError(f"regime {name!r} names {word!r} twice: name each part once")
     parts = {word: PARTS[word] for word in words}

@@ -46,17 +46,13 @@ class ExperimentObserver(Protocol):
         """Called when a run has ended, with any status."""
 
 
-class _Silent(ExperimentObserver):
-    """Shows nothing."""
-
-
 def run_experiment(
-    plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None, keep: bool = False
+    plan: ExperimentPlan, *, workers: int, observer: ExperimentObserver, keep: bool = False
 ) -> dict[str, RunSummary]:
-    """Trains all runs of the plan and returns the results by name; updates `out/results.parquet` after every run."""
+    """Trains all runs of the plan and returns the results by name; updates `results.parquet` after every run."""
     cells = {run.name: run.config for run in plan.runs}
-    with atomic.locked(out, "comparison"):
-        save = partial(write_results, out, plan)
+    with atomic.locked(plan.out, "comparison"):
+        save = partial(write_results, plan)
         return run_cells(cells, workers=workers, observer=observer, keep=keep, save=save)
 
 
@@ -64,7 +60,7 @@ def run_cells(
     cells: Mapping[str, Config],
     *,
     workers: int,
-    observer: ExperimentObserver | None,
+    observer: ExperimentObserver,
     keep: bool = False,
     save: Callable[[Mapping[str, RunSummary]], object] = lambda _: None,
 ) -> dict[str, RunSummary]:
@@ -79,7 +75,6 @@ def run_cells(
     """
     finished = {name: result for name, config in cells.items() if (result := read_result(config)) is not None}
     save(finished)
-    observer = observer or _Silent()
     observer.planned(cells, finished)
     waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
     events: queue.SimpleQueue[tuple[str, int | RunSummary]] = queue.SimpleQueue()
@@ -218,7 +213,7 @@ def _check_settings(folder: Path, config: Config) -> None:
             )
 
 
-def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
+def write_results(plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
     """Replaces `results.parquet` atomically and returns its path. Runs without a result have no row.
 
     The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
@@ -236,7 +231,7 @@ def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunS
         if run.name in results
     ]
     rows += [{**_cell(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
-    return write_table(folder, rows)
+    return write_table(plan.out, rows)
 
 
 def _cell(item: PlannedRun | SkippedRun) -> dict[str, Any]:

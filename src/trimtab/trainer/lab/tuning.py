@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 from trimtab.errors import TrimtabError
 from trimtab.runs.summary import RunSummary
@@ -102,28 +101,26 @@ def candidates(method: Method, rate: float) -> tuple[str, ...]:
     )
 
 
-def plan_tuning(
-    published: ExperimentPlan, seeds: int, out: Path, *, model: str | None = None, sets: Sequence[str] = ()
-) -> Candidates:
-    """Returns the runs of all candidates below `out`, evaluated on held-out problems behind those of the comparison.
+def plan_tuning(published: ExperimentPlan, seeds: int) -> Candidates:
+    """Returns the runs of all candidates, evaluated on held-out problems behind those of the comparison.
 
     `published` is the comparison of published settings, which has the methods and regimes. Raises `TrimtabError` as
     `plan_experiment`, and where the test split has no further problems.
     """
     specs: dict[tuple[str, str], tuple[str, ...]] = {}
     runs: list[PlannedRun] = []
+    out, model = published.out / FOLDER, published.model
     for run in published.runs:
         if (run.method.spec, run.regime.name) in specs:  # another seed
             continue
         chosen = candidates(run.method, run.config.optim.lr)
         skip = run.config.eval.skip + run.config.eval.problems
-        other = [*sets, f"eval.skip={skip}", "eval.every=0"]
+        sets = [*published.sets, f"eval.skip={skip}", "eval.every=0"]
         specs[run.method.spec, run.regime.name] = chosen
-        runs += plan_experiment(
-            chosen, [run.regime], seeds, out / FOLDER, model=model, sets=other, first_seed=FIRST_SEED
-        ).runs
+        plan = plan_experiment(chosen, [run.regime], seeds, out, model=model, sets=sets, first_seed=FIRST_SEED)
+        runs += plan.runs
     runs.sort(key=lambda run: run.seed)
-    return Candidates(ExperimentPlan(tuple(runs)), specs, seeds)
+    return Candidates(ExperimentPlan(out, tuple(runs)), specs, seeds)
 
 
 def choose(tuned: Candidates, results: Mapping[str, RunSummary]) -> list[Choice]:
@@ -145,28 +142,22 @@ def choose(tuned: Candidates, results: Mapping[str, RunSummary]) -> list[Choice]
     return choices
 
 
-def plan_comparison(
-    published: ExperimentPlan,
-    choices: Sequence[Choice],
-    out: Path,
-    *,
-    model: str | None = None,
-    sets: Sequence[str] = (),
-) -> ExperimentPlan:
+def plan_comparison(published: ExperimentPlan, choices: Sequence[Choice]) -> ExperimentPlan:
     """Returns the published settings and behind each, as row `METHOD (tuned)`, the chosen one.
 
     Where the published setting was chosen, both rows are of the same run.
     """
     regimes = {run.regime.name: run.regime for run in published.runs}
-    seeds = len({run.seed for run in published.runs})
+    seeds, out = len({run.seed for run in published.runs}), published.out
+    options = {"model": published.model, "sets": published.sets}
     tuned = [
         replace(run, method=replace(run.method, spec=tuned_name(choice.method)))
         for choice in choices
-        for run in plan_experiment([choice.spec], [regimes[choice.regime]], seeds, out, model=model, sets=sets).runs
+        for run in plan_experiment([choice.spec], [regimes[choice.regime]], seeds, out, **options).runs
     ]
     order = [name for run in published.runs for name in (run.method.spec, tuned_name(run.method.spec))]
     runs = sorted([*published.runs, *tuned], key=lambda run: (run.seed, order.index(run.method.spec)))
-    return ExperimentPlan(tuple(runs), published.skipped)
+    return replace(published, runs=tuple(runs))
 
 
 def tuned_name(method: str) -> str:

@@ -34,23 +34,16 @@ def by_name(result: ExperimentPlan) -> dict[str, PlannedRun]:
 def test_every_method_meets_every_regime_with_every_seed() -> None:
     cells = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
     assert list(cells) == [
-        "on-policy/dapo/seed0",
-        "stale-32+int3/dapo/seed0",
-        "on-policy/icepop_weight_max_3/seed0",
-        "stale-32+int3/icepop_weight_max_3/seed0",
-        "on-policy/dapo/seed1",
-        "stale-32+int3/dapo/seed1",
-        "on-policy/icepop_weight_max_3/seed1",
-        "stale-32+int3/icepop_weight_max_3/seed1",
+        f"{regime}/{method}/seed{seed}"
+        for seed in (0, 1)
+        for method in ("dapo", "icepop_weight_max_3")
+        for regime in ("on-policy", "stale-32+int3")
     ]
     config = cells["stale-32+int3/icepop_weight_max_3/seed1"].config
     assert (config.seed, config.trainer.sync_every, config.engine.quantize) == (1, 32, "int3")
     assert (config.objective.name, config.objective.keywords) == ("icepop", {"weight_max": 3})
     assert config.out == "out/stale-32+int3/icepop_weight_max_3/seed1"
     assert (config.log.trajectories_every, config.threads) == (0, 1)
-
-
-def test_a_method_starts_from_its_own_defaults_even_where_the_recipe_has_the_same_one() -> None:
     (cell,) = planned(["token-tis"], ["on-policy"]).runs
     assert cell.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
 
@@ -81,19 +74,13 @@ def test_keywords_of_a_method() -> None:
     method = parse_method("m2po:form=mask,perturbation.std=0.01,tau=[1,2]")
     assert method.objective == "m2po"
     assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")
-
-
-def test_a_method_of_one_s_own_is_named_as_in_recipes() -> None:
-    own = "tests.unit.objectives.own_rule:dppo"
-    plain, changed = parse_method(own), parse_method(f"{own}:divergence_max=0.1,perturbation.std=0.01")
-    assert plain.objective == changed.objective == own
-    assert plain.overrides == ()
-    assert changed.overrides == ("objective.divergence_max=0.1", "perturbation.std=0.01")
-    assert plain.folder == "tests.unit.objectives.own_rule_dppo"
+    own = parse_method("tests.unit.objectives.own_rule:dppo:divergence_max=0.1")
+    assert (own.objective, own.overrides) == ("tests.unit.objectives.own_rule:dppo", ("objective.divergence_max=0.1",))
 
 
 def test_the_folder_of_a_method_is_a_file_name() -> None:
     assert parse_method("m2po:form=mask,tau=[1,2]").folder == "m2po_form_mask_tau_1_2_"
+    assert parse_method("tests.unit.objectives.own_rule:dppo").folder == "tests.unit.objectives.own_rule_dppo"
     long = [f"grpo:mask=[{','.join([one] * 12)}]" for one in ('{kind="veto",min=0.1}', '{kind="veto",min=0.2}')]
     first, second = (parse_method(spec).folder for spec in long)
     assert max(len(first), len(second)) <= 120
@@ -140,11 +127,7 @@ def test_words_named_twice_are_refused() -> None:
 
 def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:
     plan = planned(["soup", "dapo"], ["on-policy", "stale-32"])
-    assert [cell.name for cell in plan.runs] == [
-        "on-policy/soup/seed0",
-        "on-policy/dapo/seed0",
-        "stale-32/dapo/seed0",
-    ]
+    assert [cell.name for cell in plan.runs] == ["on-policy/soup/seed0", "on-policy/dapo/seed0", "stale-32/dapo/seed0"]
     (refused,) = plan.skipped
     assert (refused.method.spec, refused.regime.name) == ("soup", "stale-32")
     assert "trainer.sync_every" in refused.reason

@@ -93,7 +93,7 @@ def test_a_damaged_result_names_its_file(tmp_path: Path, content: str) -> None:
 def test_the_table_has_a_row_for_every_cell_that_ended_and_every_pair_left_out(tmp_path: Path) -> None:
     result = plan_experiment(["soup", "dapo"], [regime("on-policy"), regime("stale-32")], 2, tmp_path)
     first = result.runs[0]
-    file = write_results(tmp_path, result, {first.name: DONE})
+    file = write_results(result, {first.name: DONE})
     table = pq.read_table(file)
     assert table.schema.equals(SCHEMA)
     done, refused = table.to_pylist()

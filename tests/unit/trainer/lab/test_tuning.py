@@ -53,7 +53,7 @@ def test_the_other_bound_is_a_keyword_of_its_method_with_another_value(name: str
 
 def test_tuning_has_other_seeds_and_problems_than_the_comparison() -> None:
     comparison = planned(["grpo", "token-tis"], ["on-policy", "stale-32"], seeds=3)
-    found = tuning.plan_tuning(comparison, 2, OUT)
+    found = tuning.plan_tuning(comparison, 2)
     assert len(found.plan.runs) == 2 * 2 * 6 * 2
     assert {run.seed for run in found.plan.runs} == {1000, 1001}
     last = max(run.config.eval.skip + run.config.eval.problems for run in comparison.runs)
@@ -73,7 +73,7 @@ def test_tuning_has_other_seeds_and_problems_than_the_comparison() -> None:
 
 def test_the_best_mean_is_chosen_and_of_equal_ones_the_published() -> None:
     comparison = planned(["grpo", "token-tis"], ["on-policy"])
-    found = tuning.plan_tuning(comparison, 2, OUT)
+    found = tuning.plan_tuning(comparison, 2)
     # Of token-tis one setting has the best run, another one the best mean.
     values = {"weight_max=5.0": [0.9, 0.2], "weight_max=5.0,optim.lr=5e-05": [0.7, 0.6], "token-tis": [0.5, 0.6]}
     values = dict(sorted(values.items(), key=lambda item: -len(item[0])))
@@ -87,7 +87,7 @@ def test_the_best_mean_is_chosen_and_of_equal_ones_the_published() -> None:
     assert "seeds 1000 to 1001 and evaluated on held-out problems 129 to 256" in lines[0]
     assert lines[2] == "token-tis in on-policy: weight_max=5.0 optim.lr=5e-05 (while tuning 0.650, published 0.550)"
 
-    both = tuning.plan_comparison(comparison, [grpo, tis], OUT)
+    both = tuning.plan_comparison(comparison, [grpo, tis])
     assert [(run.method.spec, run.seed) for run in both.runs][:4] == [
         ("grpo", 0),
         ("grpo (tuned)", 0),
@@ -101,7 +101,7 @@ def test_the_best_mean_is_chosen_and_of_equal_ones_the_published() -> None:
 
 
 def test_a_diverged_setting_counts_as_zero_and_a_failed_one_is_named() -> None:
-    found = tuning.plan_tuning(planned(["grpo"], ["on-policy"]), 1, OUT)
+    found = tuning.plan_tuning(planned(["grpo"], ["on-policy"]), 1)
     first, second = found.plan.runs[0].name, found.plan.runs[1].name
     known = results(found, {}) | {first: RunSummary("diverged")}
     [choice] = tuning.choose(found, known)
@@ -112,4 +112,4 @@ def test_a_diverged_setting_counts_as_zero_and_a_failed_one_is_named() -> None:
 
 def test_a_rate_of_one_s_own_is_not_tuned() -> None:
     with pytest.raises(TrimtabError, match=r"method 'grpo:optim.lr=1e-3': --tune chooses optim.lr"):
-        tuning.plan_tuning(planned(["grpo:optim.lr=1e-3"], ["on-policy"]), 1, OUT)
+        tuning.plan_tuning(planned(["grpo:optim.lr=1e-3"], ["on-policy"]), 1)

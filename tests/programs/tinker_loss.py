@@ -1,6 +1,6 @@
 """Gradients that tinker's SDK sends to its service for a loss of Trimtab; the environment must have tinker.
 
-    python tests/e2e/tinker_loss.py
+    python tests/programs/tinker_loss.py
 
 Prints a JSON object by preset: the loss that the SDK reports, and the largest difference of the weights that it sends
 for the backward pass from the library's gradient.

@@ -1,6 +1,6 @@
 """verl's own functions with Trimtab's losses, on CPUs; the environment must have verl.
 
-    python tests/e2e/verl_losses.py PART     (a function of this file)
+    python tests/programs/verl_losses.py PART     (a function of this file)
 
 Prints a JSON object as its last line.
 """

@@ -1,6 +1,6 @@
 """Trains with the subclass of docs/frameworks.md for three generations; the environment must have TRL.
 
-    python tests/e2e/trl_subclass.py
+    python tests/programs/trl_subclass.py
 
 It writes where the block says, below the current directory.
 """

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from tests.e2e.worker_parent import Announced
+from tests.programs.worker_parent import Announced
 from tests.support.engines import prompt
 
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport

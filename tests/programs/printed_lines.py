@@ -1,6 +1,6 @@
 """The configuration lines of every preset, as printed, in the peers themselves; the environment must have both.
 
-    python tests/e2e/printed_lines.py verl|trl
+    python tests/programs/printed_lines.py verl|trl
 
 Prints a JSON object as its last line: for each preset the lines, and how far the peer's loss and gradient are from the
 preset's where the lines name a loss.

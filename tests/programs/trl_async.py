@@ -1,6 +1,6 @@
 """TRL's `AsyncGRPOTrainer` with Trimtab's losses on the laboratory model, without a server.
 
-    python tests/e2e/trl_async.py parity|presets|own|train|refusals|whole FOLDER
+    python tests/programs/trl_async.py parity|presets|own|train|refusals|whole FOLDER
 
 Prints a JSON object as its last line. The environment must have TRL; its attention kernel, which needs a GPU, is
 replaced by the same attention in torch.

@@ -1,6 +1,6 @@
 """Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
 
-    python tests/e2e/trl_trainer.py FUNCTION FOLDER     (a function of this file)
+    python tests/programs/trl_trainer.py FUNCTION FOLDER     (a function of this file)
 
 Prints a JSON object as its last line.
 """
