@@ -37,7 +37,7 @@ class StepStatistics:
         objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
         mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
         perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
-        versions: for each row, the version of the policy that computed `mismatch_logps`; None: an average of several.
+        versions: for each row, the version of the policy that computed `mismatch_logps`.
         drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
             where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
@@ -50,7 +50,7 @@ class StepStatistics:
     mismatch: Metrics | None = None
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
-    versions: dict[int, int | None] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     drifts: dict[int, np.ndarray] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)

@@ -179,16 +179,6 @@ def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
         trajectories.to_bytes([row().trajectory, external().trajectory, bare])
 
 
-def test_perturbed_log_probs_come_back_beside_the_clean_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    probed = row(logp_perturbed=floats(-0.3, -0.4, -12.25))
-    trajectories.write(path, [probed], 1)
-    assert pq.read_schema(path).field("logp_perturbed").type.equals(pa.list_(pa.float32()))
-    assert same(trajectories.read(path)[0], probed)
-    trajectories.write(path, [row()], 1)
-    assert "logp_perturbed" not in pq.read_schema(path).names
-
-
 def test_both_parts_of_a_drift_are_columns_of_their_own(tmp_path: Path) -> None:
     drifted = row(drift=floats(-0.25, np.nan))
     trajectories.write(tmp_path / "a.parquet", [drifted], 1)
@@ -207,12 +197,7 @@ def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_a_column_of_perturbed_log_probs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="logp_perturbed: 1 of 2 rows have it"):
-        trajectories.write(tmp_path / "a.parquet", [row(logp_perturbed=floats(0, 0, 0)), row()], 1)
-
-
-@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "logp_perturbed"])
+@pytest.mark.parametrize("name", ["logp_proximal", "logp_current"])
 def test_every_list_has_the_length_of_the_response(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
         trajectories.write(tmp_path / "a.parquet", [row(**{name: floats(0, 0, 0)}), row(**{name: floats(0, 0)})], 1)
