@@ -211,7 +211,7 @@ UNUSED = [
     ("trainer.proximal=snapshot", "trainer.proximal has no effect without tokens of older weights"),
     ("trainer.proximal=snapshot trainer.sync_every=4 trainer.minibatches=4", "trainer.proximal has no effect without"),
     (
-        "objective.name=token-bypass trainer.proximal=snapshot",
+        "objective.name=token-bypass trainer.max_lag=2 trainer.proximal=snapshot",
         "trainer.proximal has no effect on objective 'token-bypass'",
     ),
     ("sharding.offload=true", "[sharding] has no effect with one process"),

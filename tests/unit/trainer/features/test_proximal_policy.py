@@ -30,17 +30,6 @@ from trimtab.types import EXTERNAL_VERSION, Trajectory
 MODEL, _ = laboratory.build(0)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [("", 1 / 2), ("trainer.max_lag=8", 8 / 9), ("trainer.max_lag=3 trainer.minibatches=4", 4 / 5)],
-)
-def test_the_default_decay_has_the_mean_age_of_the_oldest_tokens(overrides: str, expected: float) -> None:
-    decay = load_config("laboratory", overrides.split()).trainer.decay
-    assert decay == expected
-    weights = decay ** np.arange(2000)
-    assert (weights * np.arange(2000)).sum() / weights.sum() == pytest.approx(expected / (1 - expected))
-
-
 def learner(*overrides: str) -> Learner:
     sets = ["trainer.proximal=snapshot", "trainer.max_lag=2", "trainer.micro_batch_tokens=24", *overrides]
     config, model = load_config("laboratory", sets), copy.deepcopy(MODEL)
