@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.trainer.config.paths import LABORATORY_MODELS
+from trimtab.trainer.config import LABORATORY_MODELS
 
 if TYPE_CHECKING:
     from trimtab.trainer.evaluation import ModelSpec, TaskSpec

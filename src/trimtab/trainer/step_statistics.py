@@ -148,10 +148,8 @@ def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
         stats.objective = all_reduce_metrics(stats.objective, ranks)
     if stats.mismatch is not None:
         stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
-    local = {f"mismatch_logps|{row}": torch.from_numpy(logps) for row, logps in stats.mismatch_logps.items()}
-    local |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
-    local |= {f"drifts|{row}": torch.from_numpy(drift) for row, drift in stats.drifts.items()}
     kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
+    local = {f"{kind}|{row}": torch.from_numpy(of_row) for kind, rows in kinds.items() for row, of_row in rows.items()}
     for name, tensor in all_gather_tensors(local, ranks).items():
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()
