@@ -29,7 +29,7 @@ SMALL = (
     *("optim.lr=1e-3", "optim.warmup=0", "diagnose.every=2"),
 )
 STALE = "trainer.sync_every=3"
-SNAPSHOT, EWMA = "trainer.proximal=snapshot", "trainer.proximal=ewma"
+SNAPSHOT = "trainer.proximal=snapshot"
 ROUNDING = 1e-11  # k3 of float32 log-probs of two implementations; 3e-13 was seen
 
 
@@ -83,19 +83,11 @@ def test_a_snapshot_under_another_version_is_seen(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("proximal", [(SNAPSHOT,), (EWMA, "trainer.proximal_decay=0.0")])
-def test_without_lag_or_decay_it_is_the_current_policy_bit_for_bit(
-    proximal: tuple[str, ...], minibatches: int, tmp_path: Path
-) -> None:
-    split = f"trainer.minibatches={minibatches}"
-    overrides = [split, "engine.workers=0", "trainer.max_lag=0"]
+def test_without_lag_it_is_the_current_policy_bit_for_bit(minibatches: int, tmp_path: Path) -> None:
+    overrides = [f"trainer.minibatches={minibatches}", "engine.workers=0", "trainer.max_lag=0"]
     plain = run(tmp_path / "plain", *overrides, steps=3)
-    if proximal == (SNAPSHOT,):
-        with pytest.warns(TrimtabWarning, match="trainer.proximal has no effect without tokens of older weights"):
-            other = run(tmp_path / "other", *overrides, *proximal, steps=3)
-    else:
-        other = run(tmp_path / "other", *overrides, *proximal, steps=3)
-    assert other == plain
+    with pytest.warns(TrimtabWarning, match="trainer.proximal has no effect without tokens of older weights"):
+        assert run(tmp_path / "other", *overrides, SNAPSHOT, steps=3) == plain
     mine, its = weights(tmp_path / "other"), weights(tmp_path / "plain")
     assert all(torch.equal(mine[name], its[name]) for name in its)
 
@@ -106,10 +98,9 @@ def all_tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("proximal", [SNAPSHOT, EWMA])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(proximal: str, lora: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lora: int, tmp_path: Path) -> None:
     """Resumed between two publications: the next batch is of the weights before the checkpoint's."""
-    overrides = (STALE, proximal, f"model.lora.rank={lora}")
+    overrides = (STALE, SNAPSHOT, f"model.lora.rank={lora}")
     torch.manual_seed(0)  # adapters begin with random numbers
     whole = run(tmp_path / "whole", *overrides)
     torch.manual_seed(0)
@@ -119,17 +110,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(proximal: str, lora:
     assert mine.keys() == its.keys()
     assert [name for name in its if not torch.equal(mine[name], its[name])] == []
     kept = {name.partition("/")[0]: name for name in its if name.startswith("proximal")}
-    assert sorted(kept) == (["proximal-6"] if proximal == SNAPSHOT else ["proximal"])
+    assert sorted(kept) == ["proximal-6"]
     assert all((".lora_" in name) == bool(lora) for name in kept.values())
     assert all(row["drift/staleness_q05"] < 0 for row in whole if row["lag/max"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("proximal", [SNAPSHOT, EWMA])
-def test_two_ranks_score_as_one_does(proximal: str, tmp_path: Path) -> None:
+def test_two_ranks_score_as_one_does(tmp_path: Path) -> None:
     """Micro-batches of several versions or of none of them on a rank; copies are sharded, also in a checkpoint."""
-    sets = (STALE, proximal, "trainer.minibatches=2", "trainer.micro_batch_tokens=100", "trainer.steps=4")
+    sets = (STALE, SNAPSHOT, "trainer.minibatches=2", "trainer.micro_batch_tokens=100", "trainer.steps=4")
     sets += ("checkpoint.every=2",)
     alone = run(tmp_path / "one", *sets, steps=4)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]

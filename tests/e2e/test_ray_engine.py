@@ -21,8 +21,7 @@ from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.cluster.actors import ActorSlots, connect, reserve_slots
-from trimtab.trainer.cluster.object_store_weights import WeightPublisher
-from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
+from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPublisher, build_engines
 from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.config.schema import RewardConfig

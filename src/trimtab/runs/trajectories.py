@@ -67,7 +67,6 @@ class Row:
     logp_current: FloatArray | None = None  # of the clean policy at the first update of the batch
     advantage: float | None = None
     proximal_version: int | None = None
-    logp_perturbed: FloatArray | None = None  # of the perturbed policy at the same update (ALP)
     # Means of log π_old/μ (mismatch) and log π/π_old (staleness), as in `StepStatistics`.
     drift: FloatArray | None = None
 
@@ -128,7 +127,6 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "reward": pa.array([t.reward for t in trajectories], pa.float64()),
         "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
         "sampling": pa.array([_record(s, _SAMPLING_TYPE) for s in samplings], _SAMPLING_TYPE),
-        "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
         **{
             name: _scalar_column(name, [None if row.drift is None else row.drift[part] for row in rows], pa.float32())
             for part, name in enumerate(_DRIFT_COLUMNS)
@@ -227,7 +225,6 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         optional("logp_current"),
         optional("advantage"),
         optional("proximal_version"),
-        optional("logp_perturbed"),
         np.array([value(name) for name in _DRIFT_COLUMNS], np.float32) if _DRIFT_COLUMNS[0] in columns else None,
     )
 

@@ -1,11 +1,14 @@
 """The trainer, from a recipe to the files of a run.
 
-    recipe    config, recipes        keys, bases, refused combinations
+    recipe    config, recipes        keys, bases, refused combinations; `requirements`: what the objective needs of them
+    models    build_model, models    loaded or warm-started (`sft`), prepared for training, exported (`export`)
     tasks     tasks, environments    problems and prompts; episodes with tools
     rollout   rollout, engines       prompts to groups of responses, from samplers that report log-probs
     rewards   rewards, sandbox       verifiers; code of a model, with limits
-    updates   run, loop, learner     and, beside them, features, models, checkpoint: batches, optional methods, networks
-    files     trimtab.runs           metrics, trajectories, provenance
+    updates   run, loop, learner     builds a run; its steps; the updates of a step, with batches (`batch_preparation`,
+                                     `batching`), optional methods (`features`) and statistics (`step_statistics`)
+    files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from, `sinks` for copies
 
-Around runs: evaluation (accuracy of a model), lab (grids of experiments) and cluster (processes as Ray actors).
+Several ranks: `ranks` has the collectives, `followers` what ranks have in place of the leader's parts. Around runs:
+evaluation (accuracy of a model; `held_out` during training), lab (grids of experiments) and cluster (Ray actors).
 """

@@ -7,7 +7,7 @@ groups -> rows -> mini-batches of micro-batches -> log-probs of the proximal and
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ from trimtab.trainer.config import TOKEN_BASELINE
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.rollout.collector import Group
 from trimtab.trainer.step_statistics import StepStatistics
-from trimtab.types import FloatArray, Trajectory
+from trimtab.types import Trajectory
 
 
 @dataclass
@@ -53,21 +53,16 @@ class Batch:
 
         They are NaN at observations, as the sampler's.
         """
-
-        def at_sampled(logps: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
-            return {
-                row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
-                for row, values in logps.items()
-            }
-
         proximal = policy == "proximal"
-        logps, perturbed = at_sampled(stats.mismatch_logps), at_sampled(stats.perturbed)
+        logps = {
+            row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
+            for row, values in stats.mismatch_logps.items()
+        }
         return [
             Row(
                 trajectory,
                 logp_proximal=logps.get(index) if proximal else None,
                 logp_current=None if proximal else logps.get(index),
-                logp_perturbed=perturbed.get(index),
                 advantage=float(self.advantages[index]),
                 proximal_version=stats.versions.get(index),
                 drift=stats.drifts.get(index),

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.runs import atomic
-from trimtab.trainer.config import Config
-from trimtab.trainer.config.paths import LABORATORY_MODELS
+from trimtab.trainer.config import LABORATORY_MODELS, Config
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.load import LoadedModel, default_device, load
 from trimtab.trainer.models.lora import add_lora

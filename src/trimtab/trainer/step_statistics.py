@@ -37,7 +37,7 @@ class StepStatistics:
         objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
         mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
         perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
-        versions: for each row, the version of the policy that computed `mismatch_logps`; None: an average of several.
+        versions: for each row, the version of the policy that computed `mismatch_logps`.
         drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
             where π is the policy that its last update began with; NaN without a token that was sampled.
         counts: of features, by name.
@@ -50,7 +50,7 @@ class StepStatistics:
     mismatch: Metrics | None = None
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
-    versions: dict[int, int | None] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     drifts: dict[int, np.ndarray] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
@@ -148,10 +148,8 @@ def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
         stats.objective = all_reduce_metrics(stats.objective, ranks)
     if stats.mismatch is not None:
         stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
-    local = {f"mismatch_logps|{row}": torch.from_numpy(logps) for row, logps in stats.mismatch_logps.items()}
-    local |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
-    local |= {f"drifts|{row}": torch.from_numpy(drift) for row, drift in stats.drifts.items()}
     kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
+    local = {f"{kind}|{row}": torch.from_numpy(of_row) for kind, rows in kinds.items() for row, of_row in rows.items()}
     for name, tensor in all_gather_tensors(local, ranks).items():
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()

@@ -173,16 +173,6 @@ def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
         trajectories.to_bytes([row().trajectory, external().trajectory, bare])
 
 
-def test_perturbed_log_probs_come_back_beside_the_clean_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    probed = row(logp_perturbed=floats(-0.3, -0.4, -12.25))
-    trajectories.write(path, [probed], 1)
-    assert pq.read_schema(path).field("logp_perturbed").type.equals(pa.list_(pa.float32()))
-    assert same(trajectories.read(path)[0], probed)
-    trajectories.write(path, [row()], 1)
-    assert "logp_perturbed" not in pq.read_schema(path).names
-
-
 def test_both_parts_of_a_drift_are_columns_of_their_own(tmp_path: Path) -> None:
     drifted = row(drift=floats(-0.25, np.nan))
     trajectories.write(tmp_path / "a.parquet", [drifted], 1)

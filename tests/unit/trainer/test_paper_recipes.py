@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+from tests.support.benchmark_module import load
 from transformers import AutoConfig
 
 from trimtab.objectives import Band, Objective, Veto, Weight
@@ -15,10 +16,10 @@ from trimtab.objectives.lookup import from_section
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, load_config, recipe_names
 from trimtab.trainer.held_out import eval_metrics
-from trimtab.trainer.memory import Rank, Shape, rank_memory
 from trimtab.trainer.requirements import check_recipe
 from trimtab.trainer.rewards import weighted
 
+estimate: Any = load("memory_estimate")
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 ROOM = 0.92 * 80e9  # what tensors may fill of a GPU; the rest is CUDA and gaps
 # Model -> kind, layers, hidden, heads, key-value heads, inner, vocabulary, tied: its config.json on huggingface.co.
@@ -54,9 +55,9 @@ def split(config: Config) -> tuple[int, int, int]:
     return config.engine.workers, config.engine.vllm.tensor_parallel, 8 - config.engine.workers
 
 
-def shape(path: str) -> Shape:
+def shape(path: str) -> Any:
     kind, layers, hidden, heads, kv, inner, vocabulary, tied = SIZES[path]
-    return Shape.of(
+    return estimate.Shape.of(
         AutoConfig.for_model(
             kind,
             num_hidden_layers=layers,
@@ -76,12 +77,12 @@ def memory(config: Config) -> float:
     longest, trainer = config.sampling.max_tokens, config.trainer
     assert longest is not None
     rows = min(trainer.samples, max(1, (trainer.micro_batch_tokens - 512) // longest))
-    rank = Rank(
+    rank = estimate.Rank(
         *(split(config)[2], 512 + rows * longest, rows * longest, rows, 512, longest),
         recompute=config.model.gradient_checkpointing,
         offload=config.sharding.offload,
     )
-    return sum(rank_memory(shape(config.model.path), rank).values())
+    return sum(estimate.rank_memory(shape(config.model.path), rank).values())
 
 
 def test_every_recipe_of_a_paper_is_here() -> None:

@@ -1,7 +1,14 @@
-"""Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
+"""Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch.
+
+recipes          reads a recipe with its bases, overrides and paths
+schema           all sections; those of engines are in `engine_sections`, those of updates in `training_sections`
+section          their base class, and kinds of numbers
+consistency      settings that contradict each other, and keys without effect
+"""
 
 from trimtab.trainer.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.trainer.config.recipes import (
+    LABORATORY_MODELS,
     is_recipe,
     load_config,
     parse_config,
@@ -32,6 +39,7 @@ __all__ = [
     "BATCH_BASELINE",
     "DISTILLATION",
     "GOLD",
+    "LABORATORY_MODELS",
     "REQUIRED_SECTIONS",
     "TOKEN_BASELINE",
     "CanaryConfig",

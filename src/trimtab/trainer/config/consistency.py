@@ -100,19 +100,17 @@ def _special_batches(config: Config) -> Iterator[str]:
 
 
 def _proximal(config: Config) -> Iterator[str]:
-    trainer, kind = config.trainer, f'trainer.proximal = "{config.trainer.proximal}"'
-    if trainer.proximal != "current" and config.routing.replay == "proximal":
+    trainer = config.trainer
+    if trainer.proximal == "snapshot" and config.routing.replay == "proximal":
         yield (
-            f'{kind} scores with other weights than those whose experts routing.replay = "proximal" replays: set '
-            'replay = "rollout", or leave one of them out'
+            'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
+            '"proximal" replays: set replay = "rollout", or leave one of them out'
         )
     if trainer.proximal == "snapshot" and trainer.max_lag is None and trainer.oversample > 1:
         yield (
-            f"{kind} keeps the weights of the oldest tokens, and trainer.oversample leaves groups that may become "
-            "older: set oversample = 1"
+            'trainer.proximal = "snapshot" keeps the weights of the oldest tokens, and trainer.oversample leaves '
+            "groups that may become older: set oversample = 1"
         )
-    if trainer.proximal == "ewma" and config.model.dtype == "bfloat16" and config.model.lora.rank == 0:
-        yield f'{kind} needs model.dtype = "float32": changes of one update are lost in an average in bfloat16'
 
 
 def _addresses(config: Config) -> list[str]:
@@ -141,12 +139,6 @@ def _engines(config: Config) -> Iterator[str]:
         yield (
             f'engine.quantize and engine.noise need engine.type = "embedded"; {engine.type!r} has other options '
             "for quantized weights"
-        )
-    section = config.model
-    if section.quantized_forward and (section.gradient_checkpointing or section.lora.rank):
-        yield (
-            "model.quantized_forward does not round what the backward pass computes again, nor adapters: leave out "
-            "model.gradient_checkpointing and model.lora"
         )
     computed = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
     differences = {
@@ -199,7 +191,6 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("prefix.ratio", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.whole", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.top", 'prefix.rule = "entropy"', lambda c: c.prefix is not None and c.prefix.rule == "entropy"),
-    ("model.quantized_forward", "engine.quantize", lambda c: c.engine.quantize != "none"),
     ("engine.vllm", 'engine.type = "vllm"', lambda c: c.engine.type == "vllm"),
     ("engine.server", 'engine.type = "server"', lambda c: c.engine.type == "server"),
     ("engine.server.model", 'engine.server.kind = "vllm"', lambda c: c.engine.server.kind == "vllm"),
@@ -222,7 +213,6 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
         lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
     ),
-    ("trainer.proximal_decay", 'trainer.proximal = "ewma"', lambda c: c.trainer.proximal == "ewma"),
     ("trainer.oversample", "generation in turn with training", lambda c: not c.is_async),
     (
         "trainer.max_lag",

@@ -1,4 +1,7 @@
-"""Loads recipes: reads TOML, applies `base` and overrides, validates, and explains errors in one line."""
+"""Loads recipes: reads TOML, applies `base` and overrides, resolves paths, validates, and explains errors in one line.
+
+Paths are relative to the recipe's file, or with `--set` to the current folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 from trimtab.errors import TrimtabError, did_you_mean, neighbors, without_credentials
 from trimtab.files import parse_toml, regular_file
 from trimtab.trainer.config.consistency import contradictions, refuse
-from trimtab.trainer.config.paths import resolve_path, resolve_paths
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.trainer.config.section import PluginSection
 from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
@@ -23,6 +25,24 @@ _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
     "task": TaskConfig.model_fields["name"].default,
 }
+# Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
+# like `--out`.
+PATH_KEYS = {
+    "task.path": (),
+    "task.test_path": (),
+    "task.scores": (),
+    "demonstrations.path": ("gold",),
+    "engine.server.folder": (),
+}
+LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
+# Keys that hold a name (of a shipped model, or on the hub) or a folder.
+NAMES_OR_FOLDERS = {
+    "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    "task.dataset": (),
+}
+TASK_LISTS = ("eval.task", "task.part")
+"""Lists of tasks, which have the paths of `[task]`."""
 
 
 def recipe_names() -> list[str]:
@@ -48,7 +68,7 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """Loads a recipe by name, from a TOML file, a run or a mapping, applies overrides and validates it.
 
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
-    the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
+    the current one (see `resolve_paths`). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
     where = "config" if isinstance(recipe, Mapping) else str(recipe)
     try:
@@ -338,3 +358,48 @@ def _section(path: Iterable[int | str]) -> type[BaseModel] | None:
             return None
         model = models[0]
     return model
+
+
+def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """Returns a recipe's `data`, or its part below the key `prefix`, with paths resolved against `folder`.
+
+    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
+    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
+    because tasks other than `hf` have data sets that are not files.
+    """
+    resolved = dict(data)
+    for name, value in data.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            resolved[name] = resolve_paths(value, folder, f"{key}.")
+        elif isinstance(value, str) and _is_path(key, value, folder):
+            resolved[name] = str(_absolute(value, folder))
+        elif isinstance(value, list) and key in TASK_LISTS:
+            tasks = (resolve_paths({"task": task}, folder)["task"] for task in value)
+            resolved[name] = list(tasks)
+    return resolved
+
+
+def resolve_path(key: str, value: Any, folder: Path) -> Any:
+    """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
+    section, dot, name = key.rpartition(".")
+    return resolve_paths({name: value}, folder, section + dot)[name]
+
+
+def _is_path(key: str, value: str, folder: Path) -> bool:
+    if key in PATH_KEYS:
+        return value not in PATH_KEYS[key]
+    if key not in NAMES_OR_FOLDERS or value in NAMES_OR_FOLDERS[key]:
+        return False
+    is_one_word = key == "task.dataset" and "/" not in value
+    is_written_as_path = value.startswith(("/", ".", "~")) or value.count("/") > 1
+    return is_written_as_path or (not is_one_word and _absolute(value, folder).is_dir())
+
+
+def _absolute(value: str, folder: Path) -> Path:
+    try:
+        expanded = Path(value).expanduser()
+    except RuntimeError:
+        raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
+    # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
+    return Path(os.path.normpath(folder.resolve() / expanded))

@@ -70,11 +70,6 @@ class ModelConfig(Section):
     )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
-    quantized_forward: bool = Field(
-        default=False,
-        description="round the weights of the trainer's forward as `engine.quantize`; gradients pass through to the "
-        "exact weights",
-    )
     gradient_checkpointing: bool = Field(
         default=False, description="compute activations again in the backward pass instead of keeping them"
     )

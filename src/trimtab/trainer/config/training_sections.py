@@ -13,7 +13,7 @@ COMPOSED = "composed"
 """Name of an objective of parts alone."""
 
 OBJECTIVE_PARTS = ("ratio", "surrogate", "weight", "mask", "centering")
-"""Keys of `[objective]` that are parts; `objectives.composition`, which needs torch, builds them."""
+"""Keys of `[objective]` that are parts; `objectives.keywords`, which needs torch, builds them."""
 
 TOKEN_BASELINE = "optimal-token"
 """The kind of advantage with a value for each token."""
@@ -121,17 +121,10 @@ class TrainerConfig(Section):
         default="finish",
         description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
-    proximal: Literal["current", "snapshot", "ewma"] = Field(
+    proximal: Literal["current", "snapshot"] = Field(
         default="current",
         description="weights of the proximal policy: `current`: those that a step begins with; `snapshot`: those that "
-        "sampled the token; `ewma`: a moving average (docs/asynchrony.md)",
-    )
-    proximal_decay: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="decay of the moving average at each update; default: n / (n + 1), whose mean age is n updates, "
-        "n = the larger of max_lag and the updates of a step",
+        "sampled the token (docs/asynchrony.md)",
     )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
@@ -152,12 +145,6 @@ class TrainerConfig(Section):
     def updates_per_step(self) -> int:
         """Number of optimizer updates on one batch."""
         return self.minibatches * self.epochs
-
-    @property
-    def decay(self) -> float:
-        """`proximal_decay`, or its default: the moving average is as old as the oldest tokens."""
-        age = max(self.max_lag or 0, self.updates_per_step)
-        return age / (age + 1) if self.proximal_decay is None else self.proximal_decay
 
     @property
     def max_age(self) -> int:

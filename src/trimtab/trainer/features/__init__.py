@@ -21,8 +21,7 @@ from trimtab.trainer.features.measurements import (
     PrefixMetrics,
 )
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.proximal_policy import MovingAverage, Snapshots
-from trimtab.trainer.features.quantized_forward import QuantizedForward
+from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.features.sample_size_rate import SampleSizeRate
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
@@ -55,12 +54,10 @@ def build_features(
         yield DemonstrationMetrics()
     if config.advantage.kind == DISTILLATION:
         yield DistillationMetrics()
-    if config.model.quantized_forward and config.engine.quantize != "none":
-        yield QuantizedForward(config, model, ranks)
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
-    if config.trainer.proximal != "current" and "proximal" in objective.needs:
-        yield (Snapshots if config.trainer.proximal == "snapshot" else MovingAverage)(config, model)
+    if config.trainer.proximal == "snapshot" and "proximal" in objective.needs:
+        yield Snapshots(config, model)
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)

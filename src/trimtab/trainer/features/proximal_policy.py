@@ -1,8 +1,7 @@
-"""Proximal policies with other weights than those that a step begins with (`trainer.proximal`).
+"""The proximal policy of a token has the weights that sampled it (`trainer.proximal = "snapshot"`).
 
-- `Snapshots`: the weights that sampled a token. Then proximal/behavior is the numerical difference between sampler and
-  trainer alone, and current/proximal the staleness alone ("old logits", arXiv 2605.12070).
-- `MovingAverage`: the trust region is around an average of past weights (PPO-EWMA, arXiv 2110.00641).
+Then proximal/behavior is the numerical difference between sampler and trainer alone, and current/proximal the staleness
+alone ("old logits", arXiv 2605.12070).
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.batching import MicroBatch, MiniBatch, pad
 from trimtab.trainer.checkpoint.sharded_sections import copy_into
 from trimtab.trainer.config import Config
-from trimtab.trainer.features.feature import Feature, PolicyLearner, ProximalPass
+from trimtab.trainer.features.feature import Feature, ProximalPass
 from trimtab.trainer.models.sharding import local_shard
 from trimtab.types import EXTERNAL_VERSION, Trajectory
 
 Weights = dict[str, Tensor]
-SECTION, SNAPSHOT = "proximal", "proximal-"
-"""Checkpoint sections of the average, and of a snapshot before its version."""
+SNAPSHOT = "proximal-"
+"""Checkpoint section of a snapshot, before its version."""
 
 
 class Snapshots(Feature):
@@ -81,42 +80,6 @@ class Snapshots(Feature):
         self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in saved}
         for name, weights in self.tensors().items():
             copy_into(weights, sections[name])
-
-
-class MovingAverage(Feature):
-    """Scores every token with the exponential moving average of the trained parameters, a copy on their device.
-
-    After n updates it is sum_i decay^(n-i) weights_i / sum_i decay^(n-i), i from 0 to n. All updates of a step have the
-    average that the step began with.
-    """
-
-    def __init__(self, config: Config, model: nn.Module) -> None:
-        self._weights, self._decay = _trained(model), config.trainer.decay
-        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self._total = 1.0
-
-    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        return micro.with_extras(proximal_versions=(None,) * len(micro.rows))
-
-    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
-        yield ProximalPass(_exchanged(self._weights, self._average))
-
-    def end_update(self) -> None:
-        self._total = self._decay * self._total + 1
-        for name, weight in self._weights.items():
-            local_shard(self._average[name]).lerp_(local_shard(weight.detach()), 1 / self._total)
-
-    def tensors(self) -> Mapping[str, Weights]:
-        return {SECTION: self._average}
-
-    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        copy_into(self._average, sections[SECTION])
-
-    def state(self) -> Mapping[str, Any]:
-        return {"proximal_total": self._total}
-
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
-        self._total = saved["proximal_total"]
 
 
 def _trained(model: nn.Module) -> Weights:

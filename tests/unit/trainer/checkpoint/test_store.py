@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +63,8 @@ def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     }
     meta = {"lr": 0.1 + 0.2, "inf": float("-inf"), "words": ["ü", None, True], "big": 2**100}
     folder = store.save(tmp_path, 12, {"model": tensors, "none": {}}, meta, {"x.bin": b"\0\xff"})
+    names = {item.name for item in folder.iterdir()}
+    assert names == {"manifest.json", "meta.json", "model.safetensors", "none.safetensors", "x.bin"}, "no pickle"
     result = store.load(folder)
     assert folder == tmp_path / "step-000012"
     assert result.step == 12
@@ -75,12 +76,6 @@ def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
         loaded = result.tensors["model"][name]
         assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape), name
         assert bits(loaded) == bits(tensor), name
-
-
-def test_nothing_on_the_disk_is_a_pickle(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    names = sorted(item.name for item in (tmp_path / "step-000001").iterdir())
-    assert names == ["manifest.json", "meta.json", "model.safetensors", "optimizer.safetensors", "pending.parquet"]
 
 
 def test_sections_are_read_alone(tmp_path: Path) -> None:
@@ -115,14 +110,11 @@ def list_in_manifest(folder: Path, name: str, content: bytes) -> None:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "flipped byte": (lambda f: flip(f / "model.safetensors", -1), "model.safetensors was changed"),
-    "flipped header": (lambda f: flip(f / "optimizer.safetensors", 9), "optimizer.safetensors was changed"),
     "flipped meta": (lambda f: flip(f / "meta.json", 3), "meta.json was changed"),
-    "flipped extra file": (lambda f: flip(f / "pending.parquet", 0), "pending.parquet was changed"),
     "cut file": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors has 0 bytes instead of"),
     "longer file": (lambda f: (f / "meta.json").write_bytes((f / "meta.json").read_bytes() + b" "), "bytes instead of"),
     "missing file": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors cannot be read"),
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "incomplete: manifest.json is missing"),
-    "empty manifest": (lambda f: (f / "manifest.json").write_bytes(b""), "manifest.json cannot be read"),
     "manifest of something else": (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
     "digits in the manifest": (
@@ -149,26 +141,6 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(tmp_path: Path
     with pytest.warns(TrimtabWarning, match=f"step-000020.*{words}.*using step-000010 instead"):
         newest = store.latest(tmp_path)
     assert serials(newest) == {10.0}
-
-
-def test_every_part_of_the_manifest_counts(tmp_path: Path) -> None:
-    """A changed manifest is refused or, where the change says the same (a blank), gives the same contents."""
-    folder = store.save(tmp_path, 7, {"model": {"w": torch.ones(2)}}, {"serial": 1})
-    manifest = folder / "manifest.json"
-    whole = manifest.read_bytes()
-    refused = 0
-    positions = range(0, len(whole), 4)
-    for position in positions:
-        flip(manifest, position, position % 3)
-        try:
-            loaded = store.load(folder)
-        except TrimtabError:
-            refused += 1
-        else:
-            assert loaded.meta == {"serial": 1}
-            assert loaded.tensors["model"]["w"].tolist() == [1.0, 1.0]
-        manifest.write_bytes(whole)
-    assert refused > 0.8 * len(positions)
 
 
 def test_notify_replaces_the_warning(tmp_path: Path) -> None:
@@ -248,21 +220,6 @@ def test_later_checkpoints_are_set_aside_and_do_not_count(tmp_path: Path) -> Non
 
 
 @contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A real filesystem of that size; skips where mounting is not allowed."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small filesystem cannot be mounted here: {getattr(error, 'stderr', None) or error}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@contextmanager
 def small_files(limit: int) -> Iterator[None]:
     """No file may grow beyond `limit` bytes (a write fails with EFBIG, as with a quota)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -277,26 +234,15 @@ BIG = {"model": {"w": torch.ones(1_000_000)}}  # 4 MB
 
 
 @pytest.mark.parametrize("what", ["tensors", "meta", "file"])
-def test_full_disk_leaves_the_previous_checkpoint_and_no_rubbish(tmp_path: Path, what: str) -> None:
-    root = tmp_path / "disk"
-    with small_disk(root, 3):
-        save(root, 10)
-        tensors = BIG if what == "tensors" else {}
-        meta = {"serial": 20, "long": "x" * 4_000_000} if what == "meta" else {"serial": 20}
-        files = {"pending.parquet": b"x" * 4_000_000} if what == "file" else {}
-        for step in (20, 10):  # a new step, and the replacement of an old one
-            with pytest.raises(TrimtabError, match=r"cannot write .*step-0000.*: No space left on device; free space"):
-                store.save(root, step, tensors, meta, files)
-        assert [item.name for item in root.iterdir()] == ["step-000010"]
-        assert serials(store.latest(root)) == {10.0}
-        save(root, 20)  # there is room again for what fits
-        assert serials(store.latest(root)) == {20.0}
-
-
-def test_file_size_limit_is_like_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_rubbish(tmp_path: Path, what: str) -> None:
     save(tmp_path, 10)
-    with small_files(1_000_000), pytest.raises(TrimtabError, match=r"cannot write .*File too large; free space"):
-        store.save(tmp_path, 20, BIG, {})
+    tensors = BIG if what == "tensors" else {}
+    meta = {"serial": 20, "long": "x" * 4_000_000} if what == "meta" else {"serial": 20}
+    files = {"pending.parquet": b"x" * 4_000_000} if what == "file" else {}
+    for step in (20, 10):  # a new step, and the replacement of an old one
+        line = r"cannot write .*step-0000.*: File too large; free space"
+        with small_files(1_000_000), pytest.raises(TrimtabError, match=line):
+            store.save(tmp_path, step, tensors, meta, files)
     assert [item.name for item in tmp_path.iterdir()] == ["step-000010"]
     assert serials(store.latest(tmp_path)) == {10.0}
 

@@ -10,7 +10,7 @@ import pytest
 from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import REQUIRED_SECTIONS, PerturbationConfig, PrefixConfig, load_config, recipe_names
-from trimtab.trainer.config.paths import NAMES_OR_FOLDERS
+from trimtab.trainer.config.recipes import NAMES_OR_FOLDERS
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -297,30 +297,23 @@ def test_an_objective_adds_the_section_it_requires(objective: str, section: str)
     "override",
     [
         "threads=9223372036854775808",
-        "sampling.temperature=5e-324",
         "sampling.temperature=1e39",
-        "sampling.top_k=9223372036854775808",
         "perturbation.std=1e39",
-        "perturbation.std=101",
         "perturbation.std=[0.1, -0.1]",
-        "perturbation.lr=1000",
         "objective.clip_high=1e39",
-        "optim.lr=1e39",
         "optim.lr=inf",
         "optim.eps=nan",
         "optim.betas=[1.5,2]",
         "optim.grad_clip=1e308",
         "model.lora.rank=1000000000",
         "engine.workers=9223372036854775808",
-        "engine.canary.prompts=1000000000",
-        "engine.noise=1e39",
         "engine.server.timeout=1e9",
         "trainer.samples=0",
         "trainer.steps=true",
-        "trainer.prompts=-1",
         "ray.start_timeout=1e300",
         'reward=[{name="exact", weight=1e39}]',
         'reward=[{name="exact", timeout=1e9}]',
+        f"task.seed=1{'0' * 400}",
     ],
 )
 def test_an_unusable_number_is_refused_by_name(override: str) -> None:
@@ -334,11 +327,6 @@ def test_an_unusable_number_is_refused_by_name(override: str) -> None:
 
 def test_a_bound_may_be_infinite() -> None:
     assert load_config("laboratory", ["objective.weight_max=inf"]).objective.keywords["weight_max"] == float("inf")
-
-
-def test_a_whole_number_of_any_length_is_refused_in_one_line() -> None:
-    with pytest.raises(TrimtabError, match="is too large to compute with: lower it"):
-        load_config("laboratory", [f"task.seed=1{'0' * 400}"])
 
 
 def test_a_missing_home_directory_is_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots and the moving average of the weights: hand numbers, and which weights score a token."""
+"""Snapshots of the weights, and which of them score a token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from trimtab.trainer.batch_preparation import _pack  # pyright: ignore[reportPri
 from trimtab.trainer.batching import MicroBatch
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
-from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.features.proximal_policy import MovingAverage, Snapshots
+from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
@@ -29,52 +28,6 @@ from trimtab.trainer.ranks import current_ranks
 from trimtab.types import EXTERNAL_VERSION, Trajectory
 
 MODEL, _ = laboratory.build(0)
-
-
-def averaged(decay: str) -> tuple[MovingAverage, nn.Linear]:
-    layer = nn.Linear(1, 1, bias=False)
-    layer.weight.data.fill_(1.0)
-    return MovingAverage(load_config("laboratory", ["trainer.proximal=ewma", *decay.split()]), layer), layer
-
-
-def value(feature: Feature, layer: nn.Linear) -> float:
-    """The weight with which the proximal policy is scored."""
-    [one] = feature.proximal_passes([], 0)
-    assert one.tokens is None
-    before = layer.weight.item()
-    with one.weights:
-        found = layer.weight.item()
-    assert layer.weight.item() == before
-    return found
-
-
-def test_the_average_of_two_updates_by_hand() -> None:
-    """1, 2 and 4 with decay .5: (.5 + 2) / 1.5, then (.25 + 1 + 4) / 1.75."""
-    feature, layer = averaged("trainer.proximal_decay=0.5")
-    assert value(feature, layer) == 1.0
-    for weight, expected in ((2.0, 5 / 3), (4.0, 3.0)):
-        layer.weight.data.fill_(weight)
-        feature.end_update()
-        assert value(feature, layer) == pytest.approx(expected, rel=1e-6)
-
-
-def test_without_decay_it_is_the_latest_weight_bit_for_bit() -> None:
-    feature, layer = averaged("trainer.proximal_decay=0.0")
-    for weight in (0.1, 1e-30, -7.3e8):
-        layer.weight.data.fill_(weight)
-        feature.end_update()
-        assert value(feature, layer) == layer.weight.item()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [("", 1 / 2), ("trainer.max_lag=8", 8 / 9), ("trainer.max_lag=3 trainer.minibatches=4", 4 / 5)],
-)
-def test_the_default_decay_has_the_mean_age_of_the_oldest_tokens(overrides: str, expected: float) -> None:
-    decay = load_config("laboratory", overrides.split()).trainer.decay
-    assert decay == expected
-    weights = decay ** np.arange(2000)
-    assert (weights * np.arange(2000)).sum() / weights.sum() == pytest.approx(expected / (1 - expected))
 
 
 def learner(*overrides: str) -> Learner:

@@ -166,14 +166,6 @@ def test_losing_the_last_engine_ends_the_run(desk: Open, monkeypatch: pytest.Mon
         desk(Scripted(dead)).feed.take(0, 1)
 
 
-def test_a_bug_in_an_engine_ends_the_run_at_once(desk: Open) -> None:
-    def broken(_call: int, _interrupt: AbortSignal) -> int:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        desk(Scripted(broken), Scripted(broken)).feed.take(0, 1)
-
-
 def test_a_bug_in_one_engine_ends_the_run_though_the_other_keeps_every_batch_ready(desk: Open) -> None:
     called, go = threading.Event(), threading.Event()
 

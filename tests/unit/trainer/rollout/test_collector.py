@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.support.engines import prompt
 from tests.support.fake_engine import FakeEngine
+from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
@@ -15,12 +17,11 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.collector import Collector, Group, oldest
+from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
-from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
-from trimtab.types import Completion, EpisodeOutcome, SamplingParams
+from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
@@ -191,22 +192,6 @@ def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer)
         source.take(UPDATES, batches_left=1)
 
 
-def test_raw_log_probs_at_another_temperature_are_refused(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True, True]))
-    source.collector.responses.sampling = SamplingParams(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
-    with pytest.raises(TrimtabError, match="raw"):
-        source.take(UPDATES, batches_left=1)
-
-
-def test_the_stream_is_a_function_of_seed_and_position() -> None:
-    stream = PromptStream(TASK, TOKENIZER, seed=0)
-    first = [prompt.problem.id for prompt in stream.take(3)]
-    again = PromptStream(TASK, TOKENIZER, seed=0, position=1)
-    assert [prompt.problem.id for prompt in again.take(2)] == first[1:]
-    other = PromptStream(TASK, TOKENIZER, seed=1)
-    assert [prompt.problem.id for prompt in other.take(3)] != first
-
-
 def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) -> None:
     source = feed(scorer, {})
     request = source.buffer.reserve(1, UPDATES)
@@ -214,7 +199,7 @@ def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) 
     stats = RolloutStats()
     one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     groups = source.collector.score_groups(request, [prompt], [[one, one]], stats)
-    source.buffer.schedule.drop(request.first, STALE)
+    del source.buffer.schedule._live[request.first]  # pyright: ignore[reportPrivateUsage]
     source.buffer.deliver(request, groups, stats)
     assert stats.discarded_lengths == [3, 3]
 
@@ -258,3 +243,60 @@ def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None
     assert [one.reward for one in group] == [1.0]
     assert (stats.episodes.episodes, stats.episodes.failed, stats.failed_rewards) == (2, 1, 1)
     assert "reset raised" in stats.errors[0]
+
+
+TRUNCATED = SamplingParams(top_p=0.9, top_k=3)
+SETS = [[2, 7], [2]]
+
+
+def trajectory(sampling: SamplingParams, kept: list[list[int]] | None) -> Trajectory:
+    ids = np.array([7, 2])
+    sets = None if kept is None else tuple(np.array(among) for among in kept)
+    completion = Completion(ids, np.float32([-1.0, -0.5]), np.array([0, 0]), "stop", "", sampling_mask=sets)
+    return Trajectory(prompt([1], "sum"), 0, completion, sampling, np.array([True, True]), 0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept", "words"),
+    [
+        (SamplingParams(temperature=0.8, logprobs="raw"), None, '"raw".*temperature 0.8.*processed'),
+        (SamplingParams(top_p=0.9, logprobs="raw"), SETS, '"raw".*top_p 0.9'),
+        (SamplingParams(top_k=20, logprobs="raw"), SETS, '"raw".*top_k 20'),
+        (SamplingParams(top_p=0.9), None, "top_p 0.9.*no sampling masks.*biased"),
+        (SamplingParams(top_k=5, temperature=0.5), None, "top_k 5.*no sampling masks"),
+        (SamplingParams(temperature=0.0), None, "greedily"),
+        (TRUNCATED, [[2, 7]], "response to 'sum': 1 sampling masks for 2 tokens"),
+        (TRUNCATED, [[2, 7], [3, 5]], "response to 'sum', token 1: id 2 is not in its own sampling mask"),
+        (TRUNCATED, [[], [2]], "token 0: id 7 is not in its own sampling mask"),
+        (TRUNCATED, [[2, 5, 7, 9], [2]], "token 0: 4 ids in its sampling mask under top_k 3"),
+    ],
+)
+def test_refused(sampling: SamplingParams, kept: list[list[int]] | None, words: str) -> None:
+    with pytest.raises(TrimtabError, match=words) as caught:
+        check_trajectory(trajectory(sampling, kept))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (SamplingParams(), None),
+        (SamplingParams(logprobs="raw"), None),  # both distributions are one at temperature 1 without truncation
+        (SamplingParams(temperature=0.7), None),
+        (TRUNCATED, SETS),
+        (SamplingParams(top_p=0.9), [[2, 5, 7, 9], [0, 2]]),
+    ],
+)
+def test_accepted(sampling: SamplingParams, kept: list[list[int]] | None) -> None:
+    check_trajectory(trajectory(sampling, kept))
+
+
+def test_the_sampling_mask_of_an_observation_is_its_token() -> None:
+    one = multi_turn(0, "a..b")
+    ids = one.completion.response_ids
+    kept = tuple(np.array([id_] if not sampled else [id_, 5]) for id_, sampled in zip(ids, one.loss_mask, strict=True))
+    sampled = replace(one, sampling=SamplingParams(top_k=2), completion=replace(one.completion, sampling_mask=kept))
+    check_trajectory(sampled)
+    missing = replace(sampled, completion=replace(sampled.completion, sampling_mask=kept[:1] + kept[3:]))
+    with pytest.raises(TrimtabError, match="2 sampling masks for 4 tokens"):
+        check_trajectory(missing)

@@ -8,7 +8,7 @@
     attention                        one block of scores and its mask: some queries of a long row, or several short rows
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
-docs/scale.md derives the terms, and `benchmarks/memory.py` compares them with measurements.
+docs/scale.md derives the terms, and `memory.py` compares them with measurements.
 """
 
 from __future__ import annotations
@@ -76,11 +76,6 @@ class Shape:
             qk_norm=hasattr(layers[0], "self_attn") and hasattr(layers[0].self_attn, "q_norm"),
         )
 
-    @property
-    def embedding(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
-        return self.vocabulary * self.hidden
-
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
@@ -137,13 +132,8 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
         "kept": kept,
         "layer": gradients + (layer if rank.recompute else 0.0),
         "attention": _attention(shape, rank),
-        "head": states + 3 * tile * FLOAT32 + shape.embedding * rank.master,
+        "head": states + 3 * tile * FLOAT32 + shape.vocabulary * shape.hidden * rank.master,
     }
-
-
-def host_memory(shape: Shape, rank: Rank) -> float:
-    """Returns the bytes of CPU memory of all ranks: two weight updates in transfer, and offloaded state."""
-    return shape.parameters * rank.master * (2 + 4 * rank.offload)
 
 
 def layer_activations(shape: Shape, rank: Rank) -> float:
@@ -165,8 +155,8 @@ def _copies(shape: Shape, rank: Rank) -> float:
     # The current and the next layer, gathered; the full gradient of one layer, and its copy during reduce-scatter.
     layers = 2 * shape.layer * rank.compute + shape.layer * (rank.compute + FLOAT32)
     # Embedding and head are not sharded and keep the master dtype; the gradient of the head is counted as its own term.
-    outside = shape.embedding * (1 if shape.tied else 2)
-    return layers + (2 * outside - shape.embedding) * rank.master
+    outside = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    return layers + (2 * outside - shape.vocabulary * shape.hidden) * rank.master
 
 
 def _attention(shape: Shape, rank: Rank) -> float:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.cluster.object_store_weights import pack, unpack
+from trimtab.trainer.cluster.ray_transport import pack, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.benchmark_module import load
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trimtab.trainer.memory import Rank, Shape, host_memory, layer_activations, rank_memory
 from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
+estimate: Any = load("memory_estimate")
+Rank, Shape = estimate.Rank, estimate.Shape
+rank_memory, layer_activations = estimate.rank_memory, estimate.layer_activations
 TINY = Shape(
     layers=2, hidden=4, heads=2, queries=4, keys=2, inner=8, vocabulary=10, layer=152, parameters=348, tied=True
 )
@@ -65,17 +68,6 @@ def test_a_layer_by_hand() -> None:
     assert layer_activations(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
 
 
-def test_few_probabilities_are_kept_and_many_computed_again() -> None:
-    short = rank_memory(TINY, ONE)["kept"]
-    # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers. 80 times 10 logits.
-    assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100 + 2 * 800
-    long = replace(ONE, response=4000)
-    assert rank_memory(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100 + 2 * 800
-    # Of more than 2**28 bytes none is kept.
-    many = replace(long, scored=2**24)
-    assert rank_memory(TINY, many)["kept"] == rank_memory(TINY, long)["kept"] - 2 * 800
-
-
 def test_checkpointing_keeps_one_input_for_each_layer() -> None:
     with_, without = (rank_memory(TINY, replace(ONE, recompute=on)) for on in (True, False))
     assert with_["kept"] == (2 + 3) * 4 * 4 * 100 + 2 * 800
@@ -102,21 +94,6 @@ def test_copies_by_hand() -> None:
     assert rank_memory(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
 
 
-def test_offload_moves_the_weights_to_the_host() -> None:
-    rank = replace(ONE, ranks=4, offload=True)
-    assert rank_memory(TINY, rank)["weights"] == 0
-    # Two publications in float32 wait there anyway.
-    assert (host_memory(TINY, ONE), host_memory(TINY, rank)) == (8 * TINY.parameters, (8 + 16) * TINY.parameters)
-
-
-def test_no_term_holds_tokens_times_vocabulary() -> None:
-    """Twice the vocabulary costs one more gradient of the head, whatever the tokens."""
-    double = replace(TINY, vocabulary=20)
-    for tokens in (100, 10_000):
-        rank = replace(ONE, tokens=tokens, scored=tokens)
-        assert rank_memory(double, rank)["head"] - rank_memory(TINY, rank)["head"] == 4 * 10 * 4
-
-
 def test_blocks_are_larger_on_an_accelerator() -> None:
     # 4 rows of 2 heads x 20 x 40 scores fit either; one tile of the head is 2**20 numbers on a CPU, three are held.
     ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))
@@ -132,14 +109,6 @@ def test_attention_of_long_rows_grows_with_their_length() -> None:
     # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
     assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
     assert twice < 2 * once
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_everything_grows_with_the_row(recompute: bool) -> None:
-    shape = Shape.of(SEVEN)
-    rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
-    totals = [sum(rank_memory(shape, rank).values()) for rank in rows]
-    assert totals == sorted(totals)
 
 
 def model(kind: str) -> PreTrainedModel:
