@@ -19,7 +19,7 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.server import call_responses
+from trimtab.trainer.engines.server import server_engine
 from trimtab.trainer.engines.server.server_engine import ServerEngine
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.sft import laboratory_folder
@@ -69,7 +69,7 @@ def expected(
 ) -> list[list[Completion]]:
     """What the servers' own model writes for the seeds they are sent."""
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
-    seeds = [[call_responses.request_seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
+    seeds = [[server_engine.request_seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
     return [[local.generate([prompts[p]], 1, sampling, seed=seed)[0][0] for seed in row] for p, row in enumerate(seeds)]
 
 
@@ -89,7 +89,7 @@ def expected_turns(laboratory: LoadedModel, prompts: Sequence[Prompt]) -> list[l
         while True:
             n = len(one.response_ids)
             context = replace(prompt, ids=np.concatenate([prompt.ids, one.response_ids]))
-            seed = call_responses.request_seed(SEED, p, s, n)
+            seed = server_engine.request_seed(SEED, p, s, n)
             [[turn]] = local.generate([context], 1, replace(TURNS, max_tokens=34 - n), seed=seed)
             one = joined(one, turn, sampled=True)
             result = handler.answer(one)
@@ -177,8 +177,8 @@ class TestWire:
     def _short_seeds(served: list[ServerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
         """SGLang takes 31 bits of a seed."""
         if served[0].kind == "sglang":
-            whole = call_responses.request_seed
-            monkeypatch.setattr(call_responses, "request_seed", lambda *key: whole(*key) % (1 << 31))
+            whole = server_engine.request_seed
+            monkeypatch.setattr(server_engine, "request_seed", lambda *key: whole(*key) % (1 << 31))
 
     def test_published_weights_are_sampled_from(
         self,

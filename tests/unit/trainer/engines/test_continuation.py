@@ -12,7 +12,7 @@ import torch
 from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, forward_logps, prompts, tiny, tokenizer, tokens
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.embedded import decoder, decoding_loop, embedded_engine
+from trimtab.trainer.engines.embedded import decoder, embedded_engine
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
 from trimtab.types import Completion, SamplingParams
@@ -146,7 +146,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(name: str) -> None:
 
 def test_tokens_are_counted_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of 5 and 3 tokens; rows of 12 tokens that begin with 0, 4, 4 (equal) and 7 tokens."""
-    monkeypatch.setattr(decoding_loop, "COMPACT_SHARE", 2)  # finished rows stay in the batch, and do not count
+    monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", 2)  # finished rows stay in the batch, and do not count
     engine, asked = make(), prompts([5, 3])
     plain = engine.generate(asked, 4, FREE, seed=3)
     assert (engine.prefilled_tokens, engine.decoded_tokens) == (8, 2 * 4 * 11)
@@ -167,8 +167,8 @@ def test_other_rows_of_the_batch_do_not_change_a_row(name: str, monkeypatch: pyt
     assert expected != tokens(plain)
     assert 24 in {len(ids) for group in expected for ids in group}
     for module, constant, value in [
-        (decoding_loop, "COMPACT_SHARE", 2),
-        (decoding_loop, "COMPACT_SHARE", 0),
+        (embedded_engine, "COMPACT_SHARE", 2),
+        (embedded_engine, "COMPACT_SHARE", 0),
         (embedded_engine, "CACHE_BYTES", 1 << 17),
     ]:
         with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from tests.support.engines import CONFIGS, prompt, tiny
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.request import validate_request
-from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.engines.weights import WeightManifest
 from trimtab.types import SamplingParams
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -20,24 +20,20 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.engines.decoding_rows import (
     DecodingRow,
-    Prefixes,
     append_sampled,
     build_rows,
     mark_aborted,
     plan_prefill,
-    validate_prefixes,
-    validate_routes,
-    validate_tokens,
 )
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
 from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, SharedPromptDecoder, supports
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
-from trimtab.trainer.engines.request import validate_request
+from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
-from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.engines.weights import WeightManifest
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.trainer.models.logprobs import TokenBatch, score
@@ -124,18 +120,13 @@ class EmbeddedEngine:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
         validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
-        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        multi_turn = turns is not None
-        validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
+        rows = build_rows(prompts, samples, sampling, prefixes, stop, vocabulary, multi_turn=turns is not None)
         if self._routes:
             validate_routes(prefixes, prompts, router_info(self._model)._replace(gates=self._gates))
-        rows = build_rows(len(prompts), samples, sampling, prefixes, multi_turn=multi_turn)
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
-        exchange = None if turns is None else TurnExchange(turns, abort)
-        if exchange is not None:
-            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
+        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
         record = record_routing(self._model, gates=self._gates) if self._routes else contextlib.nullcontext()
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
@@ -234,9 +225,9 @@ class EmbeddedEngine:
         starts = plan_prefill(rows, prompts, self._model.device)
         if self._invariant:
             return InvariantDecoder(self._model, starts)
-        steps = max_tokens - min(row.prefix_length for row in rows)
         window = self._blocks.window if self._blocks else None
         if self._blocks and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
+            steps = max_tokens - min(row.prefix_length for row in rows)
             decoder = SharedPromptDecoder(self._blocks.packed(len(rows)), starts, steps, recorder)
         else:
             decoder = CachedDecoder(self._model, starts, recorder)

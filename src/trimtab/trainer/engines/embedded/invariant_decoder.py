@@ -34,7 +34,7 @@ from trimtab.trainer.models.invariant.invariant_attention import (
     round_up,
 )
 from trimtab.trainer.models.invariant.invariant_layers import pack_layers, use_packed
-from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.packed_attention import AttentionOptions, PackedLayout
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

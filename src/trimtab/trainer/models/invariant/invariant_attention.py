@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.packed_attention import (
     MAX_SAVED_SCORES,
     AttentionOptions,

@@ -12,7 +12,7 @@ import torch
 from tests.support.engines import tiny
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.remote.shared_weights import share
+from trimtab.trainer.engines.weights import share
 
 EVERY_TYPE = {
     "float32": torch.tensor([[1.5, -0.0], [float("inf"), 3e-45]]),

@@ -25,10 +25,8 @@ from tests.support.turns import ScriptedTurns
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import ServerConfig
 from trimtab.trainer.engines.decoding_rows import build_rows
-from trimtab.trainer.engines.remote.shared_weights import SharedWeights
 from trimtab.trainer.engines.request import validate_vllm_temperature
 from trimtab.trainer.engines.server import http_client
-from trimtab.trainer.engines.server.call_responses import CallResponses, request_seed
 from trimtab.trainer.engines.server.http_client import (
     Connection,
     RequestRejected,
@@ -37,11 +35,12 @@ from trimtab.trainer.engines.server.http_client import (
     check_url,
 )
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
+from trimtab.trainer.engines.server.server_engine import CallResponses, request_seed
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, check_result
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
-from trimtab.trainer.engines.server.weight_folder import PREFIX, WeightFolder, entries
 from trimtab.trainer.engines.stopping import StopChecker
+from trimtab.trainer.engines.weights import PREFIX, SharedWeights, WeightFolder, entries
 from trimtab.types import EXTERNAL_VERSION, AbortSignal, Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop=("ab",))

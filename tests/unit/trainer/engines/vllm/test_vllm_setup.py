@@ -12,7 +12,7 @@ from tests.support.engines import EOS, SIZE
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EngineConfig, VllmConfig, load_config
 from trimtab.trainer.engines.decoding_rows import build_rows
-from trimtab.trainer.engines.vllm import setup
+from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 from trimtab.types import SamplingParams
 
@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def started(*sets: str) -> dict[str, Any]:
-    return setup.arguments("folder", load_config("quickstart-vllm", sets).engine)
+    return stepped_runner.arguments("folder", load_config("quickstart-vllm", sets).engine)
 
 
 @pytest.mark.parametrize(
