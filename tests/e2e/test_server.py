@@ -231,16 +231,6 @@ class TestWire:
         with pytest.raises(TrimtabError, match="from before the temperature"):
             engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
 
-    def test_refused_weights_are_an_error_that_says_what_to_do(
-        self, laboratory: LoadedModel, served: list[ServerProcess]
-    ) -> None:
-        engine = engine_over(laboratory, served[:1])
-        served[0].configure(reject=True)
-        advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
-        with pytest.raises(TrimtabError, match=advice) as raised:
-            engine.update_weights(laboratory.model.named_parameters(), 1)
-        assert not isinstance(raised.value, EngineDeadError)
-
 
 class TestKills:
     def call(self, engine: ServerEngine, prompts: list[Prompt], pool: ThreadPoolExecutor) -> Future[Any]:
@@ -262,20 +252,6 @@ class TestKills:
         assert len(counted) == len(set(counted)) == len(prompts) * SAMPLES
         assert len(second.logged("answered")) == 2
         assert not set(second.logged("answered")) & set(first.logged("received"))  # answered ones are not asked again
-
-    def test_a_turn_of_a_lost_server_is_requested_from_another_one(
-        self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        second, reference = servers[1], expected_turns(laboratory, prompts)
-        second.configure(after=5)  # it has answered one or two turns by then
-        engine = engine_over(laboratory, servers, concurrency=1)
-        with ThreadPoolExecutor() as pool:
-            call = pool.submit(engine.generate, prompts, SAMPLES, TURNS, seed=SEED, turns=scripted())
-            second.wait_for_held()
-            second.kill()
-            assert_equal_turns(call.result(), reference)
-        counted = [seed for one in servers for seed in one.logged("answered")]
-        assert len(counted) == len(set(counted)) == sum(int(one.turn[-1]) + 1 for one in chain(*reference))
 
     def test_a_server_that_returns_gets_its_weights_back(
         self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
