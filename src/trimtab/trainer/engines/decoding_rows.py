@@ -163,14 +163,6 @@ class DecodingRow:
         self.observation.extend(result.ids.tolist())
 
 
-def is_complete(prefix: Completion, max_tokens: int, *, multi_turn: bool = False) -> bool:
-    """Returns whether this prefix is a whole response, as an aborted call returns those that had already ended."""
-    n, reason = len(prefix.response_ids), prefix.finish_reason
-    if multi_turn:
-        return n > 0 and reason != "abort"
-    return n > 0 and (reason == "stop" or n == max_tokens)
-
-
 def build_rows(
     prompts: Sequence[Prompt],
     samples: int,
@@ -195,8 +187,9 @@ def build_rows(
         prefix = prefixes[row.prompt][row.sample]
         if len(prefix.response_ids) == 0:
             continue
-        row.prefix = prefix
-        row.complete = is_complete(prefix, sampling.max_tokens, multi_turn=multi_turn)
+        row.prefix, whole = prefix, len(prefix.response_ids) == sampling.max_tokens
+        # As an aborted call returns responses that had already ended.
+        row.complete = prefix.finish_reason != "abort" if multi_turn else prefix.finish_reason == "stop" or whole
         row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()

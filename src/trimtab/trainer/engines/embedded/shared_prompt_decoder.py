@@ -326,7 +326,12 @@ class SharedPromptDecoder:
             self._prepare()
         if self._use_graphs and self._eager_steps == EAGER_STEPS and self._graph is None:
             self._make_graph(tokens)
-        logits = self._run(tokens) if self._graph is None else self._replay(self._graph, tokens)
+        if self._graph is None:
+            logits = self._run(tokens)
+        else:
+            self._tokens.copy_(tokens)
+            self._graph.replay()  # what `_run` does
+            logits = self._logits
         self._filled += 1
         if paused is not None:
             self._shift_right(paused)
@@ -339,12 +344,6 @@ class SharedPromptDecoder:
         self._column += 1
         self._positions += 1
         return self._model.logits(hidden)
-
-    def _replay(self, graph: torch.cuda.CUDAGraph, tokens: Tensor) -> Tensor:
-        """Does what `_run` does in one graph."""
-        self._tokens.copy_(tokens)
-        graph.replay()
-        return self._logits
 
     def _make_graph(self, tokens: Tensor) -> None:
         """Captures a step. Where that fails (memory is short) it warns, and this batch is decoded without a graph."""
