@@ -88,7 +88,7 @@ def sides(sampler: Any, trainer: Any, autocast: Any, pad: int) -> tuple[Side, Si
         plan = PrefillPlan(list(tokens), [tokens[0, :0]] * TEXTS, rows, rows)
         with recorded(sampler, full) as (recording, add):
             exact = is_invariant(sampler)
-            decoder = InvariantDecoder(sampler, plan) if exact else CachedDecoder(sampler, plan, RESPONSE)
+            decoder = InvariantDecoder(sampler, plan) if exact else CachedDecoder(sampler, plan)
             logits = [decoder.first, *(decoder.step(column) for column in answer[:, :-1].T)]
             for now, column, position in zip(logits, answer.T, positions.T, strict=True):
                 logp = log_probs if exact else native_log_probs

@@ -25,9 +25,8 @@ from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPubl
 from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.config.schema import RewardConfig
-from trimtab.trainer.engines.engine_spec import build
-from trimtab.trainer.engines.factory import engine_spec
-from trimtab.trainer.engines.remote.shared_weights import share
+from trimtab.trainer.engines.factory import build_from_spec, engine_spec
+from trimtab.trainer.engines.weights import share
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rewards import Response
 from trimtab.trainer.rollout.prompts import PromptStream
@@ -101,7 +100,7 @@ def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
 
 
 def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, model, config) -> None:
-    here = build(engine_spec(config, model[1]))
+    here = build_from_spec(engine_spec(config, model[1]))
     for version, scale in ((3, 1.0), (4, 1.5)):
         here.update_weights(weights(model, scale), version)
         shared = share(weights(model, scale))

@@ -19,7 +19,7 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.server import call_responses
+from trimtab.trainer.engines.server import server_engine
 from trimtab.trainer.engines.server.server_engine import ServerEngine
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.sft import laboratory_folder
@@ -69,7 +69,7 @@ def expected(
 ) -> list[list[Completion]]:
     """What the servers' own model writes for the seeds they are sent."""
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
-    seeds = [[call_responses.request_seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
+    seeds = [[server_engine.request_seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
     return [[local.generate([prompts[p]], 1, sampling, seed=seed)[0][0] for seed in row] for p, row in enumerate(seeds)]
 
 
@@ -89,7 +89,7 @@ def expected_turns(laboratory: LoadedModel, prompts: Sequence[Prompt]) -> list[l
         while True:
             n = len(one.response_ids)
             context = replace(prompt, ids=np.concatenate([prompt.ids, one.response_ids]))
-            seed = call_responses.request_seed(SEED, p, s, n)
+            seed = server_engine.request_seed(SEED, p, s, n)
             [[turn]] = local.generate([context], 1, replace(TURNS, max_tokens=34 - n), seed=seed)
             one = joined(one, turn, sampled=True)
             result = handler.answer(one)
@@ -177,8 +177,8 @@ class TestWire:
     def _short_seeds(served: list[ServerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
         """SGLang takes 31 bits of a seed."""
         if served[0].kind == "sglang":
-            whole = call_responses.request_seed
-            monkeypatch.setattr(call_responses, "request_seed", lambda *key: whole(*key) % (1 << 31))
+            whole = server_engine.request_seed
+            monkeypatch.setattr(server_engine, "request_seed", lambda *key: whole(*key) % (1 << 31))
 
     def test_published_weights_are_sampled_from(
         self,
@@ -231,16 +231,6 @@ class TestWire:
         with pytest.raises(TrimtabError, match="from before the temperature"):
             engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
 
-    def test_refused_weights_are_an_error_that_says_what_to_do(
-        self, laboratory: LoadedModel, served: list[ServerProcess]
-    ) -> None:
-        engine = engine_over(laboratory, served[:1])
-        served[0].configure(reject=True)
-        advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
-        with pytest.raises(TrimtabError, match=advice) as raised:
-            engine.update_weights(laboratory.model.named_parameters(), 1)
-        assert not isinstance(raised.value, EngineDeadError)
-
 
 class TestKills:
     def call(self, engine: ServerEngine, prompts: list[Prompt], pool: ThreadPoolExecutor) -> Future[Any]:
@@ -262,20 +252,6 @@ class TestKills:
         assert len(counted) == len(set(counted)) == len(prompts) * SAMPLES
         assert len(second.logged("answered")) == 2
         assert not set(second.logged("answered")) & set(first.logged("received"))  # answered ones are not asked again
-
-    def test_a_turn_of_a_lost_server_is_requested_from_another_one(
-        self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
-    ) -> None:
-        second, reference = servers[1], expected_turns(laboratory, prompts)
-        second.configure(after=5)  # it has answered one or two turns by then
-        engine = engine_over(laboratory, servers, concurrency=1)
-        with ThreadPoolExecutor() as pool:
-            call = pool.submit(engine.generate, prompts, SAMPLES, TURNS, seed=SEED, turns=scripted())
-            second.wait_for_held()
-            second.kill()
-            assert_equal_turns(call.result(), reference)
-        counted = [seed for one in servers for seed in one.logged("answered")]
-        assert len(counted) == len(set(counted)) == sum(int(one.turn[-1]) + 1 for one in chain(*reference))
 
     def test_a_server_that_returns_gets_its_weights_back(
         self, laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]

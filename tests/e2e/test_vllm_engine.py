@@ -14,7 +14,7 @@ from tests.support.turns import ScriptedTurns
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.vllm import setup, stepped_runner
+from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -133,7 +133,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
 def test_keep_sets_need_a_gpu(engine: Any) -> None:
     wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
     with pytest.raises(TrimtabError, match="needs a GPU"):
-        setup.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
+        stepped_runner.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
 
 
 def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ TURNS = SamplingParams(max_tokens=70, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 
 
 
 def test_a_turn_runs_only_what_the_prefix_cache_lacks(engine: Any) -> None:
-    block, length = setup.CPU_BLOCK, 70
+    block, length = stepped_runner.CPU_BLOCK, 70
     prefilled = engine.prefilled_tokens
     got = all_of(engine.generate(prompts([length]), 4, TURNS, seed=3, turns=ScriptedTurns(70)))
     first, later, whole = 64 + 4 * 6, 0, 4 * length  # whole blocks of the prompt are run once, the rest for each sample

@@ -29,7 +29,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantizat
 from trimtab.trainer.engines.remote import process_transport, remote_engine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
-from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
+from trimtab.trainer.engines.weights import SharedWeights, share
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import load
 from trimtab.types import Completion, SamplingParams, TurnResult
@@ -171,42 +171,6 @@ def test_killed_while_generating(engine: RemoteEngine) -> None:
 
 
 PATIENCE = 2.0  # seconds
-
-
-class Stop:
-    """Never set; stops the process for good when it is first checked."""
-
-    def __init__(self, pid: int | None) -> None:
-        self.pid = pid
-
-    def is_set(self) -> bool:
-        if self.pid is not None:
-            os.kill(self.pid, signal.SIGSTOP)
-        self.pid = None
-        return False
-
-
-@pytest.mark.parametrize("doing", ["generate", "update_weights"])
-def test_a_stopped_process_is_given_up(engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
-    expected = engine.generate(ASKED, 4, FREE, seed=3)
-    pid = engine.transport.pid
-    assert pid is not None
-    monkeypatch.setattr(engine, "hang_timeout", PATIENCE)
-    if doing != "generate":
-        os.kill(pid, signal.SIGSTOP)
-    calls = {
-        "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, abort=Stop(pid)),
-        "update_weights": lambda: engine.update_weights(laboratory.build(1)[0].named_parameters(), version=6),
-    }
-    with pytest.raises(
-        EngineDeadError, match=rf"gave no sign of life for 2 s \(engine.hang_timeout\).* during {doing}$"
-    ):
-        calls[doing]()
-    assert gone(pid)
-    monkeypatch.undo()  # a new process needs its time to start
-    engine.restart()
-    engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
-    assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
 
 
 def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
@@ -384,18 +348,6 @@ def test_a_wrong_description_is_one_line(folder: Path) -> None:
             engine.update_weights(laboratory.build(1)[0].named_parameters(), version=1)
         assert type(caught.value) is TrimtabError
     engine.close()
-
-
-def test_ctrl_c_leaves_no_answer_behind(engine: RemoteEngine) -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    pid = engine.transport.pid
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(ASKED, 64, FREE, seed=3, abort=After(0, then=stop))
-    assert gone(pid)
-    with pytest.raises(EngineDeadError):
-        engine.generate(ASKED, 1, FREE, seed=3)
 
 
 def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(

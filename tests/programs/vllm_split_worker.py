@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.trainer.engines.remote import engine_host
-from trimtab.trainer.engines.vllm import setup
+from trimtab.trainer.engines.vllm import stepped_runner
 
-arguments = setup.arguments
+arguments = stepped_runner.arguments
 
 
 def split(*spec: Any) -> dict[str, Any]:
@@ -15,5 +15,5 @@ def split(*spec: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    setup.arguments = split
+    stepped_runner.arguments = split
     engine_host.main()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.trainer.engines.decoding_rows import Prefixes, validate_prefixes
+from trimtab.trainer.engines.request import Prefixes, validate_prefixes
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
 
 

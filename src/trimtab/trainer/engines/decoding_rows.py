@@ -1,10 +1,10 @@
-"""The rows of a decoding batch: prefixes, tokens sampled so far, and the validation of prefixes."""
+"""The rows of a decoding batch: prefixes, and tokens sampled so far."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.embedded.sampling import SampledTokens
+from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.trainer.models.routing import RouterInfo
 from trimtab.types import (
     EXTERNAL_VERSION,
     Completion,
@@ -26,7 +25,6 @@ from trimtab.types import (
     TurnResult,
 )
 
-Prefixes = Sequence[Sequence[Completion]]
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
@@ -165,32 +163,33 @@ class DecodingRow:
         self.observation.extend(result.ids.tolist())
 
 
-def is_complete(prefix: Completion, max_tokens: int, *, multi_turn: bool = False) -> bool:
-    """Returns whether this prefix is a whole response, as an aborted call returns those that had already ended."""
-    n, reason = len(prefix.response_ids), prefix.finish_reason
-    if multi_turn:
-        return n > 0 and reason != "abort"
-    return n > 0 and (reason == "stop" or n == max_tokens)
-
-
 def build_rows(
-    count: int,
+    prompts: Sequence[Prompt],
     samples: int,
     sampling: SamplingParams,
     prefixes: Prefixes | None,
+    stop: StopChecker,
+    vocabulary: int,
     *,
-    multi_turn: bool = False,
+    multi_turn: bool,
 ) -> list[DecodingRow]:
-    """Returns `samples` rows for each of `count` prompts, prompt by prompt."""
-    rows = [DecodingRow(p, s) for p in range(count) for s in range(samples)]
+    """Returns `samples` rows for each prompt, prompt by prompt.
+
+    Raises:
+        TrimtabError: the prefixes do not fit (`validate_prefixes`, `validate_tokens`).
+    """
+    validate_prefixes(prefixes, prompts, samples, sampling)
+    validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
+    rows = [DecodingRow(p, s) for p in range(len(prompts)) for s in range(samples)]
     if prefixes is None:
         return rows
     for row in rows:
         prefix = prefixes[row.prompt][row.sample]
         if len(prefix.response_ids) == 0:
             continue
-        row.prefix = prefix
-        row.complete = is_complete(prefix, sampling.max_tokens, multi_turn=multi_turn)
+        row.prefix, whole = prefix, len(prefix.response_ids) == sampling.max_tokens
+        # As an aborted call returns responses that had already ended.
+        row.complete = prefix.finish_reason != "abort" if multi_turn else prefix.finish_reason == "stop" or whole
         row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
@@ -232,98 +231,3 @@ def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device:
         prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
         row=torch.tensor(start_of_row, device=device),
     )
-
-
-def validate_prefixes(
-    prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
-) -> None:
-    """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
-
-    Raises:
-        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
-            longer than `max_tokens`; sampling masks missing, or given where the sampling is not truncated; experts
-            recorded for another number of tokens.
-    """
-    if prefixes is None:
-        return
-    if len(prefixes) != len(prompts) or any(len(group) != samples for group in prefixes):
-        raise TrimtabError(
-            f"prefixes for {len(prefixes)} prompts with {sorted({len(group) for group in prefixes})} samples do not "
-            f"fit {len(prompts)} prompts with {samples}: give one prefix, possibly empty, for each response"
-        )
-    for name, prompt, prefix in _distinct_prefixes(prefixes, prompts):
-        length = len(prefix.response_ids)
-        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask, prefix.top)
-        if any(len(values) != length for values in fields if values is not None):
-            raise TrimtabError(
-                f"{name}: its log-probs, versions, entropies, sampling masks or most probable ids are not {length} "
-                "like its ids"
-            )
-        if length > sampling.max_tokens:
-            raise TrimtabError(
-                f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
-                "cut the prefix or raise max_tokens"
-            )
-        if sampling.truncated != (prefix.sampling_mask is not None):
-            raise TrimtabError(
-                f"{name} must have sampling masks where top_p or top_k truncates the sampling, and only there: draw it "
-                "under the same top_p and top_k"
-            )
-        if (prefix.top is None) == (sampling.top_logprobs > 0):
-            raise TrimtabError(
-                f"{name} must have most probable ids where top_logprobs asks for them, and only there: draw it under "
-                "the same top_logprobs"
-            )
-        run = len(prompt.ids) + length - 1
-        if prefix.routed_experts is not None and len(prefix.routed_experts) != run:
-            raise TrimtabError(
-                f"{name}: its experts are recorded for {len(prefix.routed_experts)} tokens, but {run} were run"
-            )
-
-
-def validate_tokens(
-    prefixes: Prefixes | None,
-    prompts: Sequence[Prompt],
-    stop: StopChecker,
-    vocabulary: int,
-    *,
-    multi_turn: bool = False,
-) -> None:
-    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn.
-
-    Raises:
-        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless the finish reason is "stop".
-    """
-    if prefixes is None:
-        return
-    for name, _, prefix in _distinct_prefixes(prefixes, prompts):
-        ids = prefix.response_ids
-        if np.min(ids) < 0 or np.max(ids) >= vocabulary:
-            raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if not multi_turn and prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
-            raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
-
-
-def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
-    """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
-    for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
-        routes = prefix.routed_experts
-        if routes is None or not routes.size:
-            continue
-        experts = routes[..., : routers.chosen]
-        foreign = experts.min() < 0 or experts.max() >= routers.experts
-        if foreign or routes.shape[1:] != (routers.layers, routers.columns):
-            raise TrimtabError(
-                f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
-                f"{routers.experts} experts, {routers.chosen} for a token"
-            )
-
-
-def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
-    """Yields each prefix object that is not empty once, as (name for error messages, prompt, prefix)."""
-    seen: set[int] = set()
-    for prompt, group in zip(prompts, prefixes, strict=True):
-        for sample, prefix in enumerate(group):
-            if id(prefix) not in seen and len(prefix.response_ids):
-                seen.add(id(prefix))
-                yield f"prefix of prompt {prompt.problem.id!r}, sample {sample},", prompt, prefix

@@ -1,13 +1,17 @@
-"""Validation of generate requests, shared by all engines."""
+"""Validation of generate requests and of their prefixes, shared by all engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from trimtab.errors import TrimtabError
-from trimtab.types import Prompt, SamplingParams
+from trimtab.trainer.engines.stopping import StopChecker
+from trimtab.trainer.models.routing import RouterInfo
+from trimtab.types import Completion, Prompt, SamplingParams
+
+Prefixes = Sequence[Sequence[Completion]]  # by prompt and sample
 
 # vLLM's range. It silently raises lower temperatures to the minimum, and so samples another distribution than
 # requested; it refuses temperatures above the maximum.
@@ -64,3 +68,98 @@ def validate_vllm_temperature(sampling: SamplingParams) -> None:
         raise TrimtabError(
             f"temperature = {sampling.temperature}: vLLM samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, or greedily"
         )
+
+
+def validate_prefixes(
+    prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
+) -> None:
+    """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
+
+    Raises:
+        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
+            longer than `max_tokens`; sampling masks missing, or given where the sampling is not truncated; experts
+            recorded for another number of tokens.
+    """
+    if prefixes is None:
+        return
+    if len(prefixes) != len(prompts) or any(len(group) != samples for group in prefixes):
+        raise TrimtabError(
+            f"prefixes for {len(prefixes)} prompts with {sorted({len(group) for group in prefixes})} samples do not "
+            f"fit {len(prompts)} prompts with {samples}: give one prefix, possibly empty, for each response"
+        )
+    for name, prompt, prefix in _distinct_prefixes(prefixes, prompts):
+        length = len(prefix.response_ids)
+        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask, prefix.top)
+        if any(len(values) != length for values in fields if values is not None):
+            raise TrimtabError(
+                f"{name}: its log-probs, versions, entropies, sampling masks or most probable ids are not {length} "
+                "like its ids"
+            )
+        if length > sampling.max_tokens:
+            raise TrimtabError(
+                f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
+                "cut the prefix or raise max_tokens"
+            )
+        if sampling.truncated != (prefix.sampling_mask is not None):
+            raise TrimtabError(
+                f"{name} must have sampling masks where top_p or top_k truncates the sampling, and only there: draw it "
+                "under the same top_p and top_k"
+            )
+        if (prefix.top is None) == (sampling.top_logprobs > 0):
+            raise TrimtabError(
+                f"{name} must have most probable ids where top_logprobs asks for them, and only there: draw it under "
+                "the same top_logprobs"
+            )
+        run = len(prompt.ids) + length - 1
+        if prefix.routed_experts is not None and len(prefix.routed_experts) != run:
+            raise TrimtabError(
+                f"{name}: its experts are recorded for {len(prefix.routed_experts)} tokens, but {run} were run"
+            )
+
+
+def validate_tokens(
+    prefixes: Prefixes | None,
+    prompts: Sequence[Prompt],
+    stop: StopChecker,
+    vocabulary: int,
+    *,
+    multi_turn: bool = False,
+) -> None:
+    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn.
+
+    Raises:
+        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless the finish reason is "stop".
+    """
+    if prefixes is None:
+        return
+    for name, _, prefix in _distinct_prefixes(prefixes, prompts):
+        ids = prefix.response_ids
+        if np.min(ids) < 0 or np.max(ids) >= vocabulary:
+            raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
+        if not multi_turn and prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
+            raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
+
+
+def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
+    """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
+    for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
+        routes = prefix.routed_experts
+        if routes is None or not routes.size:
+            continue
+        experts = routes[..., : routers.chosen]
+        foreign = experts.min() < 0 or experts.max() >= routers.experts
+        if foreign or routes.shape[1:] != (routers.layers, routers.columns):
+            raise TrimtabError(
+                f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
+                f"{routers.experts} experts, {routers.chosen} for a token"
+            )
+
+
+def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
+    """Yields each prefix object that is not empty once, as (name for error messages, prompt, prefix)."""
+    seen: set[int] = set()
+    for prompt, group in zip(prompts, prefixes, strict=True):
+        for sample, prefix in enumerate(group):
+            if id(prefix) not in seen and len(prefix.response_ids):
+                seen.add(id(prefix))
+                yield f"prefix of prompt {prompt.problem.id!r}, sample {sample},", prompt, prefix

@@ -102,19 +102,25 @@ class TurnExchange:
 
 
 def resume_turns(
+    handler: TurnHandler | None,
+    abort: AbortSignal | None,
     rows: Iterable[DecodingRow],
-    exchange: TurnExchange,
     stop: StopChecker,
     version: int,
     sampling: SamplingParams,
-) -> None:
-    """Completes turns that had ended when the call that sampled them was aborted: appends their observations.
+) -> TurnExchange | None:
+    """Returns the exchange of a call, after it completed turns that had ended when an earlier call was aborted.
 
-    Rows whose result does not come because of another abort keep their finish reason, and are `waiting`.
+    Appends their observations. Rows whose result does not come because of another abort keep their finish reason, and
+    are `waiting`. Returns None without a handler.
     """
+    if handler is None:
+        return None
+    exchange = TurnExchange(handler, abort)
     for row in rows:
-        if row.turn_start < len(row.ids) and stop.ended([row.ids[row.turn_start :]])[0]:
+        if not row.complete and row.turn_start < len(row.ids) and stop.ended([row.ids[row.turn_start :]])[0]:
             exchange.submit(row, row.completion(version, stop))
     while joined := exchange.join(sampling.max_tokens, idle=True):
         for row in joined:
             row.append_observation(truncated=sampling.truncated)
+    return exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,21 +58,14 @@ def batched_product(a: Float[Tensor, "batch m k"], b: Float[Tensor, "batch k n"]
     return torch.bmm(a.to(dtype), b.to(dtype)).to(a.dtype)
 
 
-class InferenceLinear(NamedTuple):
-    """A linear layer without gradient. Its weight may be packed into the layout that oneDNN multiplies fastest."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, states: Float[Tensor, "rows k"]) -> Float[Tensor, "rows n"]:
-        if not self.weight.is_mkldnn:
-            return fast_linear(states, self.weight, self.bias)
-        result = product(states, self.weight)
-        return result if self.bias is None else result + self.bias
-
-    def packed(self, rows: int) -> InferenceLinear:
-        """Returns a copy for products of about `rows` rows, which does not follow later changes of the weight."""
-        return self._replace(weight=packed_weight(self.weight, rows))
+def inference_linear(
+    states: Float[Tensor, "rows k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
+) -> Float[Tensor, "rows n"]:
+    """Returns `states @ weight.T + bias` without gradient; the weight may be packed (`packed_weight`)."""
+    if not weight.is_mkldnn:
+        return fast_linear(states, weight, bias)
+    result = product(states, weight)
+    return result if bias is None else result + bias
 
 
 def packed_weight(weight: Float[Tensor, "n k"], rows: int) -> Tensor:

@@ -10,7 +10,7 @@ are masked, and rows of prompt and response would run every prompt once for each
 
 `PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
 short rows of reinforcement learning on a CPU, products of small matrices are faster than the fused kernel, most of all
-in the backward; long responses use it (`fused_rows.py`). Scores are computed in float32, so autocast rounds nothing
+in the backward; long responses use it (`FusedRows`). Scores are computed in float32, so autocast rounds nothing
 before the softmax.
 """
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -28,8 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.fused_rows import FusedRows
-from trimtab.trainer.models.matmul import batched_product, on_accelerator
+from trimtab.trainer.models.matmul import batched_product, on_accelerator, product_dtype
 
 PACKED_IMPLEMENTATION = "trimtab"
 
@@ -42,6 +42,9 @@ BLOCK_QUERIES = 128
 # Largest number of probabilities kept for backward, per layer and kind of row; more are recomputed (a third of
 # attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
 MAX_SAVED_SCORES = 1 << 22
+# Forward and backward of `FusedRows` on a CPU take as long as small products at 512 tokens, and 1 / 1.3 of their time
+# at 768.
+MIN_WIDTH = 768
 
 
 class PaddedRows(NamedTuple):
@@ -66,6 +69,62 @@ class PaddedRows(NamedTuple):
 
     def to(self, device: torch.device) -> PaddedRows:
         return self if self.slots is None else self._replace(slots=self.slots.to(device))
+
+
+class FusedRows(NamedTuple):
+    """Where the tokens of a packed row are in rows of a prompt and a response each, for PyTorch's fused kernel.
+
+    It stores no scores. Attention in a row is causal; padding on the right is behind all real tokens. A prompt's
+    queries are computed again in each row, so the rows are used where responses are longer than their prompts.
+
+    tokens: the packed token at each place; 0 at padding.
+    places: where each packed token is in the flattened rows; those of a prompt are in the first of its rows.
+    """
+
+    tokens: Int[Tensor, "rows width"]
+    places: Int[Tensor, " tokens"]
+
+    @classmethod
+    def build(
+        cls, prompt_lengths: Int[Tensor, " prompts"], lengths: Int[Tensor, " rows"], prompt_index: Int[Tensor, " rows"]
+    ) -> FusedRows | None:
+        """Returns the rows, or None where products of small matrices are used.
+
+        Args:
+            lengths: of the responses, which follow all prompts in the packed row.
+            prompt_index: the prompt of each response.
+        """
+        if not len(lengths) or int(lengths.max()) < max(MIN_WIDTH, int(prompt_lengths.max())):
+            return None
+        own = prompt_lengths[prompt_index, None]
+        starts = prompt_lengths.sum() + (lengths.cumsum(0) - lengths)[:, None]
+        column = torch.arange(int((own[:, 0] + lengths).max()), device=lengths.device)
+        of_prompt = (prompt_lengths.cumsum(0) - prompt_lengths)[prompt_index, None] + column
+        real = column < own + lengths[:, None]
+        tokens = torch.where(column < own, of_prompt, starts + column - own).where(real, 0)
+        slots = torch.arange(tokens.numel(), device=lengths.device).view_as(tokens)[real]
+        count = int(prompt_lengths.sum() + lengths.sum())
+        places = slots.new_full((count,), tokens.numel()).scatter_reduce(0, tokens[real], slots, "amin")
+        if int(places.max()) == tokens.numel():  # a prompt without a response
+            return None
+        return cls(tokens, places)
+
+    def to(self, device: torch.device) -> FusedRows:
+        return FusedRows(self.tokens.to(device), self.places.to(device))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dtype: torch.dtype
+    ) -> Float[Tensor, "1 tokens heads width"]:
+        """Returns the attention of each packed token, as `packed_attention_forward` does, computed in `dtype`."""
+        query, key, value = (self._spread(x, dtype) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].to(dtype)
+
+    def _spread(self, packed: Float[Tensor, "1 heads tokens width"], dtype: torch.dtype) -> Tensor:
+        # At least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
+        wide = packed[0].transpose(0, 1).to(torch.promote_types(packed.dtype, torch.float32))
+        rows = wide.index_select(0, self.tokens.flatten()).to(dtype)
+        return rows.to(product_dtype(rows)).unflatten(0, self.tokens.shape).transpose(1, 2)
 
 
 class _Block(NamedTuple):

@@ -1,4 +1,4 @@
-"""Responses that begin with given tokens: the engine must go on exactly as a full forward of the whole text would."""
+"""Responses that begin with given tokens, or are interrupted: the engine goes on as a full forward of all would."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, forward_logps, prompts, tiny, tokenizer, tokens
+from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, After, forward_logps, prompts, tiny, tokenizer, tokens
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.embedded import decoder, decoding_loop, embedded_engine
+from trimtab.trainer.engines.embedded import decoder, embedded_engine
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
 from trimtab.types import Completion, SamplingParams
@@ -146,7 +146,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(name: str) -> None:
 
 def test_tokens_are_counted_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of 5 and 3 tokens; rows of 12 tokens that begin with 0, 4, 4 (equal) and 7 tokens."""
-    monkeypatch.setattr(decoding_loop, "COMPACT_SHARE", 2)  # finished rows stay in the batch, and do not count
+    monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", 2)  # finished rows stay in the batch, and do not count
     engine, asked = make(), prompts([5, 3])
     plain = engine.generate(asked, 4, FREE, seed=3)
     assert (engine.prefilled_tokens, engine.decoded_tokens) == (8, 2 * 4 * 11)
@@ -167,8 +167,8 @@ def test_other_rows_of_the_batch_do_not_change_a_row(name: str, monkeypatch: pyt
     assert expected != tokens(plain)
     assert 24 in {len(ids) for group in expected for ids in group}
     for module, constant, value in [
-        (decoding_loop, "COMPACT_SHARE", 2),
-        (decoding_loop, "COMPACT_SHARE", 0),
+        (embedded_engine, "COMPACT_SHARE", 2),
+        (embedded_engine, "COMPACT_SHARE", 0),
         (embedded_engine, "CACHE_BYTES", 1 << 17),
     ]:
         with monkeypatch.context() as patch:
@@ -196,39 +196,29 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
     return replace(made, **changes)
 
 
+FITTING = Completion.empty()
+
+
 @pytest.mark.parametrize(
-    ("prefixes", "sampling", "words"),
+    ("prefixes", "sampling", "word"),
     [
-        ([[prefix_of([11])]], FREE, ["1 prompts", "2 prompts"]),
-        ([[prefix_of([11])] * 2, [Completion.empty()]], FREE, ["[1, 2] samples", "2 prompts with 1"]),
-        ([[Completion.empty()], [prefix_of([11] * 13)]], FREE, ["'p1'", "13 tokens", "max_tokens"]),
-        ([[Completion.empty()], [prefix_of([11, 7])]], STOPS, ["'p1'", "sample 0", "already complete"]),
-        ([[Completion.empty()], [prefix_of([11, EOS])]], STOPS, ["already complete"]),
-        ([[Completion.empty()], [prefix_of([PIECES.index("ab")])]], STOPS, ["already complete"]),
-        ([[Completion.empty()], [prefix_of([SIZE])]], FREE, ["'p1'", str(SIZE)]),
-        (
-            [[Completion.empty()], [prefix_of([11, 12], logp_behavior=np.zeros(1, np.float32))]],
-            FREE,
-            ["'p1'", "log-probs"],
-        ),
-        (
-            [[Completion.empty()], [prefix_of([11, 12], policy_version=np.zeros(3, np.int64))]],
-            FREE,
-            ["'p1'", "versions"],
-        ),
-        ([[Completion.empty()], [prefix_of([11])]], TRUNCATED, ["'p1'", "must have sampling masks", "top_p"]),
-        (
-            [[Completion.empty()], [prefix_of([11], sampling_mask=(np.array([11]),))]],
-            FREE,
-            ["'p1'", "must have sampling masks", "and only there"],
-        ),
+        ([[prefix_of([11])]], FREE, "1 prompts"),
+        ([[prefix_of([11])] * 2, [FITTING]], FREE, r"\[1, 2\] samples"),
+        ([[FITTING], [prefix_of([11] * 13)]], FREE, "max_tokens"),
+        ([[FITTING], [prefix_of([11, 7])]], STOPS, "already complete"),
+        ([[FITTING], [prefix_of([11, EOS])]], STOPS, "already complete"),
+        ([[FITTING], [prefix_of([PIECES.index("ab")])]], STOPS, "already complete"),
+        ([[FITTING], [prefix_of([SIZE])]], FREE, str(SIZE)),
+        ([[FITTING], [prefix_of([11, 12], logp_behavior=np.zeros(1, np.float32))]], FREE, "log-probs"),
+        ([[FITTING], [prefix_of([11, 12], policy_version=np.zeros(3, np.int64))]], FREE, "versions"),
+        ([[FITTING], [prefix_of([11])]], TRUNCATED, "must have sampling masks"),
+        ([[FITTING], [prefix_of([11], sampling_mask=(np.array([11]),))]], FREE, "must have sampling masks"),
     ],
 )
-def test_prefixes_that_do_not_fit_are_named(prefixes: Groups, sampling: SamplingParams, words: list[str]) -> None:
-    with pytest.raises(TrimtabError) as caught:
+def test_prefixes_that_do_not_fit_are_named(prefixes: Groups, sampling: SamplingParams, word: str) -> None:
+    with pytest.raises(TrimtabError, match=word) as caught:
         make().generate(prompts([4, 6]), 1, sampling, seed=0, prefixes=prefixes)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert len(prefixes) == 1 or prefixes[0] != [FITTING] or "'p1', sample 0," in str(caught.value)
 
 
 def test_a_stop_in_the_prefix_is_nothing_where_stops_are_ignored() -> None:
@@ -244,3 +234,60 @@ def test_what_a_prefix_does_not_know_the_response_does_not_claim() -> None:
     )
     assert out.entropy is None
     assert other.entropy is not None
+
+
+@pytest.mark.parametrize(("name", "sampling"), [("qwen3-moe", STOPS), ("llama", TRUNCATED), ("gpt2", TRUNCATED)])
+def test_interrupted_again_and_again_it_ends_with_the_uninterrupted_tokens(name: str, sampling: SamplingParams) -> None:
+    engine, asked = make(name), prompts(LENGTHS)
+    plain = engine.generate(asked, 4, sampling, seed=3)
+    completions, calls = None, 0
+    while completions is None or any(one.finish_reason == "abort" for one in chain(*completions)):
+        completions = engine.generate(asked, 4, sampling, seed=3, prefixes=completions, abort=After(5))
+        calls += 1
+    assert calls == -(-sampling.max_tokens // 5)
+    assert tokens(completions) == tokens(plain)
+    for one, whole in zip(chain(*completions), chain(*plain), strict=True):
+        assert (one.finish_reason, one.text) == (whole.finish_reason, whole.text)
+        np.testing.assert_allclose(one.logp_behavior, whole.logp_behavior, atol=1e-4)
+        np.testing.assert_allclose(one.entropy, whole.entropy, atol=1e-4)
+        assert all(
+            np.array_equal(a, b) for a, b in zip(one.sampling_mask or (), whole.sampling_mask or (), strict=True)
+        )
+
+
+def test_set_before_the_call_nothing_is_run() -> None:
+    engine, asked = make(), prompts(LENGTHS)
+    out = engine.generate(asked, 2, STOPS, seed=3, abort=After(0))
+    assert [(one.finish_reason, len(one.response_ids)) for one in chain(*out)] == [("abort", 0)] * 8
+    assert (engine.decoded_tokens, engine.prefilled_tokens) == (0, 0)
+    begun = engine.generate(asked, 2, FREE, seed=3, abort=After(3))
+    counted = engine.decoded_tokens, engine.prefilled_tokens
+    again = engine.generate(asked, 2, FREE, seed=3, prefixes=begun, abort=After(0))
+    assert tokens(again) == tokens(begun)
+    assert (engine.decoded_tokens, engine.prefilled_tokens) == counted
+
+
+def test_batches_that_were_not_begun_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = make(), prompts(LENGTHS)
+    plain = tokens(engine.generate(asked, 6, FREE, seed=5))
+    monkeypatch.setattr(embedded_engine, "CACHE_BYTES", 1 << 17)
+    part = engine.generate(asked, 6, FREE, seed=5, abort=After(17))  # in the middle of the second batch
+    assert {len(one.response_ids) for one in chain(*part)} == {12, 5, 0}
+    assert tokens(engine.generate(asked, 6, FREE, seed=5, prefixes=part)) == plain
+
+
+def test_a_whole_response_comes_back_as_it_is_and_costs_nothing() -> None:
+    engine, asked = make(), prompts([4, 6])
+    plain = engine.generate(asked, 3, STOPS, seed=1)
+    counted = engine.decoded_tokens, engine.prefilled_tokens
+    assert "stop" in {one.finish_reason for one in chain(*plain)}
+    again = engine.generate(asked, 3, STOPS, seed=2, prefixes=plain)
+    assert (engine.decoded_tokens, engine.prefilled_tokens) == counted
+    for one, whole in zip(chain(*again), chain(*plain), strict=True):
+        assert (one.finish_reason, one.text) == (whole.finish_reason, whole.text)
+        assert np.array_equal(one.logp_behavior, whole.logp_behavior)
+    longer = replace(STOPS, max_tokens=30)
+    grown = engine.generate(
+        asked, 3, longer, seed=1, prefixes=[[one.truncated(24) for one in group] for group in plain]
+    )
+    assert max(len(one.response_ids) for one in chain(*grown)) > 24

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from trimtab.errors import TrimtabError
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines import engine_spec as hosted
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.factory import (
     build_engines,
+    build_from_spec,
     engine_spec,
     split_devices,
     split_threads,
@@ -89,7 +89,7 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
     spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
     model, tokenizer = laboratory.build(0)
     engine, own = (
-        hosted.build(spec),
+        build_from_spec(spec),
         EmbeddedEngine(model.to(default_device()), tokenizer, "bfloat16", quantization=weight_quantization(recipe)),
     )
     for one in (engine, own):
@@ -101,9 +101,9 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
 
 def test_a_wrong_description_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"no config\.json"):
-        hosted.build({"type": "embedded", "model": str(tmp_path)})
+        build_from_spec({"type": "embedded", "model": str(tmp_path)})
     with pytest.raises(TrimtabError, match="did you mean 'embedded'"):
-        hosted.build({"type": "embeded", "model": str(tmp_path)})
+        build_from_spec({"type": "embeded", "model": str(tmp_path)})
 
 
 def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:

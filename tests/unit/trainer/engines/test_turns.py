@@ -14,7 +14,7 @@ from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines import turn_exchange
-from trimtab.trainer.engines.embedded import decoding_loop, shared_prompt_decoder
+from trimtab.trainer.engines.embedded import embedded_engine, shared_prompt_decoder
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.invariant import make_invariant
 from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TurnResult
@@ -147,7 +147,7 @@ def test_late_results_change_no_token(name: str, invariant: bool, monkeypatch: p
     monkeypatch.setattr(shared_prompt_decoder, "BLOCK", 4)
     for late in ({2: 45, 3: 3}, {0: 60, 1: 1, 2: 25}):
         for share in (0, 2):
-            monkeypatch.setattr(decoding_loop, "COMPACT_SHARE", share)
+            monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", share)
             got = engine.generate(asked, 3, STOPS, seed=3, turns=ScriptedTurns(70, late=late))
             assert_close(expected, got)
             if invariant:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import ModelParts
-from trimtab.trainer.models.matmul import product
 
 
 @pytest.fixture(autouse=True, params=[0, fused_head.KEPT_LOGITS], ids=["recomputed", "kept"])
@@ -146,13 +145,3 @@ def test_no_gradient_where_none_is_asked() -> None:
     assert weight.grad is None
     expected = (weight[[0, 1, 3]] - (hidden.detach() @ weight.T).softmax(-1) @ weight).detach()
     assert torch.allclose(hidden.grad, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_product_takes_views(dtype: torch.dtype) -> None:
-    a, b = torch.randn(5, 7).to(dtype), torch.randn(3, 7).to(dtype)
-    bound = 0.1 if dtype == torch.bfloat16 else 1e-5
-    expected = a.double() @ b.double().T
-    assert (product(a, b).double() - expected).abs().max() < bound
-    assert (product(a.T.contiguous().T, b.T.contiguous().T).double() - expected).abs().max() < bound
-    assert product(a[:0], b).shape == (0, 3)

@@ -67,26 +67,6 @@ def test_saved_folder_loads_and_scores_the_same(tmp_path: Path, dtype: torch.dty
     assert loaded.tokenizer("12=").input_ids == [1, 2, 10]
 
 
-@pytest.mark.e2e
-def test_it_learns_to_sort() -> None:
-    """A few supervised steps through `score` raise the log-prob of sorted digits far above chance (-2.6 a token)."""
-    model, tokenizer = laboratory.build(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    random = np.random.default_rng(0)
-    logp = torch.zeros(())
-    for _ in range(25):
-        digits = random.integers(0, 10, (32, 10))
-        texts = ["".join(map(str, row)) for row in digits]
-        prompts = [np.array(tokenizer(text + "=").input_ids) for text in texts]
-        responses = [np.array(tokenizer("".join(sorted(text)) + ".").input_ids) for text in texts]
-        batch = TokenBatch.pack(prompts, responses, range(32), pad_id=12)
-        logp = score(model, batch).logp.mean()
-        optimizer.zero_grad()
-        (-logp).backward()
-        optimizer.step()
-    assert logp.item() > -1.9
-
-
 @pytest.mark.parametrize(("name", "size"), [(MIXTURE, 383_232), (SWITCH, 402_176)])
 def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Path, name: str, size: int) -> None:
     dense, mixture = laboratory.build(seed=0)[0], load(name, dtype=torch.float32)

@@ -13,10 +13,11 @@ from torch import nn
 from trimtab.trainer.models import matmul
 from trimtab.trainer.models.matmul import (
     FastLinear,
-    InferenceLinear,
     batched_product,
     fast_linear,
+    inference_linear,
     packed_alike,
+    packed_weight,
     product_dtype,
     tiled_product,
     use_fast_linear,
@@ -103,12 +104,11 @@ def test_under_autocast_a_model_computes_as_before(monkeypatch: pytest.MonkeyPat
 def test_packed_layer_is_the_linear_layer_for_any_number_of_rows(dtype: torch.dtype, biased: bool) -> None:
     torch.manual_seed(3)
     weight, bias = torch.randn(33, 64, dtype=dtype), torch.randn(33, dtype=dtype) if biased else None
-    layer = InferenceLinear(weight, bias)
-    packed = layer.packed(8)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.06
     for rows in (1, 8, 130):
         states = torch.randn(rows, 64, dtype=dtype)
-        for result in (layer(states), packed(states)):
+        for used in (weight, packed_weight(weight, 8)):
+            result = inference_linear(states, used, bias)
             assert result.dtype == dtype
             torch.testing.assert_close(result, F.linear(states, weight, bias), rtol=tolerance, atol=tolerance)
 

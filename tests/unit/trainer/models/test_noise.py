@@ -22,22 +22,6 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float((a.double() * b.double()).mean())
 
 
-def test_kolmogorov_smirnov() -> None:
-    """The largest distance of the distribution functions is below the 1 % point."""
-    sample = draw(COUNT).double().sort().values
-    expected = torch.special.ndtr(sample)
-    rank = torch.arange(COUNT, dtype=torch.float64) / COUNT
-    distance = torch.maximum((expected - rank).abs(), (expected - rank - 1 / COUNT).abs()).max()
-    assert distance < 1.628 / math.sqrt(COUNT)
-
-
-def test_the_tail_has_the_expected_share() -> None:
-    sample = draw(COUNT).abs()
-    for bound, expected in ((2.0, 0.0455003), (3.0, 0.0026998), (4.0, 6.334e-5)):
-        share = float((sample > bound).double().mean())
-        assert abs(share - expected) < 4 * math.sqrt(expected / COUNT) + 1 / CODES
-
-
 def test_the_table_is_the_quantile_function_with_exact_moments() -> None:
     table = quantiles().double()
     assert abs(table.mean()) < 1e-9

@@ -110,30 +110,6 @@ def test_hand_numbers_of_the_gradient() -> None:
     assert log_sigma.grad.item() == pytest.approx(0.5 * float((weight * noise).sum()), rel=1e-5)
 
 
-def test_noise_differs_between_positions_layers_and_seeds_and_repeats_for_a_seed() -> None:
-    model = build("llama")
-    perturbation = Perturbation(model, std=0.1)
-
-    def noise(seed: int) -> list[Tensor]:
-        with inputs_of_layers(model) as clean, perturbation.attached(seed=seed), inputs_of_layers(model) as noisy:
-            loss(model)
-        return [(after - before)[0] for before, after in zip(clean, noisy, strict=True)]
-
-    first, again, other = noise(1), noise(1), noise(2)
-    assert torch.equal(first[0], again[0])
-    assert (first[0] != other[0]).float().mean() > 0.99
-    assert (first[0] != first[1]).float().mean() > 0.99
-    assert (first[0][:-1] != first[0][1:]).float().mean() > 0.99
-
-
-def test_global_randomness_is_not_consumed() -> None:
-    model = build("llama")
-    state = torch.get_rng_state()
-    with Perturbation(model).attached(seed=1):
-        loss(model).backward()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("layers", ["all", "logits"])
 def test_sigma_zero_equals_bypass_to_the_bit(dtype: torch.dtype, layers: str) -> None:
@@ -149,20 +125,6 @@ def test_sigma_zero_equals_bypass_to_the_bit(dtype: torch.dtype, layers: str) ->
     assert all(torch.equal(result[name], grad) for name, grad in expected.items())
     assert perturbation.log_sigma.grad is None
     assert (perturbation.log_sigma == -torch.inf).all()
-
-
-def test_one_sigma_of_zero_among_others_has_gradient_zero_not_nan() -> None:
-    model = build("llama")
-    perturbation = Perturbation(model, std=0.01)
-    with torch.no_grad():
-        perturbation.log_sigma[0] = -torch.inf
-    with inputs_of_layers(model) as clean, perturbation.attached(seed=1), inputs_of_layers(model) as noisy:
-        loss(model).backward()
-    assert torch.equal(clean[0], noisy[0])
-    assert not torch.equal(clean[1], noisy[1])
-    assert perturbation.log_sigma.grad is not None
-    assert perturbation.log_sigma.grad[0] == 0
-    assert perturbation.log_sigma.grad[1] != 0
 
 
 @pytest.mark.parametrize(("layers", "chosen"), [("1-2", ["1", "2"]), ("0", ["0"]), ("0-1,3", ["0", "1", "3"])])
@@ -190,7 +152,7 @@ def test_every_layer_has_its_own_standard_deviation_in_the_order_of_the_layers()
     noise = normals(tuple(clean[0].shape), 1, (0,), device=clean[0].device, dtype=clean[0].dtype)
     assert (noisy[0] - clean[0] - 0.1 * noise).abs().max() < 1e-5
     assert perturbation.log_sigma.grad is not None
-    assert [bool(value) for value in perturbation.log_sigma.grad] == [True, False, True]
+    assert [bool(value) for value in perturbation.log_sigma.grad] == [True, False, True]  # zero, and not NaN
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -285,25 +247,16 @@ def test_adapters_are_perturbed_like_their_base(dtype: torch.dtype) -> None:
     assert (perturbation.log_sigma.grad != 0).all()
 
 
-@pytest.mark.parametrize(
-    ("layers", "std", "message"),
-    [
-        ("some", 1e-4, "layers 'some': give \"all\""),
-        ("0-1,", 1e-4, "layers '0-1,': give \"all\""),
-        ("0,0-1", 1e-4, "layers '0,0-1': name each layer once"),
-        ("0,2", 1e-4, "layers '0,2': the model's layers are 0-1"),
-        ("all", [0.1], "std lists 1 values: give one for each of 2 perturbed layers"),
-        ("logits", [0.1, 0.1], "std lists 2 values: give one for each of 1 perturbed layers"),
-        ("all", [0.1, -0.1], r"std \[0\.1, -0\.1\] must be a number from 0 to "),
-        ("0-2", 1e-4, "layers '0-2': the model's layers are 0-1"),
-        ("1-0", 1e-4, "layers '1-0': the model's layers are 0-1, lower number first"),
-        ("all", -1.0, r"std -1\.0 must be a number from 0 to "),
-        ("all", float("nan"), "std nan must be"),
-    ],
-)
-def test_mistakes_are_refused(layers: str, std: float | list[float], message: str) -> None:
-    with pytest.raises(TrimtabError, match=message):
-        Perturbation(build("llama"), layers, std)
+@pytest.mark.parametrize("layers", ["some", "0-1,", "0,0-1", "0,2", "0-2", "1-0"])
+def test_layers_that_the_model_does_not_have_are_refused(layers: str) -> None:
+    with pytest.raises(TrimtabError, match=f"layers '{layers}'"):
+        Perturbation(build("llama"), layers)
+
+
+@pytest.mark.parametrize("std", [[0.1], [0.1, -0.1], -1.0, float("nan")])
+def test_standard_deviations_that_do_not_fit_are_refused(std: float | list[float]) -> None:
+    with pytest.raises(TrimtabError, match="perturbation std"):
+        Perturbation(build("llama"), "all", std)
 
 
 def test_attaching_twice_is_refused() -> None:

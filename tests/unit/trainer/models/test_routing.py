@@ -155,18 +155,26 @@ def test_what_there_is_to_replay(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("dtype", "checkpointing"),  # reentrant, not, or none
-    [(torch.float32, None), (BF16, None), (BF16, True), (BF16, False)],
+    ("dtype", "autocast", "checkpointing"),  # reentrant, not, or none
+    [
+        (torch.float32, False, None),
+        (torch.float32, True, None),
+        (BF16, False, None),
+        (BF16, False, True),
+        (BF16, False, False),
+    ],
 )
 def test_replaying_the_models_own_choice_changes_no_bit(
-    kind: str, dtype: torch.dtype, checkpointing: bool | None
+    kind: str, dtype: torch.dtype, autocast: bool, checkpointing: bool | None
 ) -> None:
     model = build(kind, dtype=dtype)
-    free = score(model, batch(), entropy=True, record=True)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        free = score(model, batch(), entropy=True, record=True)
     expected = grads(model, free.logp)
     if checkpointing is not None:
         model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    again = score(model, batch(), entropy=True, routes=free.routes, record=True)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        again = score(model, batch(), entropy=True, routes=free.routes, record=True)
     assert torch.equal(free.logp, again.logp)
     assert torch.equal(free.entropy, again.entropy)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(free.routes, again.routes, strict=True))  # type: ignore[arg-type]
@@ -174,18 +182,6 @@ def test_replaying_the_models_own_choice_changes_no_bit(
     assert result.keys() == expected.keys()
     assert all(torch.equal(result[name], expected[name]) for name in expected)
     assert all(gate.weight.grad.abs().max() > 0 for gate in gates_of(model))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_replay_under_autocast_changes_no_bit(kind: str) -> None:
-    model = build(kind)
-    with torch.autocast("cpu", BF16):
-        free = score(model, batch(), record=True)
-        again = score(model, batch(), routes=free.routes)
-    assert torch.equal(free.logp, again.logp)
-    assert not torch.equal(free.logp, score(model, batch()).logp)
-    expected, result = grads(model, free.logp), grads(model, again.logp)
-    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -303,29 +299,19 @@ IDS = torch.tensor([[5, 9, 11, 7]])
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (routes_of(4)[:, :1], r"shape \(4, 1, 2\) are not those of 2 mixture layers with 2 experts"),
-        (routes_of(4)[..., :1], r"shape \(4, 2, 1\) are not those"),
-        (routes_of(3), "routes of 3 tokens do not belong to this forward, which runs 4"),
-        (routes_of(4, (0, 4)), r"choice \[0, 4\] of token 0 in mixture layer 0 is not among experts 0-3"),
-        (routes_of(4, (-2, 1)), r"choice \[-2, 1\] of token 0 in mixture layer 0 is not among"),
-        (routes_of(4, (UNROUTED, 1)), r"choice \[-1, 1\] of token 0 in mixture layer 0 is not among"),
-        (routes_of(4, (2, 2)), r"choice \[2, 2\] of token 0 in mixture layer 0 names an expert twice"),
+        (routes_of(4)[:, :1], "shape"),
+        (routes_of(4)[..., :1], "shape"),
+        (routes_of(3), "routes of 3 tokens"),
+        (torch.cat([routes_of(2), routes_of(2, (0, 4))]), r"choice \[0, 4\] of token 2 in mixture layer 0"),
+        (routes_of(4, (-2, 1)), r"choice \[-2, 1\]"),
+        (routes_of(4, (UNROUTED, 1)), r"choice \[-1, 1\]"),
+        (routes_of(4, (2, 2)), "an expert twice"),
     ],
 )
 def test_foreign_routes_are_refused(routes: Tensor, message: str) -> None:
     model = build("qwen3_moe")
     with pytest.raises(TrimtabError, match=message), replay_routing(model, routes):
         model(IDS)
-
-
-def test_the_place_of_a_foreign_choice_is_named() -> None:
-    routes = routes_of(4)
-    routes[2, 1, 0] = 7
-    with (
-        pytest.raises(TrimtabError, match=r"choice \[7, 1\] of token 2 in mixture layer 1"),
-        replay_routing(build("olmoe"), routes),
-    ):
-        pass
 
 
 def test_routes_of_another_batch_are_refused() -> None:

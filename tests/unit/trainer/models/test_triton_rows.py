@@ -10,7 +10,6 @@ import torch
 from tests.support.triton_support import DTYPES, INTERPRETED, REASON, close, differences, tile_products  # noqa: F401
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
 from trimtab.trainer.models.invariant.kernels import matmul_kernel
 from trimtab.trainer.models.invariant.kernels.matmul_kernel import Tile, batch_invariant_matmul
 from trimtab.trainer.models.invariant.kernels.row_kernels import rms_norm, silu
@@ -141,13 +140,3 @@ def test_empty_batches() -> None:
     assert batch_invariant_matmul(random(0, 8), random(5, 8)).shape == (0, 5)
     assert rms_norm(random(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
     assert silu(random(0, 8)).shape == (0, 8)
-
-
-def test_mistakes_have_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrimtabError, match="of one type on one device"):
-        batch_invariant_matmul(random(2, 4), random(2, 4, dtype=torch.bfloat16))
-    with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
-        batch_invariant_matmul(random(2, 4).double(), random(2, 4).double())
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu"):
-        batch_invariant_matmul(random(2, 4), random(2, 4))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels import attention_kernel, matmul_kernel, row_kernels, runtime
+from trimtab.trainer.models.invariant.kernels import as_aligned, attention_kernel, matmul_kernel, row_kernels
 
 
 def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,23 +35,8 @@ def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kern
 def test_addresses_are_aligned() -> None:
     whole = torch.arange(64.0)
     for tensor in (whole, whole[1:], whole[3:19], whole.view(8, 8).T):
-        result = runtime.as_aligned(tensor)
+        result = as_aligned(tensor)
         assert result.data_ptr() % 16 == 0
         assert result.is_contiguous()
         assert torch.equal(result, tensor)
-    assert runtime.as_aligned(whole) is whole
-
-
-@pytest.mark.parametrize(("count", "power"), [(1, 1), (2, 2), (3, 4), (576, 1024), (1024, 1024)])
-def test_sizes_of_blocks(count: int, power: int) -> None:
-    assert runtime.power_of_2(count) == power
-
-
-@pytest.mark.e2e
-def test_the_benchmark_says_that_it_needs_a_device() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a device here")
-    script = Path(__file__).parents[4] / "benchmarks" / "invariant_cuda.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout.startswith("no CUDA device: ")
+    assert as_aligned(whole) is whole

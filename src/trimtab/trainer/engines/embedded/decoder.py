@@ -1,7 +1,8 @@
 """Token-by-token decoding of a batch: the interface, and the implementation for any causal model.
 
 A decoder serves one batch: it runs each prompt and each distinct prefix once, in parallel, then decodes all rows in
-lockstep from the cached keys and values.
+lockstep from the cached keys and values. Where experts are recorded (R3, docs/routing.md), it assigns the choices that
+the model's routing tape holds, in the order of the forward passes, to tokens.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
-from trimtab.trainer.engines.decoding_rows import PrefillPlan
-from trimtab.trainer.engines.embedded.expert_recorder import ExpertRecorder
+from trimtab.trainer.engines.decoding_rows import DecodingRow, PrefillPlan
+from trimtab.trainer.models.routing import RoutingTape
+from trimtab.types import ExpertArray
 
 # Tokens of prompts that are run through the model together. More cost memory without being faster.
 PREFILL_TOKENS = 4096
-# Added to a batch whose rows waited for so long that its positions are used up.
-EXTRA_POSITIONS = 32
 
 
 class Decoder(Protocol):
@@ -96,14 +97,65 @@ class PromptGrid:
         return rows if self._slot is None else rows[self._slot]
 
 
-class CachedDecoder:
-    """Decodes with any transformers causal model through its own forward and a preallocated key-value cache.
+class ExpertRecorder:
+    """Collects the routed experts of one batch. A decoder calls `prompts` and `starts` after its prefill passes.
 
-    A prompt and a prefix are run as one text. Texts are padded on the left, so that distances inside a sliding window
-    are correct. `capacity` is the largest number of steps; `recorder` receives the routed experts of the prefill.
+    The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt and
+    n - 1 more.
     """
 
-    def __init__(self, model: Any, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None) -> None:
+    def __init__(self, tape: RoutingTape) -> None:
+        self._tape = tape
+        self._prompts: dict[int, ExpertArray] = {}
+        self._starts: dict[int, ExpertArray] = {}
+
+    def prompts(self, index: Sequence[int], real: Tensor) -> None:
+        """Records a pass over the prompts of these indices; `real` (prompts, time) is False at padding."""
+        self._prompts |= zip(index, self._split(real), strict=True)
+
+    def starts(self, index: Sequence[int], real: Tensor) -> None:
+        """Records a pass over the prefixes of these starts, or over prompt and prefix where they run as one text."""
+        self._starts |= zip(index, self._split(real), strict=True)
+
+    def begin(self, rows: Sequence[DecodingRow], prompt: Sequence[int], start: Sequence[int]) -> None:
+        """Assigns the recorded prefill to rows; `start` holds each row's start, `prompt` each start's prompt.
+
+        Experts that a prefix already carries are kept, because its tokens were sampled under them. Its last token has
+        no entry yet, as it was not run before.
+        """
+        for row, index_of_start in zip(rows, start, strict=True):
+            # Prompts and prefixes were run in separate passes, or as one text per start.
+            parts = [self._prompts[prompt[index_of_start]]] if self._prompts else []
+            if row.prefix_length or not parts:
+                parts.append(self._starts[index_of_start])
+            previous = None if row.prefix is None else row.prefix.routed_experts
+            if previous is not None:
+                parts = [previous, np.concatenate(parts)[len(previous) :]]
+            row.routes = parts
+
+    def step(self, rows: Sequence[DecodingRow], live: Sequence[bool]) -> None:
+        """Records a step, which ran the last token of each row; finished rows are skipped."""
+        choices = self._take_choices()
+        for row, alive, experts in zip(rows, live, choices, strict=True):
+            if alive:
+                row.routes.append(experts[None])
+
+    def _split(self, real: Tensor) -> list[ExpertArray]:
+        counts = real.sum(-1).cumsum(0).tolist()
+        return np.split(self._take_choices()[real.flatten().cpu().numpy()], counts[:-1])
+
+    def _take_choices(self) -> ExpertArray:
+        return self._tape.take().cpu().numpy()
+
+
+class CachedDecoder:
+    """Decodes with any transformers causal model through its own forward and cache.
+
+    A prompt and a prefix are run as one text. Texts are padded on the left, so that distances inside a sliding window
+    are correct. `recorder` receives the routed experts of the prefill.
+    """
+
+    def __init__(self, model: Any, starts: PrefillPlan, recorder: ExpertRecorder | None = None) -> None:
         self._model = model
         texts = [
             torch.cat([starts.prompts[p], prefix])
@@ -114,35 +166,30 @@ class CachedDecoder:
         mask = torch.stack([F.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in texts])
         tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in texts])
         # All layers keep all positions: a sliding-window layer that drops old ones does not support left padding.
-        cache = Cache(layer_class_to_replicate=DynamicLayer)
+        self._cache = Cache(layer_class_to_replicate=DynamicLayer)
         out = model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            past_key_values=cache,
+            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
         )
         if recorder is not None:
             recorder.starts(range(len(texts)), mask.bool())
         self.first = out.logits[start_of_row, -1]
-        self._mask = F.pad(mask[start_of_row], (0, capacity), value=1)
+        self._mask = mask[start_of_row]
         self._position = mask.sum(-1)[start_of_row].unsqueeze(-1)
         # A finished row that is not removed yet may exceed the context, where learned positions end.
-        self._last_position = (getattr(model.config, "max_position_embeddings", None) or width + capacity) - 1
-        self._filled = width
-        self._layers = [_PreallocatedLayer(layer, start_of_row, capacity) for layer in cache.layers]
-        self._cache = DynamicCache()
-        self._cache.layers = list[Any](self._layers)
+        self._context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._cache.batch_select_indices(start_of_row)
 
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
-        if self._filled == self._mask.shape[1]:
-            self._make_room()
-        self._filled += 1
+        self._mask = F.pad(self._mask, (0, 1), value=1)
         out = self._model(
             input_ids=tokens.unsqueeze(-1),
-            attention_mask=self._mask[:, : self._filled],
-            position_ids=self._position.clamp(max=self._last_position),
+            attention_mask=self._mask,
+            position_ids=self._position if self._context is None else self._position.clamp(max=self._context - 1),
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -153,73 +200,16 @@ class CachedDecoder:
         return out.logits[:, -1]
 
     def _shift_right(self, rows: Tensor) -> None:
-        """Removes the last token of `rows`, whose other tokens stay aligned on the right."""
-        end = self._filled
-        self._mask[rows, 1:end] = self._mask[rows, : end - 1]
-        self._mask[rows, 0] = 0
-        for layer in self._layers:
-            layer.shift_right(rows)
-
-    def _make_room(self) -> None:
-        """Removes the positions on the left that are padding in every row; without any it adds positions."""
-        left = int(self._mask[:, : self._filled].any(0).int().argmax())
-        self._mask = F.pad(self._mask[:, left:], (0, left or EXTRA_POSITIONS), value=1)
-        self._filled -= left
-        for layer in self._layers:
-            layer.make_room(left)
+        """Removes the last token of `rows`, whose other tokens stay aligned on the right, and padding of all rows."""
+        self._mask[rows] = F.pad(self._mask[rows, :-1], (1, 0))
+        left = int(self._mask.any(0).int().argmax())
+        self._mask = self._mask[:, left:]
+        for layer in self._cache.layers:
+            for states in (layer.keys, layer.values):
+                states[rows, :, 1:] = states[rows, :, :-1]
+            layer.keys, layer.values = layer.keys[:, :, left:], layer.values[:, :, left:]
 
     def keep(self, index: Tensor) -> None:
         self._mask = self._mask[index]
         self._position = self._position[index]
         self._cache.batch_select_indices(index)
-
-
-class _PreallocatedLayer(DynamicLayer):
-    """One layer's cache in storage that is allocated once, (rows, heads, prompt + capacity, head size)."""
-
-    def __init__(self, prompt: Any, start_of_row: Tensor, capacity: int) -> None:
-        super().__init__()
-        self._length = prompt.keys.shape[-2]
-        self._keys, self._values = (
-            self._allocate(states, start_of_row, capacity) for states in (prompt.keys, prompt.values)
-        )
-        self.keys, self.values = self._view()
-        self.dtype, self.device = self._keys.dtype, self._keys.device
-        self.is_initialized = True
-
-    @staticmethod
-    def _allocate(states: Tensor, start_of_row: Tensor, capacity: int) -> Tensor:
-        _, heads, length, size = states.shape
-        storage = states.new_empty(len(start_of_row), heads, length + capacity, size)
-        storage[:, :, :length] = states[start_of_row]
-        return storage
-
-    def _view(self) -> tuple[Tensor, Tensor]:
-        return self._keys[:, :, : self._length], self._values[:, :, : self._length]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        end = self._length + key_states.shape[-2]
-        self._keys[:, :, self._length : end] = key_states
-        self._values[:, :, self._length : end] = value_states
-        self._length = end
-        self.keys, self.values = self._view()
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-    def shift_right(self, rows: Tensor) -> None:
-        for states in (self._keys, self._values):
-            states[rows, :, 1 : self._length] = states[rows, :, : self._length - 1]
-
-    def make_room(self, left: int) -> None:
-        """Removes the first `left` positions; with none it adds `EXTRA_POSITIONS`."""
-        self._keys, self._values = (
-            F.pad(states[:, :, left:], (0, 0, 0, left or EXTRA_POSITIONS)) for states in (self._keys, self._values)
-        )
-        self._length -= left
-        self.keys, self.values = self._view()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._keys, self._values = self._keys[indices], self._values[indices]
-        self.keys, self.values = self._view()

@@ -1,4 +1,8 @@
-"""The embedded engine: batched sampling in this process with PyTorch and transformers."""
+"""The embedded engine: batched sampling in this process with PyTorch and transformers.
+
+`EmbeddedEngine` splits a call into batches and chooses a decoder; `DecodingLoop` decodes one batch: it samples a token
+for every row, detects ends, and joins the results of turns.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,35 +20,34 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.engines.decoding_rows import (
     DecodingRow,
-    Prefixes,
+    append_sampled,
     build_rows,
     mark_aborted,
     plan_prefill,
-    validate_prefixes,
-    validate_routes,
-    validate_tokens,
 )
-from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder
-from trimtab.trainer.engines.embedded.decoding_loop import DecodingLoop
-from trimtab.trainer.engines.embedded.expert_recorder import ExpertRecorder
-from trimtab.trainer.engines.embedded.fused_llama import FusedLlama, supports
-from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
-from trimtab.trainer.engines.embedded.sampling import uniform_draws
-from trimtab.trainer.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
+from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder
+from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
+from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
+from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, SharedPromptDecoder, supports
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
-from trimtab.trainer.engines.request import validate_request
+from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
-from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.engines.weights import WeightManifest
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.models.matmul import on_accelerator
 from trimtab.trainer.models.routing import record_routing, router_info
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
 CACHE_BYTES = 2 << 30
+# Finished rows are removed once they exceed this share of the batch. On a CPU any share up to a quarter takes the same
+# time on responses of mixed length; never removing rows takes 2.6 times as long. A GPU hardly takes longer for more
+# rows, and needs another graph for fewer.
+COMPACT_SHARE, COMPACT_SHARE_ON_ACCELERATOR = 1 / 16, 1 / 2
 
 
 class EmbeddedEngine:
@@ -82,7 +86,7 @@ class EmbeddedEngine:
         self._eos = eos_ids(tokenizer, model.config, getattr(model, "generation_config", None))
         self._model = _copy_model(model, dtype)
         self._invariant = is_invariant(self._model)
-        self._fused = FusedLlama(self._model) if supports(self._model) else None
+        self._blocks = LlamaBlocks(self._model) if supports(self._model) else None
         self._manifest = WeightManifest.of(self._model)
         self._quantization = quantization
         self._quantized_names = matrices(self._model) if quantization.active else ()
@@ -116,18 +120,13 @@ class EmbeddedEngine:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
         validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
-        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        multi_turn = turns is not None
-        validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
+        rows = build_rows(prompts, samples, sampling, prefixes, stop, vocabulary, multi_turn=turns is not None)
         if self._routes:
             validate_routes(prefixes, prompts, router_info(self._model)._replace(gates=self._gates))
-        rows = build_rows(len(prompts), samples, sampling, prefixes, multi_turn=multi_turn)
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
-        exchange = None if turns is None else TurnExchange(turns, abort)
-        if exchange is not None:
-            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
+        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
         record = record_routing(self._model, gates=self._gates) if self._routes else contextlib.nullcontext()
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
@@ -206,7 +205,7 @@ class EmbeddedEngine:
         config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = self._fused.cache_dtype if self._fused else self._model.dtype
+        dtype = self._blocks.cache_dtype if self._blocks else self._model.dtype
         positions, itemsize = longest + max_tokens, dtype.itemsize
         if self._invariant:
             positions, itemsize = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK), 4
@@ -226,15 +225,96 @@ class EmbeddedEngine:
         starts = plan_prefill(rows, prompts, self._model.device)
         if self._invariant:
             return InvariantDecoder(self._model, starts)
-        steps = max_tokens - min(row.prefix_length for row in rows)
-        window = self._fused.window if self._fused else None
-        if self._fused and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
-            decoder = SharedPromptDecoder(self._fused.packed(len(rows)), starts, steps, recorder)
+        window = self._blocks.window if self._blocks else None
+        if self._blocks and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
+            steps = max_tokens - min(row.prefix_length for row in rows)
+            decoder = SharedPromptDecoder(self._blocks.packed(len(rows)), starts, steps, recorder)
         else:
-            decoder = CachedDecoder(self._model, starts, steps, recorder)
+            decoder = CachedDecoder(self._model, starts, recorder)
         if recorder is not None:
             recorder.begin(rows, starts.prompt.tolist(), starts.row.tolist())
         return decoder
+
+
+@dataclass(slots=True, eq=False)
+class DecodingLoop:
+    """Decodes rows in lockstep until each is complete, or all are aborted.
+
+    Attributes:
+        rows: in the order of the decoder's batch; those that are complete are removed from time to time.
+        version: policy version of the weights.
+        exchange: the turns of multi-turn responses. A row that waits for a result is not decoded.
+        invariant: log-probs are those of the trainer's head.
+        decoded: tokens run through the model so far.
+    """
+
+    decoder: Decoder
+    rows: list[DecodingRow]
+    sampling: SamplingParams
+    stop: StopChecker
+    version: int
+    exchange: TurnExchange | None = None
+    abort: AbortSignal | None = None
+    recorder: ExpertRecorder | None = None
+    invariant: bool = False
+    decoded: int = field(default=0, init=False)
+
+    def run(self) -> None:
+        logits = self.decoder.first
+        while True:
+            sampled = self._sample(logits)
+            decoded = [i for i, row in enumerate(self.rows) if row.active]
+            append_sampled(self.rows, decoded, sampled)
+            self._detect_ends([self.rows[i] for i in decoded])
+            if self.exchange is not None:
+                self.exchange.join(self.sampling.max_tokens, idle=not any(row.active for row in self.rows))
+            if all(row.complete for row in self.rows):
+                return
+            if self.abort is not None and self.abort.is_set():
+                mark_aborted(row for row in self.rows if not row.complete)
+                return
+            logits = self._step(self._remove_finished(sampled.ids))
+
+    def _sample(self, logits: Tensor) -> SampledTokens:
+        last = self.sampling.max_tokens - 1
+        uniform = [row.uniform_draws[min(len(row.ids), last)] for row in self.rows]
+        draws = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
+        sampled = sample_tokens(logits, draws, self.sampling)
+        return with_trainer_logps(sampled, logits, self.sampling.temperature) if self.invariant else sampled
+
+    def _detect_ends(self, rows: list[DecodingRow]) -> None:
+        """Completes the rows whose last token ends them, and submits the turns that it ends."""
+        max_turn_tokens = None if self.exchange is None else self.exchange.max_turn_tokens
+        rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
+        for row, ended in zip(rows, self.stop.ended([row.turn_ids for row in rows]), strict=True):
+            if ended and self.exchange is not None:
+                self.exchange.submit(row, row.completion(self.version, self.stop))
+            elif ended:
+                row.finish, row.complete = "stop", True
+            else:
+                row.complete = row.is_full(self.sampling.max_tokens, max_turn_tokens)
+
+    def _remove_finished(self, tokens: Tensor) -> Tensor:
+        """Removes complete rows if they are many; returns the token that every remaining row is to run."""
+        index = [i for i, row in enumerate(self.rows) if not row.complete]
+        share = COMPACT_SHARE_ON_ACCELERATOR if on_accelerator(tokens.device) else COMPACT_SHARE
+        if len(self.rows) - len(index) > share * len(self.rows):
+            kept = torch.tensor(index, device=tokens.device)
+            self.decoder.keep(kept)
+            self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
+        if self.exchange is not None:  # rows whose turn has just ended run its last token later
+            tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
+        return tokens
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        waiting = [i for i, row in enumerate(self.rows) if row.waiting]
+        paused = torch.tensor(waiting, device=tokens.device) if waiting else None
+        logits = self.decoder.step(tokens, paused)
+        active = [row.active for row in self.rows]
+        if self.recorder is not None:
+            self.recorder.step(self.rows, active)
+        self.decoded += active.count(True)
+        return logits
 
 
 def _copy_model(model: Any, dtype: torch.dtype) -> Any:

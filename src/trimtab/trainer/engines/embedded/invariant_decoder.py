@@ -7,7 +7,6 @@ prompt are stored once and attended by all its rows. Those of a response begin a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,20 +33,8 @@ from trimtab.trainer.models.invariant.invariant_attention import (
     round_up,
 )
 from trimtab.trainer.models.invariant.invariant_layers import pack_layers, use_packed
-from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.packed_attention import AttentionOptions, PackedLayout
-
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _FunctionAttention(CachedAttention):
-    """Wraps a function as the attention of a forward pass."""
-
-    attention: Attention
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return self.attention(layer, query, key, value, scaling)
 
 
 @dataclass(slots=True)
@@ -161,13 +148,13 @@ class InvariantDecoder:
         last = torch.where(counts > 0, ends[len(prompts) :], ends[prompt_index])
         return head_logits(hidden[last], self._parts, self._head)
 
-    def _run(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Float[Tensor, "tokens hidden"]:
+    def _run(self, tokens: Tensor, positions: Tensor, attention: CachedAttention) -> Float[Tensor, "tokens hidden"]:
         with use_packed(self._packed):
             return self._parts.backbone(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-                layout=_FunctionAttention(attention),
+                layout=attention,
                 use_cache=False,
             ).last_hidden_state[0]
 

@@ -54,10 +54,10 @@ class EngineHost:
     def build(self, spec: Mapping[str, Any]) -> None:
         import torch
 
-        from trimtab.trainer.engines.engine_spec import build
+        from trimtab.trainer.engines.factory import build_from_spec
 
         torch.set_num_threads(spec["threads"])
-        self.engine = build(spec)
+        self.engine = build_from_spec(spec)
 
     def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> CallResult:
         """Performs call number `call`."""
@@ -133,7 +133,7 @@ def _to_send(error: Exception) -> Exception | str:
 
 
 class ProcessHost(EngineHost):
-    """Hosts an engine for the parent of this process; weights come and go as files (`shared_weights.py`)."""
+    """Hosts an engine for the parent of this process; weights come and go as files (`weights.py`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ class ProcessHost(EngineHost):
     def update_weights(
         self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, as_is: bool
     ) -> None:
-        from trimtab.trainer.engines.remote.shared_weights import SharedWeights
+        from trimtab.trainer.engines.weights import SharedWeights
 
         with contextlib.closing(SharedWeights(descriptor, entries)) as shared:
             engine.update_weights(shared, version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> Any:
-        from trimtab.trainer.engines.remote.shared_weights import share
+        from trimtab.trainer.engines.weights import share
 
         return share(engine.named_weights())
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import TransportLost
-from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
+from trimtab.trainer.engines.weights import SharedWeights, share
 from trimtab.trainer.processes import TRANSFER_TIMEOUT, WorkerProcess
 
 WORKER = "trimtab.trainer.engines.remote.engine_host"
@@ -22,7 +22,7 @@ class ProcessTransport:
     Its output is not shown on the terminal; the last line is quoted when the process dies.
 
     Args:
-        spec: the engine; see `engine_spec.py`.
+        spec: the engine; see `factory.py`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
     """

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.engines.decoding_rows import Prefixes, validate_prefixes
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.request import Prefixes, validate_prefixes
 from trimtab.types import (
     AbortSignal,
     Completion,

@@ -1,9 +1,16 @@
-"""An engine over running inference servers on any machines: vLLM `serve` or SGLang."""
+"""An engine over running inference servers on any machines: vLLM `serve` or SGLang.
+
+`CallResponses` makes the requests of one generate call and appends the results. A response of several turns has a
+request for each turn, with all ids so far.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +19,23 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import Prefixes, build_rows, validate_prefixes, validate_tokens
-from trimtab.trainer.engines.request import validate_request, validate_vllm_temperature
-from trimtab.trainer.engines.server.call_responses import CallResponses
+from trimtab.trainer.engines.decoding_rows import (
+    DecodingRow,
+    build_rows,
+    mark_aborted,
+)
+from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.server.http_client import check_url, run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
 from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
-from trimtab.trainer.engines.server.weight_folder import WeightFolder
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
-from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.engines.turn_exchange import POLL_INTERVAL
+from trimtab.trainer.engines.weights import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 
@@ -104,14 +114,11 @@ class ServerEngine:
         self._check(sampling)
         context = self._model.context
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
-        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        multi_turn = turns is not None
-        validate_tokens(prefixes, prompts, stop, self._vocabulary, multi_turn=multi_turn)
         self._calls += 1
         known, self._known = self._known, (self.policy_version, {})
         responses = CallResponses(
-            build_rows(len(prompts), samples, sampling, prefixes, multi_turn=multi_turn),
+            build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None),
             prompts,
             sampling,
             seed,
@@ -212,6 +219,106 @@ class ServerEngine:
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "
                 '= 1 and top_k = 0, or use engine.type = "vllm"'
             )
+
+
+@dataclass(frozen=True, slots=True)
+class CallResponses:
+    """The responses of a call.
+
+    Attributes:
+        rows: all responses, prompt by prompt.
+        version: policy version of the weights.
+        stop_ids: the tokens that end a response or a turn.
+        name: of the call, unique among those of all trainers.
+    """
+
+    rows: Sequence[DecodingRow]
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    seed: int
+    version: int
+    stop: StopChecker
+    stop_ids: tuple[int, ...]
+    turns: TurnHandler | None
+    name: str
+
+    async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
+        """Samples all responses; those that are not complete afterwards were aborted."""
+        rows = [row for row in self.rows if not row.complete]
+        await dispatch.run([self._respond(row, index, dispatch) for index, row in enumerate(rows)], abort)
+
+    def completions(self) -> list[Completion]:
+        """Returns all responses; those that are not complete were aborted."""
+        mark_aborted(row for row in self.rows if not row.complete)
+        return [replace(row.completion(self.version, self.stop), entropy=None) for row in self.rows]
+
+    async def _respond(self, row: DecodingRow, index: int, dispatch: RequestDispatch) -> None:
+        """Samples the rest of a response until it is complete or the call is aborted."""
+        if self.turns is not None and row.turn_ids and self.stop.ended([row.turn_ids])[0]:
+            await self._end_turn(row, dispatch)  # the turn had ended when an earlier call was aborted
+        while not row.complete:
+            result = await dispatch.ask(index, self._request(row))
+            if result is None:
+                return
+            if self._append(row, result):
+                await self._end_turn(row, dispatch)
+
+    def _request(self, row: DecodingRow) -> CompletionRequest:
+        """Returns the request that continues a response."""
+        max_tokens = self.sampling.max_tokens - len(row.ids)
+        if self.turns is not None:
+            max_tokens = min(max_tokens, self.turns.max_turn_tokens - len(row.turn_ids))
+        return CompletionRequest(
+            name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
+            ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
+            max_tokens=max_tokens,
+            seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
+            sampling=self.sampling,
+            stop_ids=self.stop_ids,
+        )
+
+    def _append(self, row: DecodingRow, result: CompletionResult) -> bool:
+        """Appends new tokens up to the end of the response or turn; returns whether a stop ends it.
+
+        Servers treat the tokens so far as part of the prompt and miss a stop string that begins in them, so stops are
+        checked again.
+        """
+        begun = len(row.turn_ids)
+        end = self.stop.end([*row.turn_ids, *result.ids], begun)
+        new = len(result.ids) if end is None else end - begun
+        for token, logp in zip(result.ids[:new], result.logp[:new], strict=True):
+            # At temperature 0 the log-prob is 0 by definition, whatever a server reports.
+            row.append(token, logp if self.sampling.temperature > 0 else 0.0, math.nan, None)
+        if end is not None or result.finish == "stop":
+            return True
+        max_turn_tokens = None if self.turns is None else self.turns.max_turn_tokens
+        row.complete = result.finish == "length" or row.is_full(self.sampling.max_tokens, max_turn_tokens)
+        return False
+
+    async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
+        """Completes a response at the end of its turn, or appends what follows the turn once that is known."""
+        if self.turns is None:
+            row.finish, row.complete = "stop", True
+            return
+        finish = self.turns.submit(row.prompt, row.sample, row.completion(self.version, self.stop))
+        if finish is not None:
+            row.finish, row.complete = finish, True
+            return
+        while (result := self.turns.result(row.prompt, row.sample, 0.0)) is None:
+            if dispatch.aborted:
+                return
+            await asyncio.sleep(POLL_INTERVAL)
+        row.end_turn(result, self.sampling.max_tokens)
+        row.append_observation(truncated=False)
+
+
+def request_seed(seed: int, prompt: int, sample: int, length: int) -> int:
+    """Returns the seed of one request.
+
+    It depends on the length of the response so far, because a server uses the numbers of a seed from the first one on.
+    """
+    key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample, length))
+    return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _warn(line: str) -> None:

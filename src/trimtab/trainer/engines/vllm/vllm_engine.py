@@ -6,7 +6,7 @@
 - Every response has a seed, derived from (seed, prompt, sample). A request that continues a prefix or an
   earlier turn also uses the length so far, because the first random numbers were used for that.
 - Each turn of a multi-turn response is a request with all ids so far; the prefix cache runs only what is new.
-- A weight update is complete (`weight_manifest.py`, `worker_extension.py`) and resets the prefix cache.
+- A weight update is complete (`weights.py`, `worker_extension.py`) and resets the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.decoding_rows import (
     DecodingRow,
-    Prefixes,
     TopRow,
     build_rows,
     mark_aborted,
-    validate_prefixes,
-    validate_tokens,
 )
-from trimtab.trainer.engines.remote.shared_weights import SharedWeights, share
-from trimtab.trainer.engines.request import validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
-from trimtab.trainer.engines.vllm import setup
-from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
-from trimtab.trainer.engines.weight_manifest import WeightManifest
+from trimtab.trainer.engines.vllm import stepped_runner
+from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner, import_vllm
+from trimtab.trainer.engines.weights import SharedWeights, WeightManifest, share
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 
@@ -57,7 +53,7 @@ class VllmEngine:
         Raises:
             TrimtabError: vLLM is missing or broken, or does not start with this configuration.
         """
-        setup.import_vllm(eager=config.vllm.eager)
+        import_vllm(eager=config.vllm.eager)
         self.policy_version = 0
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
@@ -89,13 +85,9 @@ class VllmEngine:
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
-        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        validate_tokens(prefixes, prompts, stop, self._vocabulary, multi_turn=turns is not None)
-        rows = build_rows(len(prompts), samples, sampling, prefixes, multi_turn=turns is not None)
-        exchange = None if turns is None else TurnExchange(turns, abort)
-        if exchange is not None:
-            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
+        rows = build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None)
+        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
         new_rows = [row for row in rows if row.active]
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
@@ -291,9 +283,9 @@ def _most_probable(logps: Mapping[int, float], count: int) -> TopRow:
 def _start(folder: Path | str, config: EngineConfig) -> VllmRunner:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TrimtabError("vLLM cannot share a process with a trainer of several ranks: set engine.workers = 1")
-    arguments = setup.arguments(folder, config)
+    options = stepped_runner.arguments(folder, config)
     try:
-        return VllmRunner(arguments)
+        return VllmRunner(options)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise TrimtabError(f"vLLM does not start: {_summary_line(error)}") from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.trainer.engines.remote.shared_weights import Entry, SharedWeights
+from trimtab.trainer.engines.weights import Entry, SharedWeights
 
 
 class WeightLoading:

@@ -13,8 +13,8 @@ Queries, keys and values are first rounded to the dtype of the model's products,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.packed_attention import (
     MAX_SAVED_SCORES,
     AttentionOptions,
@@ -39,15 +39,9 @@ from trimtab.trainer.models.packed_attention import (
 
 INVARIANT_IMPLEMENTATION = "trimtab-invariant"
 KEY_BLOCK = 64
-
-
-@runtime_checkable
-class CachedAttention(Protocol):
-    """Attention to keys and values in a cache, in place of a layout (engines/embedded/invariant_decoder.py)."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Returns the output of one layer for queries, keys and values of shape (tokens, heads x width)."""
-        ...
+# Attention to a cache, in place of a layout (engines/embedded/invariant_decoder.py): (layer, queries, keys, values,
+# scaling) -> output, all of shape (tokens, heads x width).
+CachedAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def invariant_attention_forward(
@@ -73,7 +67,7 @@ def invariant_attention_forward(
         if isinstance(layout, PackedLayout):
             return _Packed.apply(query, key, value, layout, AttentionOptions(scale, None, None, dtype)), None
         q, k, v = (token_major(x, dtype) for x in (query, key, value))
-        out = layout.attend(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
+        out = layout(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
         return out.view(1, -1, heads, width), None
 
 

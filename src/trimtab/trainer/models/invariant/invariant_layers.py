@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trimtab.trainer.models.invariant.kernels.runtime import use_triton
+from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.matmul import MULTIPLE, linear_by, packed_alike, pad_rows, tiled_linear, tiled_product
 
 

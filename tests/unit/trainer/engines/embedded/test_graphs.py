@@ -36,7 +36,7 @@ def test_graphs_change_no_response(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(shared_prompt_decoder, "EAGER_STEPS", NEVER)
         expected = [responses(without, seed) for seed in (0, 1)]
     assert [responses(with_graphs, seed) for seed in (0, 1)] == expected
-    captured = [one._fused is not None and one._fused.captures.graph is not None for one in (with_graphs, without)]
+    captured = [one._blocks is not None and one._blocks.captures.graph is not None for one in (with_graphs, without)]
     assert captured == [True, False]
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import resource
-import signal
-import socket
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,17 +14,13 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-import torch
 from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import ServerConfig
 from trimtab.trainer.engines.decoding_rows import build_rows
-from trimtab.trainer.engines.remote.shared_weights import SharedWeights
-from trimtab.trainer.engines.request import validate_vllm_temperature
 from trimtab.trainer.engines.server import http_client
-from trimtab.trainer.engines.server.call_responses import CallResponses, request_seed
 from trimtab.trainer.engines.server.http_client import (
     Connection,
     RequestRejected,
@@ -37,10 +29,10 @@ from trimtab.trainer.engines.server.http_client import (
     check_url,
 )
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
+from trimtab.trainer.engines.server.server_engine import CallResponses, request_seed
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, check_result
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
-from trimtab.trainer.engines.server.weight_folder import PREFIX, WeightFolder, entries
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.types import EXTERNAL_VERSION, AbortSignal, Completion, Prompt, SamplingParams
 
@@ -144,13 +136,14 @@ def call(
     prefixes: list[list[Completion]] | None = None,
     turns: ScriptedTurns | None = None,
 ) -> list[Completion]:
+    stop = StopChecker(tokenizer(), {EOS}, sampling)
     responses = CallResponses(
-        build_rows(len(prompts), 1, sampling, prefixes, multi_turn=turns is not None),
+        build_rows(prompts, 1, sampling, prefixes, stop, len(PIECES), multi_turn=turns is not None),
         prompts,
         sampling,
         seed=3,
         version=9,
-        stop=StopChecker(tokenizer(), {EOS}, sampling),
+        stop=stop,
         stop_ids=(EOS,),
         turns=turns,
         name="run-1",
@@ -263,63 +256,6 @@ def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert seeds == [request_seed(*key) for key in keys]
-
-
-class TestPublished:
-    def test_the_file_is_readable_as_safetensors_and_as_shared_weights(self, tmp_path: Path) -> None:
-        weights = {"a": torch.randn(3, 5), "b": torch.arange(4), "c": torch.randn(7)}
-        published = WeightFolder(str(tmp_path), torch.bfloat16)
-        folder, label = published.write(weights, 3)
-        path, table = entries(folder)
-        shared = dict(SharedWeights(os.open(path, os.O_RDONLY), table))
-        read = dict(published.read())
-        for name, weight in weights.items():
-            wanted = weight.bfloat16() if weight.is_floating_point() else weight
-            assert torch.equal(shared[name], wanted)
-            assert torch.equal(read[name], wanted)
-        again, other = published.write(weights, 3)
-        assert other != label  # the same version of other weights has another name
-        assert not folder.exists()
-        assert again.exists()
-        published.remove()
-        published.remove()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_what_a_killed_process_left_is_removed_and_nothing_else(self, tmp_path: Path) -> None:
-        host = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
-        dead = next(pid for pid in range(4_000_000, 5_000_000) if not Path(f"/proc/{pid}").exists())
-        names = [f"{PREFIX}{host}-{dead}-x", f"{PREFIX}{host}-{os.getpid()}-x", f"{PREFIX}other-{dead}-x", "mine"]
-        for name in names:
-            (tmp_path / name).mkdir()
-        WeightFolder(str(tmp_path), torch.float32)
-        assert sorted(item.name for item in tmp_path.iterdir()) == sorted(names[1:])
-
-    def test_a_full_disk_is_reported_and_leaves_nothing(self, tmp_path: Path) -> None:
-        published = WeightFolder(str(tmp_path), torch.float32)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        try:
-            with pytest.raises(TrimtabError, match="free space there"):
-                published.write({"a": torch.zeros(100_000)}, 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, old)
-        assert not list(tmp_path.glob("*/.*"))
-
-    def test_mistakes_are_reported(self, tmp_path: Path) -> None:
-        with pytest.raises(TrimtabError, match=r"engine\.server\.folder"):
-            WeightFolder(str(tmp_path / "none"), torch.float32)
-        with pytest.raises(TrimtabError, match="publish first"):
-            next(WeightFolder(str(tmp_path), torch.float32).read())
-
-
-@pytest.mark.parametrize("temperature", [0.001, 2.5])
-def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
-    with pytest.raises(TrimtabError, match="vLLM samples at"):
-        validate_vllm_temperature(SamplingParams(temperature=temperature))
-    for fine in (0.0, 0.01, 2.0):
-        validate_vllm_temperature(SamplingParams(temperature=fine))
 
 
 NO_URLS = ("127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y", "http://x:99999")

@@ -224,13 +224,6 @@ def test_an_answer_of_a_server_that_swapped_its_weights_between_two_requests_is_
     assert fake.paths == ["/model_info", "/generate", "/generate", *check, "/model_info", "/generate"]
 
 
-def test_a_server_that_holds_other_weights_is_not_asked(network: Callable[[int], FakeNetwork]) -> None:
-    made = network(1)
-    made.servers[0].restart()
-    assert made.call(1) == {0: CompletionResult([0], [RIGHT], "stop")}
-    assert made.servers[0].asked == [0]
-
-
 def test_samples_of_a_prompt_stay_together_until_a_server_is_idle(network: Callable[[int], FakeNetwork]) -> None:
     made = network(2)
     first, second = made.servers

@@ -11,8 +11,8 @@ from tests.support.engines import EOS, SIZE
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EngineConfig, VllmConfig, load_config
-from trimtab.trainer.engines.decoding_rows import build_rows
-from trimtab.trainer.engines.vllm import setup
+from trimtab.trainer.engines.decoding_rows import DecodingRow
+from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 from trimtab.types import SamplingParams
 
@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def started(*sets: str) -> dict[str, Any]:
-    return setup.arguments("folder", load_config("quickstart-vllm", sets).engine)
+    return stepped_runner.arguments("folder", load_config("quickstart-vllm", sets).engine)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     engine._config = EngineConfig(type="vllm", vllm=VllmConfig(sampling_mask=keep_sets))
     engine._vocabulary, engine._eos = SIZE, {EOS}
     sampling = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=5)
-    [row] = build_rows(1, 1, sampling, None)
+    row = DecodingRow(0, 0)
     params = engine._parameters(row, sampling, 0, None)
     assert (params.temperature, params.top_k) == asked

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels.runtime import (
+from trimtab.trainer.models.invariant.kernels import (
     LAUNCH,
     as_aligned,
     ceil_divide,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.trainer.models.invariant.kernels.runtime import (
+from trimtab.trainer.models.invariant.kernels import (
     LAUNCH,
     as_aligned,
     ceil_divide,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.trainer.models import fused_rows
-from trimtab.trainer.models.fused_rows import FusedRows
+from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.load import default_device
-from trimtab.trainer.models.packed_attention import PackedAttention, PackedLayout, packed_attention_forward
+from trimtab.trainer.models.packed_attention import FusedRows, PackedAttention, PackedLayout, packed_attention_forward
 
 PROMPTS, LENGTHS, INDEX = [3, 5, 1], [9, 0, 7, 12, 4], [1, 1, 0, 2, 0]
 
 
 @pytest.fixture(autouse=True)
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_rows, "MIN_WIDTH", 4)
+    monkeypatch.setattr(packed_attention, "MIN_WIDTH", 4)
 
 
 def masks(lengths: list[int]) -> torch.Tensor:
@@ -51,7 +50,7 @@ def test_rows_hold_prompt_and_response() -> None:
 
 def test_output_and_gradients_equal_those_of_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = layout()
-    monkeypatch.setattr(fused_rows, "MIN_WIDTH", 1000)
+    monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1000)
     blocks = layout()
     assert fused.fused is not None
     assert blocks.fused is None

@@ -1,0 +1,294 @@
+"""Weights on their way to an engine: checked against its model, then shared as an unnamed file or as a folder.
+
+Inference engines accept any set of weights: unknown names are skipped and missing names keep their old values, both
+without an error. Therefore `WeightManifest` checks an update completely before any weight is handed over.
+
+`SharedWeights` are for processes of this machine. Their file has no name: it is in memory (`memfd`) or, on systems
+without memfd, an already deleted temporary file. Its descriptor is sent to the other processes. The system frees it
+when the last descriptor is closed, so a crash leaves no file behind, and the size limit of /dev/shm (64 MB in a
+container) does not apply. A `WeightFolder` is for servers: one safetensors file in a folder that they see.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trimtab.errors import TrimtabError, did_you_mean
+
+ALIGN = 64  # bytes: a cache line, and more than any dtype requires
+# (name, dtype without "torch.", shape, first byte)
+Entry = Sequence[Any]
+
+MEMORY = Path("/dev/shm")
+PREFIX = "trimtab-weights-"
+FILE = "model.safetensors"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "BOOL": "bool"}
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """The weights of a model: shapes by name, and which names share one tensor.
+
+    `aliases` maps each additional name of a tied parameter to its first name. `required` lists the names that an update
+    must contain; buffers and additional names may be left out.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    aliases: Mapping[str, str]
+    required: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> WeightManifest:
+        """Returns the manifest of a transformers model on any device."""
+        state = model.state_dict(keep_vars=True)
+        first = {id(p): name for name, p in model.named_parameters()}
+        named = model.named_parameters(remove_duplicate=False)
+        return cls(
+            shapes={name: tensor.shape for name, tensor in state.items()},
+            aliases={name: first[id(p)] for name, p in named if first[id(p)] != name},
+            required=tuple(first.values()),
+        )
+
+    @classmethod
+    def read(cls, folder: Path | str) -> WeightManifest:
+        """Returns the manifest of a model folder, from its config.json; no weight is read or allocated."""
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return cls.of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the weights by their first names, each tied tensor once.
+
+        Raises:
+            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
+                of one tied weight carry different values.
+        """
+        given: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if name in given:
+                raise TrimtabError(f"weight {name!r} was published twice; publish each name once")
+            given[name] = tensor.detach()
+        chosen: dict[str, Tensor] = {}
+        for name, tensor in given.items():
+            self._check_one(name, tensor)
+            first = chosen.setdefault(self.aliases.get(name, name), tensor)
+            if first is not tensor and first.data_ptr() != tensor.data_ptr() and not torch.equal(first, tensor):
+                raise TrimtabError(
+                    f"weight {name!r} is tied in the engine but differs from its twin; tie them or publish one name"
+                )
+        missing = [name for name in self.required if name not in chosen]
+        if missing:
+            raise TrimtabError(
+                f"weight {missing[0]!r} is missing ({len(missing)} in all); publish every weight of the model"
+            )
+        return chosen
+
+    def _check_one(self, name: str, tensor: Tensor) -> None:
+        if name not in self.shapes:
+            raise TrimtabError(f"weight {name!r} is not in the engine's model{did_you_mean(name, self.shapes)}")
+        if tensor.shape != self.shapes[name]:
+            shapes = f"{tuple(tensor.shape)}, the engine's is {tuple(self.shapes[name])}"
+            raise TrimtabError(f"weight {name!r} has shape {shapes}; publish merged weights of the same model")
+        # A sum is one cheap pass, and finite unless values are not or it overflows; then every value is checked.
+        if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+            raise TrimtabError(f"weight {name!r} has non-finite values; the engine keeps the weights it has")
+
+
+class SharedWeights:
+    """Named weights in an unnamed file; each iteration yields all (name, tensor) pairs.
+
+    The tensors are views of a private mapping on the CPU: writing to them does not change the file, and they stay valid
+    after `close`, which is called when the object is garbage collected. One object may be published to several
+    engines.
+    """
+
+    def __init__(self, descriptor: int, entries: Sequence[Entry]) -> None:
+        self.descriptor = descriptor
+        self.entries = entries
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        mapping = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
+        for name, kind, shape, start in self.entries:
+            dtype = getattr(torch, kind)
+            tensor = torch.empty(shape, dtype=dtype)
+            if tensor.numel():
+                tensor = torch.frombuffer(mapping, dtype=dtype, count=tensor.numel(), offset=start).view(shape)
+            yield name, tensor
+
+
+def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
+    """Returns a copy of `weights` that other processes can map. Tied weights are stored once.
+
+    Raises:
+        TrimtabError: there is not enough memory.
+    """
+    descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary_file()
+    try:
+        return SharedWeights(descriptor, _write(descriptor, weights))
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise TrimtabError(f"weights cannot be handed to the engine: {error.strerror}; free memory") from error
+        raise
+
+
+def _temporary_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:
+    entries: list[Entry] = []
+    stored: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int]] = {}
+    end = 0
+    for name, given in weights:
+        tensor: Tensor = given.detach()
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # Equal addresses mean equal weights only while the first tensor is alive: otherwise it was a temporary (a
+        # merged adapter) whose memory was reused.
+        earlier = stored.get(key)
+        if earlier is not None and earlier[0]() is not None:
+            start = earlier[1]
+        else:
+            start = -(-end // ALIGN) * ALIGN
+            end = start + _write_tensor(descriptor, tensor, start)
+            stored[key] = (weakref.ref(given), start)
+        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start])
+    os.truncate(descriptor, max(end, 1))  # an empty file cannot be mapped
+    return entries
+
+
+def _write_tensor(descriptor: int, tensor: Tensor, start: int) -> int:
+    """Writes the tensor from byte `start` on; returns its size in bytes."""
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    size = len(data)
+    while data:  # one call writes 2 GiB at most
+        written = os.pwrite(descriptor, data, start)
+        data, start = data[written:], start + written
+    return size
+
+
+class WeightFolder:
+    """The last published weights in a folder. They stay until the next update: a server that restarts needs them again.
+
+    The folder name contains machine and process id, so that the next engine on this machine removes the folders of a
+    killed one. `dtype` is the servers' dtype; weights are cast to it before they are written.
+    """
+
+    def __init__(self, folder: str | None, dtype: torch.dtype) -> None:
+        root = MEMORY if folder is None else Path(folder)
+        if not root.is_dir():
+            raise TrimtabError(
+                f"engine.server.folder = {str(root)!r} is not a folder; name one that the trainer and the servers see"
+            )
+        self.token = secrets.token_hex(4)
+        self._dtype = dtype
+        self._base = root / f"{_machine_prefix()}{os.getpid()}-{self.token}"
+        self._count = 0
+        self.current: Path | None = None
+        self._finalizer = weakref.finalize(self, _remove, self._base, os.getpid())
+        _remove_leftovers(root)
+
+    def write(self, tensors: Mapping[str, Tensor], version: int) -> tuple[Path, str]:
+        """Writes these weights to a new folder; returns the complete folder and a label that is unique to them."""
+        self._count += 1
+        folder = self._base / str(self._count)
+        temporary = folder.with_name(f".{folder.name}")
+        try:
+            temporary.mkdir(parents=True, mode=0o755)
+            cast = {
+                name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else None).contiguous()
+                for name, tensor in tensors.items()
+            }
+            save_file(cast, temporary / FILE)
+            # safetensors creates it with mode 0600; the servers may run as another user.
+            (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
+            for path in (temporary / FILE, temporary):
+                _sync(path)
+            temporary.rename(folder)
+            _sync(self._base)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            message = getattr(error, "strerror", None) or error
+            raise TrimtabError(
+                f"cannot write weights to {folder}: {message}; free space there or set engine.server.folder"
+            ) from error
+        if self.current is not None:
+            shutil.rmtree(self.current, ignore_errors=True)
+        self.current = folder
+        return folder, f"{self.token}-{self._count}-v{version}"
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights written last."""
+        if self.current is None:
+            raise TrimtabError("the servers have not been given any weights yet: publish first")
+        with safe_open(self.current / FILE, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                yield name, file.get_tensor(name)
+
+    def remove(self) -> None:
+        self._finalizer()
+        self.current = None
+
+
+def entries(folder: Path) -> tuple[Path, list[Entry]]:
+    """Returns the file in a published folder and the entries of its weights (`SharedWeights`)."""
+    path = folder / FILE
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    table: list[Entry] = [
+        [name, _DTYPES[item["dtype"]], item["shape"], 8 + size + item["data_offsets"][0]]
+        for name, item in header.items()
+        if name != "__metadata__"
+    ]
+    return path, table
+
+
+def _remove(home: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked copy of the process must not remove its weights
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _machine_prefix() -> str:
+    """Returns the name prefix of this machine's folders.
+
+    It contains the process-id namespace, because containers may share host name and folder, but not process ids.
+    """
+    space = Path("/proc/self/ns/pid")
+    return f"{PREFIX}{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}-"
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Removes the folders of engines of this machine whose process has exited."""
+    start = _machine_prefix()
+    for item in root.glob(f"{start}*-*"):
+        owner = item.name.removeprefix(start).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(item, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
