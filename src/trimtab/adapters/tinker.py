@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, evaluate, prefixed_metrics
-from trimtab.adapters.monitoring import MonitorChoice, Observations, Observer
+from trimtab.adapters.monitoring import MonitorChoice, Observations
 from trimtab.errors import TrimtabError
+from trimtab.monitor import Monitor
 from trimtab.objectives import Objective
 
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
@@ -27,7 +28,7 @@ def custom_loss(
     objective: str | Objective | None = None,
     *,
     dump: str | None = None,
-    monitor: Observer | MonitorChoice = None,
+    monitor: Monitor | MonitorChoice = None,
     **keywords: Any,
 ) -> CustomLoss:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.

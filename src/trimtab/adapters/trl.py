@@ -21,9 +21,9 @@ from torch import Tensor
 
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
-from trimtab.adapters.monitoring import Observer
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_settings
 from trimtab.errors import TrimtabError
+from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
         *args: Any,
         objective: str | Objective | None = None,
         dump: str | Path | None = None,
-        monitor: Observer | str | Path | bool | None = None,
+        monitor: Monitor | str | Path | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl", objective, dump, monitor)

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import dropped_shares, missing_logps, peer_module, turns_of, usable_tokens
-from trimtab.adapters.monitoring import Observer
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_ignored
 from trimtab.errors import TrimtabError
+from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 _TRL: Any = peer_module("TRL", "trl.experimental.async_grpo.async_grpo_trainer")
@@ -50,7 +50,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         *args: Any,
         objective: str | Objective | None = None,
         dump: str | Path | None = None,
-        monitor: Observer | str | Path | bool | None = None,
+        monitor: Monitor | str | Path | bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._set_parts("trl-async", objective, dump, monitor)

@@ -15,8 +15,9 @@ import torch
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, prefixed_metrics
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
-from trimtab.adapters.monitoring import Observer, opened
+from trimtab.adapters.monitoring import opened
 from trimtab.errors import TrimtabError
+from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, State
 
 # Not an import statement: the package is not required.
@@ -40,7 +41,7 @@ class Update:
 class CloseMonitor(TrainerCallback):
     """Closes a monitor when training ends, on all processes."""
 
-    def __init__(self, monitor: Observer) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -59,7 +60,7 @@ class ObjectiveLoss:
         hook: str,
         objective: str | Objective | None,
         dump: str | Path | None,
-        monitor: Observer | str | Path | bool | None,
+        monitor: Monitor | str | Path | bool | None,
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
         self._objective = None if objective is None else build(hook, objective, {})

@@ -143,13 +143,10 @@ class Monitor:
         metrics = self._metrics(merged)
         self._current = (step, merged, metrics)
         if self._out is not None:
-            tokens: dict[str, Any] = {"logp_behavior": logp_rollout, "logp_proximal": logp_train}
-            tokens["response_ids"] = response_ids
-            columns: dict[str, Any] = {"group": group, "reward": reward, "advantage": advantage}
-            by_token = isinstance(version, Tensor) and version.shape == mask.shape
-            (tokens if by_token else columns)["policy_version"] = version
-            proximal = None if version is None else step
-            self._sample.add(mask, tokens, {"step": step, **columns, "proximal_version": proximal})
+            columns = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
+            single = {"step": step, "group": group, "reward": reward, "advantage": advantage}
+            versions = {"policy_version": version, "proximal_version": None if version is None else step}
+            self._sample.add(mask, columns | single | versions)
         return dict(metrics)
 
     @property

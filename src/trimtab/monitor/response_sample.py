@@ -39,27 +39,27 @@ class Sample:
         self._tokens = 0  # trained ones of all that are kept
         self._written: int | None = None  # responses in the file; None where it has to be written anew
 
-    def add(
-        self, mask: Bool[Tensor, "batch time"], tokens: Mapping[str, Tensor | None], rows: Mapping[str, Any]
-    ) -> None:
-        """Adds responses. tokens: columns (batch, time); rows: a value, or a column (batch,); None is left out.
+    def add(self, mask: Bool[Tensor, "batch time"], columns: Mapping[str, Any]) -> None:
+        """Adds responses. columns: (batch, time), (batch,), or one value for all; None is left out. `step` is a number.
 
-        A response ends with its last trained token. Only those that are kept are copied from the device. `rows` has the
-        number of the `step`.
+        A response ends with its last trained token. Only those that are kept are copied from the device.
         """
         drawn = self._random.random(len(mask))
         chosen = np.flatnonzero(drawn < self._threshold)
         if len(chosen) == 0:
             return
         index = torch.from_numpy(chosen).to(mask.device)
-        here = {"loss_mask": mask, **{name: values for name, values in tokens.items() if values is not None}}
-        columns = {name: values.detach()[index].cpu().numpy() for name, values in here.items()}
-        single = {name: _by_response(value, chosen) for name, value in rows.items() if value is not None}
-        trained = columns["loss_mask"]
+        tokens, rows = {"loss_mask": mask[index].cpu().numpy()}, {}
+        for name, values in columns.items():
+            if isinstance(values, Tensor) and values.shape == mask.shape:
+                tokens[name] = values.detach()[index].cpu().numpy()
+            elif values is not None:
+                rows[name] = _by_response(values, chosen)
+        trained = tokens["loss_mask"]
         ends = (trained * np.arange(1, trained.shape[1] + 1)).max(1, initial=0)
         for row in np.flatnonzero(ends):  # A response without a trained token is none.
-            record = {name: column[row, : ends[row]] for name, column in columns.items()}
-            record |= {name: column[row] for name, column in single.items()}
+            record = {name: column[row, : ends[row]] for name, column in tokens.items()}
+            record |= {name: column[row] for name, column in rows.items()}
             line = json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
             count = int(trained[row].sum())
             self._kept.append(_Response(int(record["step"]), float(drawn[chosen[row]]), count, line))

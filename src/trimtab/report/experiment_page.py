@@ -254,7 +254,7 @@ def _score_parts(table: ComparisonTable) -> list[Part]:
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
         Note(f"{legend(table)} Blue is above the start, orange below it."),
-        Note("Curves, mismatch and settings of one regime: `trimtab report REGIME` in the folder of this page."),
+        Note("Curves, mismatch and settings of one regime: trimtab report REGIME, in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
         *(
             Note(f"{regime}, {method}: {why}", "not trained", "plain")

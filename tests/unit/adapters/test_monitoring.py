@@ -43,7 +43,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     at_exit: list[Callable[[], Any]] = []
     exits = SimpleNamespace(register=at_exit.append, unregister=lambda _: None)
     monkeypatch.setattr(sys.modules[Monitor.__module__], "atexit", exits)
-    monkeypatch.setattr(Monitor, "_write_page", lambda *_: None)  # It takes seconds.
     return at_exit
 
 

@@ -119,7 +119,7 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
 def test_the_sample_is_bounded_and_fair(tmp_path: Path) -> None:
     sample, mask = Sample(limit=2000, seed=0), torch.ones(10, 10, dtype=torch.bool)
     for step in range(1000):
-        sample.add(mask, {"logp_behavior": -torch.rand(10, 10)}, {"step": step})
+        sample.add(mask, {"logp_behavior": -torch.rand(10, 10), "step": step})
         assert len(sample) <= 260
     sample.write(tmp_path / "sample.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
@@ -133,9 +133,9 @@ def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Pat
     sample = Sample(limit=100, seed=0)
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
     values = {"step": 7, "reward": torch.tensor([0.5, 1.0, 2.0])}
-    sample.add(mask, {"response_ids": torch.arange(12).view(3, 4)}, values)
+    sample.add(mask, {"response_ids": torch.arange(12).view(3, 4), **values})
     sample.write(tmp_path / "sample.jsonl")
-    sample.add(torch.zeros_like(mask), {"response_ids": torch.arange(12).view(3, 4)}, values)
+    sample.add(torch.zeros_like(mask), {"response_ids": torch.arange(12).view(3, 4), **values})
     rows = [json.loads(line) for line in (tmp_path / "sample.jsonl").read_text().splitlines()]
     assert len(sample) == 2
     assert sorted(rows, key=lambda row: row["reward"]) == [
@@ -178,7 +178,7 @@ def test_the_file_holds_the_sample_after_every_step(tmp_path: Path) -> None:
     path, whole = tmp_path / "sample.jsonl", tmp_path / "whole.jsonl"
     for step in range(20):
         one, before = batch(step), path.read_text() if step else ""
-        sample.add(one["mask"], {"logp_behavior": one["logp_rollout"]}, {"step": step})
+        sample.add(one["mask"], {"logp_behavior": one["logp_rollout"], "step": step})
         sample.flush(path)
         sample.write(whole)
         assert sorted(path.open()) == sorted(whole.open())
