@@ -18,7 +18,7 @@ from trimtab.trainer.config import load_config, recipe_names
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.models import routing
 from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES
-from trimtab.trainer.models.invariant import apply as invariant
+from trimtab.trainer.models import invariant
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
