@@ -24,7 +24,7 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
-from trimtab.trainer.engines.weights import share
+from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.models.load import LABORATORY, LoadedModel, load
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.sft import laboratory_folder

@@ -29,7 +29,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantizat
 from trimtab.trainer.engines.remote import process_transport, remote_engine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
-from trimtab.trainer.engines.weights import SharedWeights, share
+from trimtab.trainer.engines.weight_transfer import SharedWeights, share
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import load
 from trimtab.types import Completion, SamplingParams, TurnResult

@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.weights import SharedWeights
+from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 

@@ -16,9 +16,8 @@ from trimtab.objectives import objective, objectives
 from trimtab.objectives.presets import PRESETS
 from trimtab.trainer.config import load_config, recipe_names
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.models import routing
+from trimtab.trainer.models import invariant, routing
 from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES
-from trimtab.trainer.models.invariant import apply as invariant
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

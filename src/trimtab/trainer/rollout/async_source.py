@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.errors import EngineDeadError
-from trimtab.trainer.engines.weights import share
+from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group

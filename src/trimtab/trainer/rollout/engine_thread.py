@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimtab.errors import RESUME, EngineDeadError, TrimtabError
-from trimtab.trainer.engines.weights import SharedWeights
+from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector

@@ -33,7 +33,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
-from trimtab.trainer.engines.weights import WeightManifest
+from trimtab.trainer.engines.weight_transfer import WeightManifest
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.trainer.models.logprobs import TokenBatch, score

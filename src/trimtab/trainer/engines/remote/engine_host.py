@@ -133,7 +133,7 @@ def _to_send(error: Exception) -> Exception | str:
 
 
 class ProcessHost(EngineHost):
-    """Hosts an engine for the parent of this process; weights come and go as files (`weights.py`)."""
+    """Hosts an engine for the parent of this process; weights come and go as files (`weight_transfer.py`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ class ProcessHost(EngineHost):
     def update_weights(
         self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, as_is: bool
     ) -> None:
-        from trimtab.trainer.engines.weights import SharedWeights
+        from trimtab.trainer.engines.weight_transfer import SharedWeights
 
         with contextlib.closing(SharedWeights(descriptor, entries)) as shared:
             engine.update_weights(shared, version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> Any:
-        from trimtab.trainer.engines.weights import share
+        from trimtab.trainer.engines.weight_transfer import share
 
         return share(engine.named_weights())
 

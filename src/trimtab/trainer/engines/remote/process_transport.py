@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import TransportLost
-from trimtab.trainer.engines.weights import SharedWeights, share
+from trimtab.trainer.engines.weight_transfer import SharedWeights, share
 from trimtab.trainer.processes import TRANSFER_TIMEOUT, WorkerProcess
 
 WORKER = "trimtab.trainer.engines.remote.engine_host"

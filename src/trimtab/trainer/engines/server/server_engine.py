@@ -35,7 +35,7 @@ from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import POLL_INTERVAL
-from trimtab.trainer.engines.weights import WeightFolder, WeightManifest
+from trimtab.trainer.engines.weight_transfer import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 

@@ -24,7 +24,7 @@ from trimtab.trainer.engines.server.server_protocol import (
     TokenId,
     scored_result,
 )
-from trimtab.trainer.engines.weights import entries
+from trimtab.trainer.engines.weight_transfer import entries
 from trimtab.types import SamplingParams
 
 EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"

@@ -17,7 +17,7 @@ import torch._dynamo
 
 from trimtab.errors import EngineDeadError, TrimtabError, require_extra
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.weights import SharedWeights
+from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.types import AbortSignal
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@
 - Every response has a seed, derived from (seed, prompt, sample). A request that continues a prefix or an
   earlier turn also uses the length so far, because the first random numbers were used for that.
 - Each turn of a multi-turn response is a request with all ids so far; the prefix cache runs only what is new.
-- A weight update is complete (`weights.py`, `worker_extension.py`) and resets the prefix cache.
+- A weight update is complete (`weight_transfer.py`, `worker_extension.py`) and resets the prefix cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_co
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner, import_vllm
-from trimtab.trainer.engines.weights import SharedWeights, WeightManifest, share
+from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, share
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 

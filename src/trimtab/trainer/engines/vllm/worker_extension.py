@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.trainer.engines.weights import Entry, SharedWeights
+from trimtab.trainer.engines.weight_transfer import Entry, SharedWeights
 
 
 class WeightLoading:

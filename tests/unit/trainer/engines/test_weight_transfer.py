@@ -15,7 +15,7 @@ import torch
 from tests.support.engines import CONFIGS, tiny
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.weights import PREFIX, SharedWeights, WeightFolder, WeightManifest, entries, share
+from trimtab.trainer.engines.weight_transfer import PREFIX, SharedWeights, WeightFolder, WeightManifest, entries, share
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
