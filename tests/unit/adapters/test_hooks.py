@@ -62,11 +62,6 @@ def test_an_unknown_trainer_and_keywords_beside_an_objective_are_refused() -> No
         build("verl", objective("grpo"), {"clip_low": 0.1})
 
 
-def test_every_trainer_carries_grpo() -> None:
-    for trainer, one in HOOKS.items():
-        assert build(trainer, "grpo", {"aggregation": one.aggregations[0]} if one.aggregations else {})
-
-
 def test_runs_of_the_mask_are_turns() -> None:
     mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 1, 1, 1, 0, 0]]).bool()
     assert turns_of(mask).tolist() == [[0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
@@ -144,16 +139,6 @@ def test_a_fraction_as_count_is_divided_by() -> None:
     for kind in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
         state = counted_state(0.25, 0.25, like=current)
         assert objective("grpo", aggregation=kind)(logps, torch.ones(1, 1), state=state).loss.item() == -4.0
-
-
-def test_counts_of_the_trainer_are_the_denominators() -> None:
-    current = torch.zeros(2, 3, requires_grad=True)
-    logps = PolicyLogps(current=current, behavior=None, mask=torch.ones(2, 3).bool(), proximal=torch.zeros(2, 3))
-    advantage = torch.ones(2, 1)
-    tokens = objective("grpo", aggregation="token-mean")(logps, advantage, state=counted_state(12, 4, like=current))
-    assert tokens.loss.item() == pytest.approx(-6 / 12)
-    means = objective("grpo")(logps, advantage, state=counted_state(12, 4, like=current))
-    assert means.loss.item() == pytest.approx(-2 / 4)
 
 
 def test_one_advantage_a_response_where_the_objective_judges_responses() -> None:
@@ -444,22 +429,6 @@ def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     assert (clipped.item(), kl.item()) == (0.0, 0.5)
     assert mismatch is not None
     assert mismatch.item() == -0.25
-
-
-def test_a_dump_is_read_by_diagnose(tmp_path: Path) -> None:
-    make = torch.Generator().manual_seed(0)
-    behavior = -torch.rand(40, 6, generator=make) - 0.1
-    current = behavior + 0.05 * torch.randn(40, 6, generator=make)
-    length = torch.randint(2, 7, (40,), generator=make)
-    mask = torch.arange(6) < length[:, None]
-    tokens = {"response_ids": mask.long(), "logp_behavior": behavior, "logp_current": current, "loss_mask": mask.long()}
-    batch = rows(length, tokens, {})
-    path = Dump(tmp_path / "logps").write(3, list(batch))
-    assert path.name == "step_000003_rank_0.jsonl"
-    assert list(tmp_path.glob("logps/*.tmp")) == []
-    report = trimtab.diagnose(tmp_path / "logps")
-    expected = correct(current, behavior, mask).metrics.finalize()
-    assert report.measured.size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
 
 
 @pytest.mark.parametrize("trainer", ["skyrl", "openrlhf", "tinker"])

@@ -197,12 +197,6 @@ def test_a_token_baseline_names_the_reward_too(reward: float):
         )
 
 
-def test_a_temperature_of_infinity_is_refused():
-    """The mean of the group is its limit, but inf * 0 is not a number."""
-    with pytest.raises(TrimtabError, match="value_beta must be a finite number above 0"):
-        of("optimal", [1.0, 0.0], [0, 0], value_beta=math.inf)
-
-
 def test_distillation_is_the_log_ratio_of_the_teacher_to_the_student() -> None:
     """Probabilities .6 / .3, .1 / .4 and .5 / .5 give ln 2, -ln 4 and 0; what is untrained is not read."""
     teacher = torch.tensor([[0.6, 0.1, 0.5, math.nan]]).log()

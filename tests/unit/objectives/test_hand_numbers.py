@@ -233,14 +233,3 @@ def test_positions_count_trained_tokens_of_packed_sequences():
     mask = torch.tensor([[True, True, False, True], [True, True, True, False]])
     positions = Sequences(mask, ids).positions
     assert positions[mask].tolist() == [1, 1, 2, 2, 3, 1]
-
-
-@pytest.mark.parametrize("name", ["vespo", "sapo", "drpo", "a3po", "ctpo", "pnpo", "gmpo"])
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_extreme_tokens_stay_finite(name, advantage):
-    behavior = torch.tensor([[-100.0, math.log(0.5), -1.0]], dtype=torch.float64)
-    current = torch.tensor([[-1e-9, math.log(0.5) - 100, -1.0]], dtype=torch.float64)
-    values, slopes = tokens(name, advantage, current=current, behavior=behavior, proximal=behavior)
-    assert all(math.isfinite(value) for value in (*values, *slopes))
-    if advantage == 0:
-        assert values == slopes == [0.0] * 3

@@ -15,15 +15,12 @@ from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
-    OPSM,
     Band,
     Clipped,
-    Divergence,
     Objective,
     PolicyLogps,
     Ratio,
     Regression,
-    Veto,
     Weight,
     correct,
     mismatch,
@@ -174,48 +171,6 @@ def test_ratios_of_a_response_leave_observations_out() -> None:
     assert grad == pytest.approx([-product, -product, 0, 0, -product])
     _, grad = per_token(Objective("geo", Ratio("geometric", "behavior"), Clipped(1.0, 9.0)))
     assert grad == pytest.approx([-(product ** (1 / 3))] * 2 + [0, 0] + [-(product ** (1 / 3))])
-
-
-@pytest.mark.parametrize(
-    ("rule", "kept"),
-    [
-        (OPSM(0.07964), True),  # mean log mu - log pi = -log(.7875) / 3 = .079631
-        (OPSM(0.07962), False),
-        (Divergence("k3", "mean", 0.00336), True),  # .00335011
-        (Divergence("k3", "mean", 0.00335), False),
-        (Divergence("k3", "sum", 0.0101), True),
-        (Divergence("k3", "sum", 0.01), False),
-        (Divergence("k2", "max", 0.00556), True),  # .00555042
-        (Divergence("k2", "max", 0.00555), False),
-        (Band("geometric", 0.9966, 1.1), True),  # .99^(1/3) = .99666
-        (Band("geometric", 0.9967, 1.1), False),
-        (Band("sequence", 0.9899, 1.1), True),
-        (Band("sequence", 0.9901, 1.1), False),
-        (Veto(0.8), True),  # smallest rho .9
-        (Veto(0.91), False),
-    ],
-)
-def test_masks_of_a_response_leave_observations_out(rule: Any, kept: bool) -> None:
-    _, grad = per_token(Objective("masked", Ratio(), Clipped(1.0, 9.0), masks=(rule,)), advantage=-1.0)
-    assert any(grad) == kept
-
-
-def test_oapl_second_moment_entropy_and_kl_leave_observations_out() -> None:
-    log = math.log(1.5 * 0.5 * 1.05)
-    loss, grad = per_token(objective("oapl", beta=0.5), advantage=0.25)
-    assert loss / 3 == pytest.approx((0.5 * log - 0.25) ** 2)
-    assert grad[0] / 3 == pytest.approx(2 * 0.5 * (0.5 * log - 0.25))
-    # Mean square of the three log-ratios: .16440, .48045 and .00238 over 3 = .21575.
-    moment = (math.log(1.5) ** 2 + math.log(0.5) ** 2 + math.log(1.05) ** 2) / 3
-    for tau, dropped in ((moment * 1.0001, 0), (moment * 0.9999, 1)):
-        _, grad = per_token(objective("m2po", form="mask", tau=tau))
-        assert [value == 0 for value in grad] == [False, dropped == 1, True, True, False]
-    policy = per_token(objective("reinforce"))[0]
-    with_entropy = per_token(objective("reinforce", entropy_coef=1.0))[0]
-    assert with_entropy - policy == pytest.approx(-(1.0 + 2.0 + 0.3))
-    distance = [math.log(old / new) for old, new in zip(PROXIMAL, CURRENT, strict=True)]
-    with_kl = per_token(objective("reinforce", kl="k3", kl_coef=1.0))[0]
-    assert with_kl - policy == pytest.approx(sum(math.expm1(d) - d for d in distance))
 
 
 def test_calibration_reads_trained_tokens_and_turns() -> None:
