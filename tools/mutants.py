@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LOSSES = ("tests/parity", "tests/contract/test_every_preset.py")
 # Source folders and their tests.
 AREAS = {
-    "corrections": (["corrections"], ["tests/unit/corrections", "tests/parity"]),
-    "objectives": (["objectives"], ["tests/unit/objectives", "tests/parity"]),
+    "corrections": (["corrections"], ["tests/unit/corrections", *LOSSES]),
+    "objectives": (["objectives"], ["tests/unit/objectives", *LOSSES]),
     "training": (["trainer", "runs"], ["tests/unit/trainer", "tests/unit/runs"]),
     "rollout": (["trainer/rollout", "trainer/engines"], ["tests/unit/trainer/rollout", "tests/unit/trainer/engines"]),
     "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
