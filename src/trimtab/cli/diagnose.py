@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,11 +181,11 @@ def _answer(
     from trimtab.diagnosis.output import as_json as json_of
     from trimtab.diagnosis.output import compared
     from trimtab.diagnosis.output.html_page import write_page
-    from trimtab.diagnosis.output.markdown import markdown as markdown_of
-    from trimtab.diagnosis.output.terminal import folded, terminal_text
+    from trimtab.diagnosis.output.text import markdown as markdown_of
+    from trimtab.diagnosis.output.text import terminal_text
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
-    from trimtab.diagnosis.redaction import Redaction, errors_kept_back
+    from trimtab.diagnosis.redaction import Redaction
 
     redaction, comparison = Redaction() if redact else None, None
     with _progress() as on_progress:
@@ -195,7 +195,7 @@ def _answer(
             diagnosis = run(files, on_progress=on_progress, redaction=redaction, **options)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
         command = "" if redact else shlex.join(["trimtab", *sys.argv[1:]])
-        with errors_kept_back(redaction):
+        with nullcontext() if redaction is None else redaction.errors_kept_back():
             write_page(diagnosis, target, command, comparison)
     shown = "written; --redact leaves its name out" if redact else str(target)
     if form == "json":
@@ -203,10 +203,8 @@ def _answer(
         print_json({**json_of.as_dict(diagnosis), **against_json, "report": None if redact else target})
     elif form == "markdown":
         echo(markdown_of(diagnosis, comparison, command))
-    elif comparison is None:
-        echo(terminal_text(diagnosis, shown, _width()))
     else:
-        echo(folded(compared.rows(diagnosis, comparison, shown), _width()))
+        echo(terminal_text(diagnosis, shown, _width(), comparison))
 
 
 def _watch(

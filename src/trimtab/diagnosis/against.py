@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import DECILES
 from trimtab.intervals import Interval, cluster_intervals
 

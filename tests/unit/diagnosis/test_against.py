@@ -13,9 +13,9 @@ import pytest
 from tests.support.diagnosis_example import example
 
 from trimtab.diagnosis.against import Comparison, against
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output import compared
 from trimtab.diagnosis.pipeline import compare
-from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 
 RESPONSES, LENGTH = 60, 40

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import trimtab
 from trimtab.cli.main import app
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.terminal import terminal_text
-from trimtab.diagnosis.records import Diagnosis
-from trimtab.diagnosis.token_texts import token_texts
+from trimtab.diagnosis.output.text import terminal_text
+from trimtab.diagnosis.reading.run_files import token_texts
 from trimtab.errors import TrimtabError
 
 ODD = 7

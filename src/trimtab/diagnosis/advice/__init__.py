@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.adapters.config_lines import lines
-from trimtab.diagnosis.advice.fair_map import load_map
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcomes
-from trimtab.diagnosis.advice.rules import RuleInputs, choose
+from trimtab.diagnosis.advice.rules import RuleInputs, choose, load_map
 from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
 
 __all__ = ["advise"]

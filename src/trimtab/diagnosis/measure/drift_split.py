@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import octave
-from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
-from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.measure.size import CLUSTERS
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, octave
 from trimtab.diagnosis.records import DriftSplit
 from trimtab.intervals import FEWEST_CLUSTERS, Interval, resampled
 

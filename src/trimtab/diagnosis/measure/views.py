@@ -13,9 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import FEWEST, PROBABILITY_EDGES, octave, octave_edges
-from trimtab.diagnosis.measure.grouped import ENVELOPE, Groups, KeyedSums, explained, group_sums
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
+from trimtab.diagnosis.measure.trained_tokens import (
+    ENVELOPE,
+    FEWEST,
+    FIELDS,
+    PROBABILITY_EDGES,
+    Groups,
+    KeyedSums,
+    TrainedTokens,
+    explained,
+    group_sums,
+    octave,
+    octave_edges,
+)
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES, TokenTable
 

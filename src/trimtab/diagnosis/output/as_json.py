@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.known import matches
-from trimtab.diagnosis.output.words import findings, outside
-from trimtab.diagnosis.records import Diagnosis
+from trimtab.diagnosis.answer import Diagnosis, matches
+from trimtab.diagnosis.figures import outside
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in matches(cause.name, origin)]}
             for cause in diagnosis.causes
         ],
-        "findings": [asdict(finding) for finding in findings(diagnosis)],
+        "findings": [asdict(finding) for finding in diagnosis.answer.findings],
         "recommendation": asdict(diagnosis.recommendation),
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
         "split": asdict(measured.split)

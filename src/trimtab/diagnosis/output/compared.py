@@ -1,25 +1,15 @@
-"""Renders a comparison of two diagnoses: lines for the terminal, a table for pages and Markdown, and JSON."""
+"""A comparison of two diagnoses in sentences and tables, which the terminal, Markdown, the page and JSON print."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from trimtab.diagnosis.against import TAIL, Comparison, Place, beyond_chance
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
 from trimtab.diagnosis.output import as_json
-from trimtab.diagnosis.output.terminal import labeled
-from trimtab.diagnosis.output.words import (
-    cause_text,
-    faults,
-    figure,
-    format_number,
-    format_percent,
-    read_text,
-    with_interval,
-)
-from trimtab.diagnosis.records import Diagnosis
 from trimtab.intervals import Interval
 
 _AGREE = ("exact", "rounding")
@@ -36,22 +26,21 @@ def verdict_lines(first: Diagnosis, comparison: Comparison) -> list[str]:
     else:
         lines = [f"k3 in A relative to B: {_change_text(comparison.k3, 1.0, _factor)}."]
     for name, side in (("A", first), ("B", comparison.baseline)):
-        lines.append(f"{name}: {cause_text(next(iter(side.causes), None))}.")
-        lines += [f"First, in {name}: {fix}" for fix in faults(side).values()][:1]
+        lines.append(f"{name}: {side.answer.cause}.")
+        lines += [f"First, in {name}: {fix}" for fix in side.answer.faults.values()][:1]
     return lines
 
 
-def rows(first: Diagnosis, comparison: Comparison, page: Path | str | None = None) -> list[tuple[str, str]]:
-    """Returns label and text of each line, as `terminal.rows` does."""
+def rows(first: Diagnosis, comparison: Comparison) -> list[tuple[str, str]]:
+    """Returns label and text of each line, as `text.rows` does."""
     sides = first, comparison.baseline
-    lines = labeled("verdict", verdict_lines(first, comparison))
+    lines = [("" if index else "verdict", text) for index, text in enumerate(verdict_lines(first, comparison))]
     for name, of, side in zip("AB", comparison.names, sides, strict=True):
-        lines.append((name, f"{of and f'{of}: '}{read_text(side.measured.origin)}"))
+        lines.append((name, f"{of and f'{of}: '}{side.answer.read}"))
     changes = figures(first, comparison)[:3]
     lines += [(name, f"{one} in A, {two} in B: {change}") for name, one, two, change in changes]
     lines += [(f"by {name}", _range_text(places)) for name, places in comparison.places.items()]
-    lines.append(("paired", paired_text(comparison)))
-    return lines if page is None else [*lines, ("page", str(page))]
+    return [*lines, ("paired", paired_text(comparison))]
 
 
 def figures(first: Diagnosis, comparison: Comparison) -> list[tuple[str, ...]]:
@@ -72,7 +61,7 @@ def figures(first: Diagnosis, comparison: Comparison) -> list[tuple[str, ...]]:
         ),
         ("ESS of tokens", *(figure(size, "ess_token") for size in sizes), ""),
         ("Pearson", *(figure(size, "pearson") for size in sizes), ""),
-        ("first cause", *(cause_text(next(iter(side.causes), None)) for side in sides), ""),
+        ("first cause", *(side.answer.cause for side in sides), ""),
     ]
 
 

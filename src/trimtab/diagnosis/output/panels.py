@@ -10,10 +10,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.measure.bins import FEWEST as FEWEST_TOKENS
-from trimtab.diagnosis.output.hotspots import FEWEST, shares
-from trimtab.diagnosis.output.words import figure, format_number, format_percent, format_signed, range_text
-from trimtab.diagnosis.records import Measured, MismatchSize, View
+from trimtab.diagnosis.answer import FEWEST, shares
+from trimtab.diagnosis.figures import figure, format_number, format_percent, format_signed, range_text
+from trimtab.diagnosis.measure.trained_tokens import FEWEST as FEWEST_TOKENS
+from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.pages.charts import WIDTH, draw, quantile_bands, scatter_svg
 from trimtab.pages.numbers import short, short_exponent
 from trimtab.pages.page import Chart, Note
@@ -39,40 +39,7 @@ _SHORT = {"newer than the trainer": "newer"}
 _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
-VIEWS = {
-    "probability": (
-        *("Log-ratio by probability", "sampler probability"),
-        "A band that opens to the left: rare tokens mismatch most, as with numerical noise. A median off 0 is a bias.",
-    ),
-    "position": (
-        *("k3 by position", "position in the response"),
-        "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token.",
-    ),
-    "length": (
-        *("k3 by length of the response", "length of the response, tokens"),
-        "Per token, length should not matter; more at the right means that mismatch adds up along a response.",
-    ),
-    "turn": (
-        *("k3 around the borders of turns", "tokens from the border of a turn"),
-        "A jump at 0, the first token after a border: text was tokenized again before the trainer scored it.",
-    ),
-    "turn-number": (
-        *("k3 by turn", "turn"),
-        "Growth from turn to turn: outputs of tools lead to contexts in which trainer and sampler differ more.",
-    ),
-    "observation": (
-        *("k3 after observations", "tokens since the last observation"),
-        "High bars at the left: the first tokens after the output of a tool, where the model is least certain.",
-    ),
-    "version": (
-        *("k3 by age of the weights", "age of the weights, optimizer updates"),
-        "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it.",
-    ),
-    "entropy": (
-        *("Log-ratio by entropy", "entropy of the policy, nats"),
-        "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution.",
-    ),
-}
+VIEWS: Mapping[str, Mapping[str, str]] = read_table("texts.toml")["views"]
 """Title, axis and how to read the chart of each view."""
 
 
@@ -237,7 +204,8 @@ def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     """Returns one chart for each view of the data, and one of the responses that rules would reject by length."""
     shown: list[Chart] = []
     absent: list[str] = []
-    for name, (title, axis, reading) in VIEWS.items():
+    for name, texts in VIEWS.items():
+        title, axis, reading = texts["title"], texts["axis"], texts["reading"]
         view = measured.views.get(name)
         if view is None:
             absent.append(axis)

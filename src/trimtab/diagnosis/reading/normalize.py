@@ -6,9 +6,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import Batch, flat, list_lengths
+from trimtab.diagnosis.reading.batches import (
+    EXTERNAL_TRACE,
+    NOT_FINITE,
+    OUT_OF_LOSS,
+    UNEQUAL,
+    Batch,
+    ReadCounts,
+    flat,
+    list_lengths,
+)
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, UNEQUAL, ReadCounts
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6

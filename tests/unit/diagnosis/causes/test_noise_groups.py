@@ -11,10 +11,10 @@ import pytest
 from tests.support import planted_causes as plant
 
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.causes.bad_values import find_above_zero
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.noise_groups import Steps, direction, uneven_by
-from trimtab.diagnosis.measure.grouped import explained
+from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.causes.noise import Steps, direction, uneven_by
+from trimtab.diagnosis.causes.wrong_values import find_above_zero
+from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.tokens import TokenTable
 

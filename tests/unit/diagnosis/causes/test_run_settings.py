@@ -10,7 +10,8 @@ import pytest
 from tests.support.fake_run import fake_run
 
 import trimtab
-from trimtab.diagnosis.records import Cause, Diagnosis
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.records import Cause
 
 # Standard deviations of the log-ratio: what bfloat16 makes, and more than that (k3 .01).
 FINE, COARSE = 0.03, 0.15

@@ -7,10 +7,9 @@ import re
 import numpy as np
 from tests.support.token_tables import table
 
-from trimtab.diagnosis.causes.detector import Context
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.stale import find_drift
-from trimtab.diagnosis.causes.swapped import find_swapped_responses
+from trimtab.diagnosis.causes.detector import Context, LogprobPairs
+from trimtab.diagnosis.causes.old_weights import find_drift
+from trimtab.diagnosis.causes.wrong_pairs import find_swapped_responses
 
 CONTEXT = Context(floor=0.0, settings=None)
 

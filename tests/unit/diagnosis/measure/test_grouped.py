@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS
-from trimtab.diagnosis.measure.grouped import KeyedSums
+from trimtab.diagnosis.measure.trained_tokens import LOG_RATIO_BINS, KeyedSums
 
 
 def filled(most: int, steps: list[int], tables: int = 1, other: int = 0) -> KeyedSums:

@@ -11,7 +11,7 @@ import torch
 from tests.support.token_tables import noisy, pieces, table, whole
 
 import trimtab
-from trimtab.diagnosis.measure.mismatch_size import verdict
+from trimtab.diagnosis.measure.size import verdict
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
 

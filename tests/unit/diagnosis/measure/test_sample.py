@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.token_tables import noisy, pieces, table, values
 
-from trimtab.diagnosis.measure.sample import Sample
+from trimtab.diagnosis.measure import Sample
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, rounding_floor
+from trimtab.diagnosis.measure.size import RoundingDetector, rounding_floor
 
 
 def logps(count: int, seed: int = 0) -> np.ndarray:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.diagnosis.output.terminal import terminal_text
-from trimtab.diagnosis.output.words import severity, verdict_lines
-from trimtab.diagnosis.records import Diagnosis
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.output.text import terminal_text
 from trimtab.findings import Finding
 
 RESPONSES, TIME = 24, 30
@@ -44,10 +43,10 @@ def diagnosed(
 def test_a_teacher_out_of_place_is_what_the_verdict_says_to_repair(tmp_path: Path) -> None:
     right = diagnosed(tmp_path / "a.jsonl", lambda teacher: teacher, noise=0.01)
     assert right.recommendation.preset
-    assert severity(right) == "good"
+    assert right.answer.severity == "good"
     wrong = diagnosed(tmp_path / "b.jsonl", lambda teacher: np.roll(teacher, 1, axis=1), noise=0.01)
-    assert verdict_lines(wrong)[-1] == ("First", "cut the teacher's list where the response begins")
-    assert severity(wrong) == "warn"
+    assert wrong.answer.verdict[-1] == ("First", "cut the teacher's list where the response begins")
+    assert wrong.answer.severity == "warn"
     assert wrong.recommendation.preset == ""
     assert wrong.recommendation.why.startswith("Fix teacher first")
     assert "repair teacher: cut the teacher's list" in terminal_text(wrong)

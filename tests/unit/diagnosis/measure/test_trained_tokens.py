@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from tests.support.token_tables import table, trained
 
-from trimtab.diagnosis.measure.bins import plane
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index, plane
 
 
 def test_sums_of_responses_by_hand() -> None:

@@ -14,11 +14,12 @@ from tests.support.diagnosis_example import MISMATCH, example, steps, view, view
 from tests.support.html_reader import Reader
 
 from trimtab.diagnosis.against import Comparison, Place
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output import panels
-from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
-from trimtab.diagnosis.output.markdown import markdown
-from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
+from trimtab.diagnosis.output.text import markdown
+from trimtab.diagnosis.records import Cause, Measured, Settings
 from trimtab.errors import TrimtabError
 from trimtab.findings import Finding
 from trimtab.intervals import Interval
@@ -69,7 +70,7 @@ def test_every_figure_outside_its_range_is_in_a_table_that_a_phone_shows_whole(w
     assert re.findall(r"<th>(.*?)</th>", table) == ["figure", "value", "95% interval", "healthy"]
     marked = re.findall(r'<span class="tag warn">(.*?)</span>', table)
     size = example().measured.size
-    assert sorted(marked) == sorted(words.outside(size).values())
+    assert sorted(marked) == sorted(outside(size).values())
     assert f"{len(marked)} are outside their healthy ranges, marked in the table." in whole
     assert "table:not(:has(th:nth-child(5))) .tag { white-space: normal;" in whole
 
@@ -142,7 +143,7 @@ def test_a_jump_at_one_turn_is_named() -> None:
     assert "highest 0.9 at 0." in caption
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
-    assert words.where_text(of_half) == "tokens from the border of a turn: 0 (0.5% of the tokens, 90% of the mismatch)"
+    assert of_half.answer.where == "tokens from the border of a turn: 0 (0.5% of the tokens, 90% of the mismatch)"
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:

@@ -15,8 +15,7 @@ from tests.support.token_tables import values
 
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.html_page import answers
-from trimtab.diagnosis.output.terminal import terminal_text
-from trimtab.diagnosis.output.words import severity
+from trimtab.diagnosis.output.text import terminal_text
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
@@ -240,7 +239,7 @@ def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measure
     text = "without 71 responses (71%) that the trainer masks out of its loss: k3 is 0."
     assert text in terminal_text(diagnosis)
     assert text in " ".join(answer for _, answer in answers(diagnosis))
-    assert severity(diagnosis) == "warn"
+    assert diagnosis.answer.severity == "warn"
     assert as_dict(diagnosis)["origin"]["masked"]["responses"] == 71
     nothing = diagnose(masking_run(tmp_path, 0.0))
     assert nothing.measured.origin.masked is None

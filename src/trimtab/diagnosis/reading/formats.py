@@ -1,4 +1,4 @@
-"""Expands paths to files and selects the reader of each."""
+"""Expands paths to files, and selects the reader of each by its first bytes and its name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
-from trimtab.diagnosis.reading.packed_rows import PACKED, packed_rows, slices_of
-from trimtab.diagnosis.reading.row_files import RowFile, csv_rows, json_array, json_lines
+from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.reading.row_files import (
+    PACKED,
+    RowFile,
+    csv_rows,
+    json_array,
+    json_lines,
+    packed_rows,
+    slices_of,
+)
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
 from trimtab.files import Unpacked, opened
 
 Table = ArrowFile | RowFile
 """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
-_FOLDERS = ("trajectories", "token_exports", "train_data", "completions", "tokens")
-"""Folders in which runs of Trimtab, prime-rl, Miles, TRL and verl (docs/frameworks.md) store their tokens."""
+_FOLDERS = tuple(layout.folder for layout in LAYOUTS.values() if layout.folder)
+"""Folders in which runs store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What `save_to_disk` of the library datasets writes beside its arrow files."""
 ALARM_FILE = "ALARM.json"

@@ -20,11 +20,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import LEAST_RMS, CauseMatch, Context, Residual
-from trimtab.diagnosis.causes.evidence import centered, confidence, growth_of, log_size, rms_of, slope_of
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.noise_groups import MIN_GROUP_TOKENS, drift_between_steps
-from trimtab.diagnosis.causes.precision import IDS_SHIFT, Noise, measure_noise
+from trimtab.diagnosis.causes.detector import (
+    LEAST_RMS,
+    CauseMatch,
+    Context,
+    LogprobPairs,
+    Residual,
+    centered,
+    confidence,
+    growth_of,
+    log_size,
+    rms_of,
+    slope_of,
+)
+from trimtab.diagnosis.causes.noise import IDS_SHIFT, MIN_GROUP_TOKENS, Noise, drift_between_steps, measure_noise
 
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
