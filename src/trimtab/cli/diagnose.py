@@ -178,11 +178,9 @@ def _answer(
     files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
 ) -> None:
     """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
-    from trimtab.diagnosis.output import as_json as json_of
-    from trimtab.diagnosis.output import compared
+    from trimtab.diagnosis.output.as_json import against_dict, as_dict
     from trimtab.diagnosis.output.html_page import write_page
-    from trimtab.diagnosis.output.text import markdown as markdown_of
-    from trimtab.diagnosis.output.text import terminal_text
+    from trimtab.diagnosis.output.text import markdown, terminal_text
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
     from trimtab.diagnosis.redaction import Redaction
@@ -199,10 +197,10 @@ def _answer(
             write_page(diagnosis, target, command, comparison)
     shown = "written; --redact leaves its name out" if redact else str(target)
     if form == "json":
-        against_json = {} if comparison is None else {"against": compared.as_dict(diagnosis, comparison)}
-        print_json({**json_of.as_dict(diagnosis), **against_json, "report": None if redact else target})
+        against_json = {} if comparison is None else {"against": against_dict(comparison)}
+        print_json({**as_dict(diagnosis), **against_json, "report": None if redact else target})
     elif form == "markdown":
-        echo(markdown_of(diagnosis, comparison, command))
+        echo(markdown(diagnosis, comparison, command))
     else:
         echo(terminal_text(diagnosis, shown, _width(), comparison))
 

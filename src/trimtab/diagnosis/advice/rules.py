@@ -13,7 +13,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.diagnosis.records import MUST_FIX, Cause, PresetOutcome, read_table
+import numpy as np
+
+from trimtab.adapters.config_lines import lines
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcomes
+from trimtab.diagnosis.records import MUST_FIX, Cause, Measured, PresetOutcome, Recommendation, read_table
 from trimtab.objectives.calibrate import bounds_of
 
 K3_FACTOR = 3.0
@@ -22,6 +26,27 @@ LENGTH_FACTOR = 2.0
 """The same for the mean length of responses: methods that read whole responses change with it."""
 NAMED = 4
 """Number of methods that a sentence names."""
+TOKENS = 100_000
+"""Most tokens that presets are tried on."""
+
+
+def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
+    """Returns the outcomes of all presets on at most `TOKENS` tokens, and the recommended one with bounds and reason.
+
+    If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
+    """
+    sample = measured.sample
+    stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
+    data = AdviceData.of(part)
+    table = outcomes(data)
+    size, origin = measured.size, measured.origin
+    failed = [finding.name for finding in origin.findings if finding.status == "fail"]
+    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
+    _, preset, overrides, why = choose(inputs, load_map())
+    if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
+        table = (*table, outcome(data, preset, overrides))
+    return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a detector of causes receives and returns: tokens with both log-probs, statistics of evidence, a proposed repair.
+"""What a detector of causes receives and returns: tokens with both log-probs, statistics, and a proposed repair.
 
 Differences of log-probs are converted to logits, which noise moves by about one size.
 

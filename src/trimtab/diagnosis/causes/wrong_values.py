@@ -1,4 +1,4 @@
-"""Detects values that are not what a column should hold: `log-base`, `wrong-token`, `copied`, and what reading left out.
+"""Detects values that no log-prob has, or of another meaning: `log-base`, `wrong-token`, `copied`, `placeholder`, ...
 
 What reading left out (`placeholder`, `non-finite`) and values above 0 need no repair of tokens.
 """

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.other_logprobs import PrefillSums, teacher_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
-from trimtab.diagnosis.measure.size import SizeSums
+from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
 from trimtab.diagnosis.measure.views import (
     AXES,

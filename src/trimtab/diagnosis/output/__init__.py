@@ -1,1 +1,1 @@
-"""Renders the answer of a diagnosis: text (terminal, Markdown), as_json, html_page with its panels, and compared."""
+"""Renders the answer of a diagnosis: text (terminal and Markdown), as_json, html_page with its charts, panels."""

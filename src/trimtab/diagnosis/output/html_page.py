@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis, shares
 from trimtab.diagnosis.figures import (
@@ -21,7 +22,6 @@ from trimtab.diagnosis.figures import (
     outside,
     overrides_text,
 )
-from trimtab.diagnosis.output import compared
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.output.text import markdown
 from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
@@ -71,7 +71,7 @@ def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: 
 def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
     """Returns the HTML. All text is escaped, since it comes from files."""
     origin, steps = diagnosis.measured.origin, diagnosis.measured.size.by_step
-    against = [] if comparison is None else [Section("", _against(diagnosis, comparison))]
+    compared = [] if comparison is None else [Section("", _against(comparison))]
     sections = (_size(diagnosis), _where(diagnosis), _kind(diagnosis), _advice(diagnosis), _read(diagnosis))
     numbered = [Section(f"{index}. {part.title}", part.parts) for index, part in enumerate(sections, start=1)]
     return Page(
@@ -86,7 +86,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
             ("dropped", f"{sum(origin.dropped.values()):,}"),
         ],
         sections=[
-            *against,
+            *compared,
             Section("", [Verdict(diagnosis.answer.severity, answers(diagnosis))]),
             *numbered,
             Section("For an issue", [Note(ISSUE), Card(code=markdown(diagnosis, comparison, command))]),
@@ -243,18 +243,18 @@ def _read(diagnosis: Diagnosis) -> Section:
     return Section("What was read", [Note(data, "Data"), *findings, *tables])
 
 
-def _against(diagnosis: Diagnosis, comparison: Comparison) -> list[Part]:
+def _against(comparison: Comparison) -> list[Part]:
     """Returns the verdict about both diagnoses, their figures, and k3 at the places that both have."""
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
-    note = f"{names}Intervals: {compared.paired_text(comparison)}."
-    figures = compared.figures(diagnosis, comparison)[:-1]  # the first cause of each is in the verdict
-    places = compared.place_rows(comparison)
+    note = f"{names}Intervals: {against.paired_text(comparison)}."
+    figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict
+    places = against.place_rows(comparison)
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],
-            [("", line) for line in compared.verdict_lines(diagnosis, comparison)],
+            [("", line) for line in against.verdict_lines(comparison)],
         ),
-        Table(compared.HEADS, figures, note=note),
-        *([Fold("k3 by position, length and step", [Table(compared.HEADS, places)])] if places else []),
+        Table(against.HEADS, figures, note=note),
+        *([Fold("k3 by position, length and step", [Table(against.HEADS, places)])] if places else []),
         Note("All that follows is about A."),
     ]

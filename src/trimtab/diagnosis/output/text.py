@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import FIGURES, figure, format_number, format_percent, interval_of, outside
-from trimtab.diagnosis.output import compared
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.runs.metric_catalog import band_text
@@ -37,7 +37,7 @@ def terminal_text(
     comparison: Comparison | None = None,
 ) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
-    lines = rows(diagnosis) if comparison is None else compared.rows(diagnosis, comparison)
+    lines = rows(diagnosis) if comparison is None else against.rows(comparison)
     return folded([*lines, *([] if page is None else [("page", str(page))])], width)
 
 
@@ -132,10 +132,10 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]
         items += [("where", answer.where), *_data(diagnosis)]
     else:
-        lines = compared.verdict_lines(diagnosis, comparison)
-        table = [compared.HEADS, *compared.figures(diagnosis, comparison)]
-        items = [("paired", compared.paired_text(comparison))]
-        for name, file, side in zip("AB", comparison.names, (diagnosis, comparison.baseline), strict=True):
+        lines = against.verdict_lines(comparison)
+        table = [against.HEADS, *against.figures(comparison)]
+        items = [("paired", against.paired_text(comparison))]
+        for name, file, side in comparison.sides:
             items += [(name, file)] if file else []
             items += [(f"{name}, {what}", text) for what, text in _data(side)]
     first, *others = map(markdown_text, lines)

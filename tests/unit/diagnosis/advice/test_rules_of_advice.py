@@ -13,7 +13,16 @@ import pytest
 
 import trimtab
 from trimtab.diagnosis.advice import advise
-from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, MapRegime, MethodResult, RuleInputs, choose, load_map
+from trimtab.diagnosis.advice.rules import (
+    CONDITIONS,
+    MUST_FIX,
+    RULES,
+    MapRegime,
+    MethodResult,
+    RuleInputs,
+    choose,
+    load_map,
+)
 from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives

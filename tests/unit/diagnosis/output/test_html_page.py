@@ -220,7 +220,8 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
 
 def test_a_comparison_stands_first_with_its_table_and_places() -> None:
     comparison = Comparison(
-        baseline=bare(causes=()),
+        first=bare(),
+        second=bare(causes=()),
         k3=Interval(2.0, 1.5, 2.5),
         ratio_mean=Interval(1.0, 0.99, 1.01),
         tail=Interval(0.2, 0.1, 0.3),

@@ -142,7 +142,8 @@ def test_numbers_that_are_not_finite_are_dashes() -> None:
 def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
     change = Interval(2.0, 1.5, 2.5)
     of = Comparison(
-        baseline=example(causes=()),
+        first=example(),
+        second=example(causes=()),
         k3=change,
         ratio_mean=Interval(1.0, 0.99, 1.01),
         tail=Interval(0.2, 0.1, 0.3),
