@@ -244,6 +244,15 @@ def read_table(name: str) -> dict[str, Any]:
     return tomllib.loads((importlib.resources.files("trimtab.diagnosis") / name).read_text(encoding="utf-8"))
 
 
+_FINDINGS = read_table("findings.toml")
+
+
+def finding(key: str, **values: object) -> Finding:
+    """Returns a row of findings.toml with its values filled in."""
+    row = _FINDINGS[key]
+    return Finding(row.get("status", "note"), row["name"], row["detail"].format(**values), row.get("next_step", ""))
+
+
 CAUSES = {row["name"]: CauseKind(**row) for row in read_table("causes.toml")["cause"]}
 """All kinds of causes by name."""
 MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)

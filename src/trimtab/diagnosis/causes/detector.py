@@ -11,10 +11,10 @@ error is large, the test says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -340,7 +340,5 @@ class Context:
     assumes_current: bool = False
 
 
-class Detector(Protocol):
-    """Finds causes in tokens, each with the tokens that remain once it is undone: the proposed repair."""
-
-    def __call__(self, tokens: LogprobPairs, context: Context, /) -> list[CauseMatch]: ...
+Detector = Callable[[LogprobPairs, Context], list[CauseMatch]]
+"""Finds causes in tokens, each with the tokens that remain once it is undone: the proposed repair."""

@@ -358,7 +358,9 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     if noise.rms < LEAST_RMS:
         return []
     if not noise.is_lower_bound and _has_tail(noise, is_repaired=context.repaired):
-        if not _is_routing(noise):
+        # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
+        is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= MIN_ROUTING_K3
+        if not is_few or noise.coarseness > IDS_SHIFT:
             return []
         evidence = (
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
@@ -373,12 +375,6 @@ def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
     # After lists were shifted back some pairs at the edges of stretches stay wrong.
     usual = max((MAX_FAR_SHARE_REPAIRED if is_repaired else MAX_FAR_SHARE), MIN_FAR_TOKENS / noise.tokens)
     return noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3)
-
-
-def _is_routing(noise: Noise) -> bool:
-    """Whether few tokens hold most of k3 and the others are as usual, unlike other mixtures of sizes."""
-    is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= MIN_ROUTING_K3
-    return is_few and noise.coarseness <= IDS_SHIFT
 
 
 def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:

@@ -118,7 +118,12 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         found.append(("temperature", _temperature_confidence(tokens, fit), _temperature_text(fit, residual)))
     elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
         sure = 0.6 if fit.a < 1 else min(confidence(residual.z, 4.0), 0.5 + fit.part)
-        found.append(("raw-logprobs", sure, _raw_text(fit, residual, inverse)))
+        text = (
+            f"the mean ratio trainer/sampler is {residual.ratio_mean:.4f} (z = {residual.z:.1f}), that of "
+            f"sampler/trainer {inverse.ratio_mean:.4f}: tokens were drawn from the trainer's distribution, for which "
+            f"the latter is 1; that is the reported one at a temperature of about {1 / fit.a:.2f}"
+        )
+        found.append(("raw-logprobs", sure, text))
         if fit.a < 1 and tokens.table.temperature is None:
             found.append(("temperature", 0.5, _temperature_text(fit, residual)))
     direction = 0
@@ -126,7 +131,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         direction = 1 if fit.a > 1 else -1
     elif found and (truncation or mirrored):
         direction = -1 if truncation else 1
-    elif not found and (hidden := undeclared_raw(tokens)) is not None:
+    elif not found and (hidden := _by_zeros(tokens) or _by_entropy(tokens)) is not None:
         found = [("raw-logprobs", *hidden)]
     return [CauseMatch(name, text, tokens, len(tokens), sure, direction) for name, sure, text in found]
 
@@ -237,14 +242,6 @@ def _temperature_text(fit: TemperatureFit, residual: Residual) -> str:
     )
 
 
-def _raw_text(fit: TemperatureFit, residual: Residual, inverse: Residual) -> str:
-    return (
-        f"the mean ratio trainer/sampler is {residual.ratio_mean:.4f} (z = {residual.z:.1f}), that of sampler/trainer "
-        f"{inverse.ratio_mean:.4f}: tokens were drawn from the trainer's distribution, for which the latter is 1; that "
-        f"is the reported one at a temperature of about {1 / fit.a:.2f}"
-    )
-
-
 def _truncation_text(cut: str, whole: str, truncation: Truncation) -> str:
     return (
         f"the {cut}'s distribution is truncated and the {whole}'s is not: the mean ratio {whole}/{cut} is "
@@ -281,11 +278,6 @@ def declared_raw(table: TokenTable) -> Raw | None:
         f"the file marks the log-probs of {wrong} of {table.responses} responses as raw, and these were sampled at "
         "another temperature than 1 or from a truncated distribution"
     )
-
-
-def undeclared_raw(tokens: LogprobPairs) -> Raw | None:
-    """Returns whether exact zeros or entropies say so."""
-    return _by_zeros(tokens) or _by_entropy(tokens)
 
 
 def _by_zeros(tokens: LogprobPairs) -> Raw | None:

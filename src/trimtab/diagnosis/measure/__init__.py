@@ -1,11 +1,12 @@
 """Measures the size and the location of a mismatch in one pass over the tokens, in bounded memory: `measure`.
 
-trained_tokens   trained tokens, fixed bins and sums over groups, which all others use
-size             k3 and the other figures with intervals, overall and per step, and the floor that rounding sets
-drift_split      the part of mismatch and the part of staleness
-views            by probability, position, turn, ...: another view is an `Axis`
-placeholders     constants in place of log-probs
-other_logprobs   checks of what a prefill or a teacher scored
+  trained_tokens  trained tokens, fixed bins and sums over groups, which all others use
+  size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
+  views           by probability, position, turn, ...
+  placeholders    constants in place of log-probs
+  other_logprobs  checks of what a prefill or a teacher scored
+
+Another view is one more `Axis` in views; another figure comes from `corrections/statistics.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.records import finding
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.findings import Finding
 from trimtab.pages.numbers import short
@@ -35,8 +36,7 @@ class PrefillSums:
         parts = {"decode (cache or decode kernels)": decode, "the engine (weights or numerics)": engine}
         # Two parts whose k3 differ by less than a factor of 2 are both of the size of the whole.
         carry = [name for name, size in parts.items() if 2 * size >= max(parts.values())]
-        detail = f"k3 {short(decode)} between decode and prefill, {short(engine)} between prefill and trainer"
-        return (Finding("note", "prefill", f"{detail}; the mismatch comes from {' and '.join(carry)}"),)
+        return (finding("prefill", decode=short(decode), engine=short(engine), parts=" and ".join(carry)),)
 
 
 FARTHEST = 4  # tokens that a shift is looked for
@@ -63,16 +63,11 @@ def teacher_findings(table: TokenTable) -> tuple[Finding, ...]:
     in_place = found[0]
     z = (np.arctanh(min(found[best], 0.999)) - np.arctanh(min(in_place, 0.999))) * np.sqrt(len(places) / 2)
     if best and z > MIN_Z and found[best] - in_place > MIN_LEAD and found[best] > MIN_MOVED:
-        fit = f"correlation {found[best]:.2f}, {in_place:.2f} in place"
-        detail = f"the teacher's log-probs fit the sampler's when moved by {best:+d}: {fit}"
-        return (Finding("fail", "teacher", detail, "cut the teacher's list where the response begins"),)
+        return (finding("teacher-moved", by=best, moved=found[best], in_place=in_place),)
     if in_place < MIN_CORRELATION:
-        detail = f"the teacher's log-probs have nothing to do with the sampler's: correlation {in_place:.2f}"
-        step = "score the same ids, with the same tokenizer and prompt"
-        return (Finding("fail", "teacher", detail, step),)
+        return (finding("teacher-unrelated", in_place=in_place),)
     kl = short(float((table.behavior[places].astype(np.float64) - table.teacher[places]).mean()))
-    detail = f"reverse KL to the teacher {kl} nats a token; correlation with the sampler {in_place:.2f}"
-    return (Finding("note", "teacher", detail),)
+    return (finding("teacher", kl=kl, in_place=in_place),)
 
 
 def _correlation(table: TokenTable, places: np.ndarray, student: np.ndarray, teacher: np.ndarray, offset: int) -> float:

@@ -4,10 +4,13 @@ The figures are those of `trimtab.mismatch` (`SizeSums`). The floor is the k3 th
 were stored with (`RoundingDetector`).
 
 The split (`DriftSums`). A token of age a was sampled from mu_v, version v on the sampler, and is scored by pi_P,
-version P = v + a on the trainer. Its log-ratio is a sum, log pi_P - log mu_v = (log pi_v - log mu_v) + (log pi_P - log pi_v):
-mismatch and staleness. At age 0 the second part is 0. Since k3 is unbiased for KL(mu_v || pi_P) on tokens of mu_v, and
-the KL is the mean of minus that sum, the mean of k3 splits into the same two parts without a cross term. The variance
-has one: there the split assumes that the two parts are uncorrelated.
+version P = v + a on the trainer. Its log-ratio is a sum of mismatch and staleness,
+
+    log pi_P - log mu_v = (log pi_v - log mu_v) + (log pi_P - log pi_v).
+
+At age 0 the second part is 0. Since k3 is unbiased for KL(mu_v || pi_P) on tokens of mu_v, and the KL is the mean of
+minus that sum, the mean of k3 splits into the same two parts without a cross term. The variance has one: there the
+split assumes that the two parts are uncorrelated.
 
 Mismatch depends strongly on the behavior probability, whose distribution may differ between tokens of age 0 and others.
 Therefore the mismatch of older tokens is estimated by tokens of age 0 in the same bin of behavior probability. Most

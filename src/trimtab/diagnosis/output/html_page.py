@@ -25,7 +25,7 @@ from trimtab.diagnosis.figures import (
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.output.text import markdown
 from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import (
     Card,
     Cell,
@@ -48,16 +48,7 @@ TILES = 4
 MOST_TOKENS = 15
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 TONES = {"healthy": "good", "outside": "warn", "": ""}
-OUTCOMES = (
-    "Kept: tokens whose loss is not masked out. Changed: weights that a bound changes. ESS: share of the samples that "
-    "counts. Bias: mean distance of the applied weight from the ratio; its bar is relative to the largest. Bounds "
-    "marked “data” are quantiles of this data, the others are the published ones."
-)
-ISSUE = (
-    "This page is one file that needs nothing else: attach it, or paste the text below (--markdown prints it). Look at "
-    "both before you publish them: they name files and, in the table of tokens, text of the data. --redact leaves "
-    "these out."
-)
+NOTES = read_table("texts.toml")["page"]
 
 
 def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: Comparison | None = None) -> Path:
@@ -89,7 +80,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
             *compared,
             Section("", [Verdict(diagnosis.answer.severity, answers(diagnosis))]),
             *numbered,
-            Section("For an issue", [Note(ISSUE), Card(code=markdown(diagnosis, comparison, command))]),
+            Section("For an issue", [Note(NOTES["issue"]), Card(code=markdown(diagnosis, comparison, command))]),
         ],
     ).html()
 
@@ -142,8 +133,7 @@ def _where(diagnosis: Diagnosis) -> Section:
         ("token", "text", "count", "of tokens", "of k3", "k3, nats", "mean log-ratio"),
         tokens,
         "Tokens with the largest share of k3",
-        "One token far above its share of the text is a special or end token that both sides treat differently; a long "
-        "even list is noise.",
+        NOTES["tokens"],
     )
     parts: list[Part] = [
         Note(f"{diagnosis.answer.where}.", "Mismatch"),
@@ -216,7 +206,7 @@ def _advice(diagnosis: Diagnosis) -> Section:
         ("preset", "bounds", "kept", "changed", "ESS", "bias", ""),
         rows,
         "What each preset would do to this data",
-        OUTCOMES,
+        NOTES["outcomes"],
         best=None if best is None else diagnosis.outcomes.index(best),
     )
     parts: list[Part] = [

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, SAMPLING, TOKEN_ROLES
+from trimtab.diagnosis.records import finding
 from trimtab.findings import Finding
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
@@ -25,29 +26,28 @@ OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
 UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
+_ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
 
 
 @dataclass(eq=False)
 class ReadCounts:
     """Counts that are updated while files are read.
 
-    k3_sum: of the trained tokens. file: the one being read. first: the first row dropped for each reason. groups,
-    prompts: their numbers over all files, in the order of first occurrence; those of prompts may be shared with other
-    data. quotes: whether messages name files and quote their cells. seen: the file of each response, by its id or a
-    hash of its content.
+    odd: files and responses, by key of findings.toml. k3_sum: of the trained tokens. file: the one being read. first:
+    the first row dropped for each reason. groups, prompts: their numbers over all files, in the order of first
+    occurrence; those of prompts may be shared with other data. quotes: whether messages name files and quote their
+    cells. seen: the file of each response, by its id or a hash of its content.
     """
 
     responses: int = 0
     tokens: int = 0
     trained: int = 0
-    no_rows: int = 0
-    empty_files: int = 0
-    skipped_files: int = 0
     equal: int = 0
     zero: int = 0
     zero_trainer: int = 0
     k3_sum: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
+    odd: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     positive: Counter[str] = field(default_factory=Counter)
@@ -55,15 +55,13 @@ class ReadCounts:
     file: Path | None = None
     first: dict[str, str] = field(default_factory=dict)
     quotes: bool = True
-    several_versions: bool = False
-    damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
     prompts: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def fresh(self) -> ReadCounts:
         """Returns the counts before any row was read."""
-        return ReadCounts(empty_files=self.empty_files, quotes=self.quotes, prompts=self.prompts)
+        return ReadCounts(odd=Counter({"empty": self.odd["empty"]}), quotes=self.quotes, prompts=self.prompts)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
         """Counts dropped responses; `row`, `detail`: number of the first one in the current file, and its values."""
@@ -81,51 +79,25 @@ class ReadCounts:
         ]
         return "; ".join(items)
 
-    def above_zero(self, name: str, count: int, largest: float) -> None:
-        self.positive[name] += count
-        self.largest[name] = max(largest, self.largest.get(name, largest))
-
-    def no_logps(self) -> str | None:
-        """Returns a column that cannot hold log-probs, since most of its values are above 0, or None."""
-        return next((name for name, count in self.positive.items() if 2 * count > self.trained), None)
-
     def findings(self, anchor: str) -> list[Finding]:
         """Returns anomalies of the data."""
-        anomalies: list[Finding] = []
-
-        def note(name: str, detail: str, next_step: str = "") -> None:
-            anomalies.append(Finding("note", name, detail, next_step))
-
-        for name, count in self.positive.items():
-            text = f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g})"
-            note("above 0", f"{text}: a log-probability cannot be", "check that the column holds natural logarithms")
-        for name, count in self.unknown.items():
-            if count:
-                note("not a number", f"{name} is not a finite number in {count} of {self.responses} responses")
-        if self.damaged:
-            text = f"responses with values at trained tokens that are not finite: {self.damaged}"
-            note("not finite", f"{text}; those tokens are left out here, a trainer has to drop the responses")
-        if self.trained and self.equal == self.trained:
-            note(
-                "equal columns",
-                f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "
-                f"are identical or one is a copy of the other (a bypass mode that takes the sampler's log-probs)",
-            )
-        if self.trained and self.zero == self.trained:
-            note("zeros", "logp_behavior is 0 at every trained token: the sampler reported no log-probs")
-        files = {
-            "without rows": self.no_rows,
-            "empty": self.empty_files,
-            "without the trainer's log-probs, as ranks of earlier pipeline stages write them": self.skipped_files,
-        }
-        for kind, count in files.items():
-            if count:
-                note("files", f"files left out: {count} {kind}")
-        if self.several_versions:
-            note("versions", "some responses are of several versions of the weights; each counts as of its oldest")
-        for reason, place in self.first.items():
-            note("left out", f"left out: {reason}, first in {place}")
-        return anomalies
+        all_equal, all_zero = (self.trained and count == self.trained for count in (self.equal, self.zero))
+        return [
+            *(
+                finding("above-0", column=name, count=count, trained=self.trained, largest=self.largest[name])
+                for name, count in self.positive.items()
+            ),
+            *(
+                finding("not-a-number", column=name, count=count, responses=self.responses)
+                for name, count in self.unknown.items()
+                if count
+            ),
+            *([finding("not-finite", count=self.odd["not-finite"])] if self.odd["not-finite"] else []),
+            *([finding("equal-columns", anchor=anchor, trained=self.trained)] if all_equal else []),
+            *([finding("zeros")] if all_zero else []),
+            *(finding(key, count=self.odd[key]) for key in _ODD_FILES if self.odd[key]),
+            *(finding("dropped", reason=reason, place=place) for reason, place in self.first.items()),
+        ]
 
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -309,7 +281,10 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
         elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
             scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
-        elif role in _ALWAYS_LISTS or (role in _LISTS and _has_lists(cells)):
+        elif role in _ALWAYS_LISTS or (
+            role in _LISTS
+            and (isinstance(cells, pa.Array) or any(isinstance(cell, list | np.ndarray) for cell in cells))
+        ):
             array = cells if isinstance(cells, pa.Array) else _lists(cells)
             if role == "prompt_length":  # the prompt's tokens
                 scalars[role] = list_lengths(array).to_numpy(zero_copy_only=False).astype(np.float64)
@@ -345,10 +320,6 @@ def _cells(role: str, column: Column) -> Sequence[Any]:
     """Returns what each row holds, as a list of numbers where it can be read as one."""
     cells = column.to_pylist() if isinstance(column, pa.Array) else column
     return [as_list(cell) for cell in cells] if role in _LISTS else cells
-
-
-def _has_lists(column: Column) -> bool:
-    return isinstance(column, pa.Array) or any(isinstance(cell, list | np.ndarray) for cell in column)
 
 
 def _lists(cells: Sequence[Any]) -> pa.ListArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,3 @@ def layout_of_framework(framework: str) -> Layout:
     if name not in LAYOUTS:
         raise TrimtabError(f"unknown framework {framework!r}{did_you_mean(framework, [*LAYOUTS, 'slime'])}")
     return LAYOUTS[name]
-
-
-def detect_layout(names: Iterable[str]) -> Layout | None:
-    """Returns the first layout with a sign among the columns, or None."""
-    present = set(names)
-    return next((layout for layout in LAYOUTS.values() if any(sign <= present for sign in layout.signs)), None)

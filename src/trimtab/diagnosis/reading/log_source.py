@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,12 @@ from trimtab.diagnosis.reading.layouts import (
     TRAINER_COLUMNS,
     VERSIONS,
     Layout,
-    detect_layout,
     layout_of_framework,
 )
 from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.run_files import made_with, settings_of
 from trimtab.diagnosis.reading.torch_file import TorchFile
-from trimtab.diagnosis.records import DataSummary, MaskedResponses, read_table
+from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.findings import Finding
@@ -70,7 +70,7 @@ class Resolved:
 
 
 def resolve(
-    tables: Sequence[Table], framework: str | Layout | None, given: Mapping[str, str], found: frozenset[Path]
+    tables: Sequence[Table], framework: str | None, given: Mapping[str, str], *, found: frozenset[Path]
 ) -> Resolved:
     """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected.
 
@@ -86,12 +86,11 @@ def resolve(
         other = [path for path, names in scanned.items() if path in found and not names & logps]
         if not other or len(other) == len(scanned):
             return _resolve_names(scanned, framework, given)
-        text = f"left out: {other[0]} holds no log-probs"
-        text += f" (nor do {len(other) - 1} more files)" if len(other) > 1 else ""
+        more = f" (nor do {len(other) - 1} more files)" if len(other) > 1 else ""
+        left_out = finding("no-log-probs", file=other[0], more=more)
         rest = {path: names for path, names in scanned.items() if path not in other}
         resolved = _resolve_names(rest, framework, given)
-        findings = (*resolved.findings, Finding("note", "left out", text))
-        return replace(resolved, findings=findings, left_out=frozenset(other))
+        return replace(resolved, findings=(*resolved.findings, left_out), left_out=frozenset(other))
     # A rank of Miles in an earlier pipeline stage has no log-probs of the trainer; another file may have them.
     trainer = {*TRAINER_COLUMNS, given.get("logp_proximal"), given.get("logp_current")}
     for table in torch_files:
@@ -103,13 +102,11 @@ def resolve(
     return _resolve_names({table.path: table.names()}, framework, given)
 
 
-def _resolve_names(
-    scanned: Mapping[Path, frozenset[str]], framework: str | Layout | None, given: Mapping[str, str]
-) -> Resolved:
+def _resolve_names(scanned: Mapping[Path, frozenset[str]], framework: str | None, given: Mapping[str, str]) -> Resolved:
     filled = {path: names for path, names in scanned.items() if names}
     if not filled:
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
-    known = layout_of_framework(framework) if isinstance(framework, str) else framework or _detect_layout(filled)
+    known = layout_of_framework(framework) if framework is not None else _detect_layout(filled)
     layout = known or LAYOUTS["trimtab"]
     if not given.keys().isdisjoint(VERSIONS):
         layout = replace(layout, synchronous="")
@@ -136,8 +133,12 @@ def _resolve_names(
 
 
 def _detect_layout(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
-    layouts = {path: layout for path, names in filled.items() if (layout := detect_layout(names))}
-    frameworks = {layout.framework: path for path, layout in layouts.items()}
+    """Returns the first layout with a sign among the columns, or None; raises for files of different frameworks."""
+    layouts = {
+        path: next((layout for layout in LAYOUTS.values() if any(sign <= names for sign in layout.signs)), None)
+        for path, names in filled.items()
+    }
+    frameworks = {layout.framework: path for path, layout in layouts.items() if layout}
     if len(frameworks) > 1:
         (framework, first), (other, second) = list(frameworks.items())[:2]
         raise TrimtabError(f"{first} is a file of {framework} and {second} one of {other}: diagnose them apart")
@@ -165,8 +166,7 @@ def _columns(
                     columns[role] = candidate
                     break
                 if having:
-                    text = f"{candidate} is in {having} of {len(filled)} files only and was left out"
-                    findings.append(Finding("note", "columns", text))
+                    findings.append(finding("some-files", column=candidate, count=having, files=len(filled)))
     return columns, list(dict.fromkeys(findings))  # a column may serve two roles
 
 
@@ -213,15 +213,18 @@ NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_poli
 class LogSource:
     """The responses of one or several files; `tables` reads them, then `counts` and `summary` are complete.
 
-    without: resolves the columns again without those of some roles.
+    resolve: assigns columns to roles, given the names of some by role.
     """
 
     def __init__(
-        self, tables: Sequence[Table], resolved: Resolved, counts: ReadCounts, without: Callable[[list[str]], Resolved]
+        self,
+        tables: Sequence[Table],
+        resolve: Callable[[Mapping[str, str]], Resolved],
+        columns: Mapping[str, str],
+        counts: ReadCounts,
     ) -> None:
-        self._tables = tables
-        self._resolved = resolved
-        self._without = without
+        self._resolve, self._given, self._resolved = resolve, columns, resolve(columns)
+        self._tables = [table for table in tables if table.path not in self._resolved.left_out]
         self._valued: set[str] = set()  # roles of which some row has a value
         self.counts = counts
         self._masked = ReadCounts()  # of the responses that the trainer masks out of its loss
@@ -245,10 +248,9 @@ class LogSource:
         if pending:
             yield TokenTable.concat(pending)
         elif not self.counts.responses and (empty := [role for role in self._optional() if role not in self._valued]):
-            names = ", ".join(self._resolved.columns[role] for role in empty)
-            self._resolved = self._without(empty)
-            finding = Finding("note", "columns", f"left out, since no row has a value: {names}")
-            self._resolved = replace(self._resolved, findings=(*self._resolved.findings, finding))
+            left_out = finding("no-value", columns=", ".join(self._resolved.columns[role] for role in empty))
+            resolved = self._resolve({**self._given, **dict.fromkeys(empty, "")})
+            self._resolved = replace(resolved, findings=(*resolved.findings, left_out))
             self.counts, self._masked = self.counts.fresh(), ReadCounts()
             yield from self.tables(tokens)
 
@@ -263,7 +265,7 @@ class LogSource:
         counts, resolved = self.counts, self._resolved
         if not counts.responses:
             raise self._nothing_usable()
-        if wrong := counts.no_logps():
+        for wrong in (name for name, count in counts.positive.items() if 2 * count > counts.trained):
             raise TrimtabError(
                 f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "
                 f"(but probabilities, or their negative logarithms?); name the right column with --columns "
@@ -280,13 +282,10 @@ class LogSource:
         engine, model, versions, unknown = made_with(self.files, resolved.framework)
         remarks = (*resolved.findings, *(unread or unknown))
         if remarks and not counts.quotes:
-            text = f"remarks that name files or columns are left out: {len(remarks)}"
-            remarks = (Finding("note", "remarks", text),)
+            remarks = (finding("kept-back", count=len(remarks)),)
         if resolved.assumes_current:
             lacks = "policy_version" if "policy_version" not in resolved.roles else "proximal_version"
-            why = resolved.layout.synchronous
-            text = f"the files have no {lacks}: tokens count as of the trainer's weights, since {why}"
-            remarks = (*remarks, Finding("note", "age", text, "if the sampler lags, add --columns policy_version="))
+            remarks = (*remarks, finding("age-assumed", lacks=lacks, why=resolved.layout.synchronous))
         return DataSummary(
             framework=resolved.framework,
             files=len(self._tables),
@@ -343,7 +342,7 @@ class LogSource:
             self.counts.file = table.path
             columns = self._columns(table)
             if columns is None:
-                self.counts.skipped_files += 1
+                self.counts.odd["no-trainer"] += 1
                 continue
             is_empty = True
             for batch in table.batches(columns, tokens, self.counts):
@@ -351,7 +350,7 @@ class LogSource:
                 responses = self._normalize(batch, table.path, number)
                 if responses is not None:
                     yield from responses.split(tokens)
-            self.counts.no_rows += is_empty
+            self.counts.odd["no-rows"] += is_empty
 
     def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
         roles, layout = self._resolved.roles, self._resolved.layout
@@ -387,13 +386,13 @@ class LogSource:
 def open_log(
     paths: Sequence[Path],
     *,
-    framework: str | Layout | None = None,
+    framework: str | None = None,
     columns: Mapping[str, str] | None = None,
     counts: ReadCounts | None = None,
 ) -> LogSource:
     """Opens files and directories as one source.
 
-    framework: a layout or its name in `layouts.LAYOUTS`; None detects it by the columns. columns: column names by role
+    framework: its name in layouts.toml, or slime; None detects it by the columns. columns: column names by role
     where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
@@ -402,20 +401,14 @@ def open_log(
     for file in find_files([Path(path) for path in paths]):
         table = open_table(file)
         if table is None:
-            counts.empty_files += 1
+            counts.odd["empty"] += 1
         else:
             by_path.setdefault(table.path, table)
     tables = list(by_path.values())
     if not tables:
         raise TrimtabError(f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
-    resolved = resolve(tables, framework, columns or {}, found)
-    kept = [table for table in tables if table.path not in resolved.left_out]
-
-    def without(roles: list[str]) -> Resolved:
-        return resolve(tables, framework, {**(columns or {}), **dict.fromkeys(roles, "")}, found)
-
-    return LogSource(kept, resolved, counts, without)
+    return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts)
 
 
 def _files_text(tables: Sequence[Table]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import VERSION_PATTERN
 
-from trimtab.diagnosis.records import Settings
+from trimtab.diagnosis.records import Settings, finding
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
 from trimtab.findings import Finding
@@ -40,13 +40,11 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
         try:
             known.append(_settings(_recipe_of(run)))
         except (OSError, ValueError) as error:
-            text = f"{run / _RECIPE} cannot be read ({' '.join(str(error).split())}): its settings are not evidence"
-            return None, (Finding("note", "recipe", text),)
+            return None, (finding("recipe-unread", file=run / _RECIPE, reason=" ".join(str(error).split())),)
     if not known or None in known:
         return None, ()
     if any(settings != known[0] for settings in known):
-        text = "the runs' recipes differ in their numerics: none of them is taken as evidence"
-        return None, (Finding("note", "recipe", text, "diagnose the runs apart"),)
+        return None, (finding("recipes-differ"),)
     return known[0], ()
 
 
@@ -59,7 +57,7 @@ def made_with(files: Iterable[Path], framework: str) -> tuple[str, str, dict[str
     try:
         known = [("", "", frozenset()) if place is None else _made_with(place, framework) for place in places]
     except (OSError, ValueError, TrimtabError) as error:
-        return "", "", {}, (Finding("note", "versions", f"versions are unknown: {' '.join(str(error).split())}"),)
+        return "", "", {}, (finding("versions-unread", reason=" ".join(str(error).split())),)
     engines, models, versions = zip(*known, strict=True)
     engine, model = (names[0] if len(set(names)) == 1 else "" for names in (engines, models))
     return engine, model, dict(sorted(frozenset.intersection(*versions))), ()

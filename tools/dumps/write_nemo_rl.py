@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+DATA = Path(__file__).parents[2] / "tests/unit/diagnosis/reading/data"
 
 
 def function(file: Path, name: str, names: dict[str, Any]) -> Any:
@@ -50,7 +50,7 @@ def main(checkout: Path) -> None:
         used | {"backfill_missing_routed_experts": lambda logs: None},  # noqa: ARG005
     )
     write = function(checkout / "nemo_rl/utils/logger.py", "log_batched_dict_as_jsonl", used)
-    logger = type("Logger", (), {"base_log_dir": str(HERE / "nemo-rl")})()
+    logger = type("Logger", (), {"base_log_dir": str(DATA / "nemo-rl")})()
     for step in (1, 2):
         generator = torch.Generator().manual_seed(step)
         logs = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
+DATA = Path(__file__).parents[2] / "tests/unit/diagnosis/reading/data"
 
 
 def main(checkout: Path) -> None:
@@ -48,8 +48,8 @@ def main(checkout: Path) -> None:
         ([user, choice(-0.5, -1.25), tool, choice(-0.25)], 1.0, [-0.75, -1.0, -0.25]),
         ([user, choice(-2.0)], 0.0, [-1.5]),
     ]
-    (HERE / "art").mkdir(exist_ok=True)
-    with (HERE / "art/1.jsonl").open("w") as file:
+    (DATA / "art").mkdir(exist_ok=True)
+    with (DATA / "art/1.jsonl").open("w") as file:
         for messages, reward, trainer in rows:
             row = Trajectory(messages_and_choices=messages, reward=reward).model_dump(mode="json")
             file.write(json.dumps({**row, "logp_proximal": trainer}) + "\n")

@@ -1,4 +1,4 @@
-"""The finding of files with `logp_teacher`: in place, shifted, or of other ids."""
+"""The findings of files with `logp_prefill` (which part differs) and `logp_teacher` (in place, shifted, other ids)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,48 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.text import terminal_text
 from trimtab.findings import Finding
 
+UP = float(np.log(1.5))
+K3 = 0.5 - UP  # of a token whose probability grows by half
+
+
+def found(path: Path, prefill: list[float | None] | None) -> list[Finding]:
+    """From three tokens, of which the last is not trained; the trainer's probability is 1.5 times the sampler's."""
+    row = {"logp_behavior": [-2.0, -2.0, -1.0], "logp_proximal": [UP - 2, UP - 2, -9.0], "loss_mask": [1, 1, 0]}
+    more = {} if prefill is None else {"logp_prefill": prefill}
+    path.write_text("".join(json.dumps(row | more | {"prompt_id": str(i)}) + "\n" for i in range(4)))
+    return [one for one in trimtab.diagnose([path]).measured.origin.findings if one.name == "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "sizes", "part"),
+    [
+        ([UP - 2, UP - 2, 5.0], (K3, 0.0), "decode (cache or decode kernels)"),
+        ([-2.0, -2.0, 5.0], (0.0, K3), "the engine (weights or numerics)"),
+        (
+            [UP - 2, -2.0, 5.0],
+            (K3 / 2, K3 / 2),
+            "decode (cache or decode kernels) and the engine (weights or numerics)",
+        ),
+    ],
+)
+def test_the_part_is_named(tmp_path: Path, prefill: list[float], sizes: tuple[float, float], part: str) -> None:
+    [one] = found(tmp_path / "a.jsonl", prefill)
+    assert one.status == "note"
+    words = one.detail.split()
+    assert [float(words[1]), float(words[6])] == pytest.approx(sizes, rel=0.05)  # two digits
+    assert one.detail.endswith(f"; the mismatch comes from {part}")
+
+
+def test_without_the_column_nothing_is_said(tmp_path: Path) -> None:
+    assert found(tmp_path / "a.jsonl", None) == []
+
+
 RESPONSES, TIME = 24, 30
 
 
-def found(path: Path, change: Callable[[np.ndarray], np.ndarray] | None, responses: int = RESPONSES) -> list[Finding]:
+def teacher_findings(
+    path: Path, change: Callable[[np.ndarray], np.ndarray] | None, responses: int = RESPONSES
+) -> list[Finding]:
     findings = diagnosed(path, change, responses).measured.origin.findings
     return [one for one in findings if one.name == "teacher"]
 
@@ -68,11 +106,11 @@ def test_a_teacher_out_of_place_is_what_the_verdict_says_to_repair(tmp_path: Pat
 def test_what_is_wrong_is_named(
     tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], status: str, words: str
 ) -> None:
-    [one] = found(tmp_path / "a.jsonl", change)
+    [one] = teacher_findings(tmp_path / "a.jsonl", change)
     assert one.status == status
     assert words in one.detail
 
 
 def test_nothing_is_said_without_the_column_or_of_few_tokens(tmp_path: Path) -> None:
-    assert found(tmp_path / "a.jsonl", None) == []
-    assert found(tmp_path / "b.jsonl", lambda teacher: teacher, responses=4) == []
+    assert teacher_findings(tmp_path / "a.jsonl", None) == []
+    assert teacher_findings(tmp_path / "b.jsonl", lambda teacher: teacher, responses=4) == []

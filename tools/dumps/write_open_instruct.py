@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-HERE = Path(__file__).parent
+DATA = Path(__file__).parents[2] / "tests/unit/diagnosis/reading/data"
 PAD, STEP, SLICES = 0, 3, 2
 PROMPTS = [[10, 11, 12], [10, 11, 12], [20, 21], [20, 21]]
 RESPONSES = [[30, 31, 32, 33], [40, 41], [50, 51, 52, 53, 54], [60, 61, 62]]
@@ -61,9 +61,9 @@ def main(checkout: Path) -> None:
         PROMPTS, RESPONSES, MASKS, 14, PAD, sampled,
         rollout_sample_ids=list(range(4)), model_steps=MODEL_STEPS, mask_tool_use=True,
     )  # fmt: skip
-    out = HERE / "open-instruct"
+    out = DATA / "open-instruct"
     shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(HERE / "open-instruct-one", ignore_errors=True)
+    shutil.rmtree(DATA / "open-instruct-one", ignore_errors=True)
     rows = [
         data_types.CollatedBatchData(
             **{
@@ -100,7 +100,7 @@ def main(checkout: Path) -> None:
         )  # fmt: skip
 
     for index, row in enumerate(rows):
-        write(HERE / "open-instruct-one", row, 0, 1, 1)
+        write(DATA / "open-instruct-one", row, 0, 1, 1)
         for part in range(SLICES):
             one = split(part, None, SLICES, torch.device("cpu"), PAD).split_collated_batch(row)
             write(out, one, SLICES * index + part, SLICES * len(rows), SLICES)
