@@ -58,13 +58,7 @@ MOST_SPOTS = 3
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
-SINGLE = {
-    "turn": "tokens from the border of a turn:",
-    "turn-number": "turn",
-    "observation": "tokens since the last observation:",
-    "prompt": "prompt (numbered from 0 by first occurrence)",
-    "token": "token",
-}
+SINGLE = read_table("texts.toml")["bins"]
 """What the label of a bin counts, for views of which a hotspot is a single bin."""
 GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
 """A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin

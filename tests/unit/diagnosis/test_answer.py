@@ -16,12 +16,14 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
+import trimtab.diagnosis
 from trimtab.diagnosis.answer import hotspots, known_faults, matches, mean_ratio_text, shares
 from trimtab.diagnosis.figures import format_percent, range_text, with_interval
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.html_page import answers, page
 from trimtab.diagnosis.output.text import rows, terminal_text
-from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.reading.batches import ODD_FILES
+from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES
 from trimtab.diagnosis.records import (
     CAUSES,
     Cause,
@@ -33,10 +35,12 @@ from trimtab.diagnosis.records import (
     Recommendation,
     Settings,
     View,
+    read_table,
 )
 from trimtab.intervals import Interval
 
 DOCS = Path(__file__).parents[3] / "docs"
+PACKAGE = Path(trimtab.diagnosis.__file__).parent
 OWN = Settings("bfloat16", "float32", "none", ())
 STATED, GUESSED = (Cause("stale", 0.9, "Older.", is_stated=stated) for stated in (True, False))
 PRECISION = Cause("precision", 0.9, "Small.")
@@ -359,3 +363,16 @@ def test_every_cause_has_a_section_and_nothing_else_has() -> None:
         assert links <= known, name
         assert len(links) == min(len(known), 5), name
         assert Cause(name, 1.0, "").page == f"docs/causes.md#{name}"
+
+
+def test_every_finding_of_the_table_is_made_somewhere_and_no_other() -> None:
+    source = "".join(path.read_text() for part in ("reading", "measure") for path in (PACKAGE / part).glob("*.py"))
+    made = {*re.findall(r'finding\("([\w-]+)"', source), *ODD_FILES}
+    assert made == set(read_table("findings.toml"))
+
+
+def test_texts_are_those_of_roles_views_and_figures() -> None:
+    texts = read_table("texts.toml")
+    assert set(texts["missing"]) <= set(ROLES)
+    assert set(texts["figures"]) <= set(MISMATCH)
+    assert all(row.keys() >= {"title", "reading"} for part in ("views", "charts") for row in texts[part].values())

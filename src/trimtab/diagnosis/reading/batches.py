@@ -26,7 +26,7 @@ OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
 UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
-_ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
+ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class ReadCounts:
             *([finding("not-finite", count=self.odd["not-finite"])] if self.odd["not-finite"] else []),
             *([finding("equal-columns", anchor=anchor, trained=self.trained)] if all_equal else []),
             *([finding("zeros")] if all_zero else []),
-            *(finding(key, count=self.odd[key]) for key in _ODD_FILES if self.odd[key]),
+            *(finding(key, count=self.odd[key]) for key in ODD_FILES if self.odd[key]),
             *(finding("dropped", reason=reason, place=place) for reason, place in self.first.items()),
         ]
 

@@ -93,6 +93,7 @@ def test_faults_are_named_worst_first() -> None:
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
     assert CONDITIONS[RULES[-1].name](RuleInputs([], "nonsense", float("nan"), (), 1000, 10))
     assert {rule.preset for rule in RULES} <= {*objectives(), ""}
+    assert set(CONDITIONS) == {rule.name for rule in RULES}
     _, _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000, 10), load_map())
     assert not overrides
     assert why.endswith("these are the published ones.")

@@ -46,21 +46,9 @@ def bare(**changes: Any) -> Diagnosis:
 
 
 def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
-    places = [
-        whole.index(text)
-        for text in (
-            "What was found",
-            "What to do first",
-            "How large it is",
-            "Where it is",
-            "Why this answer",
-            "1. How large it is",
-            "2. Where it is",
-            "3. What kind it is",
-            "4. What to do",
-            "What was read",
-        )
-    ]
+    verdict = ("What was found", "What to do first", "How large it is", "Where it is", "Why this answer")
+    sections = ("1. How large it is", "2. Where it is", "3. What kind it is", "4. What to do", "What was read")
+    places = [whole.index(text) for text in (*verdict, *sections)]
     assert places == sorted(places)
 
 

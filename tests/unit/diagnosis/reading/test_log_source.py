@@ -165,15 +165,6 @@ def test_lists_and_masks_that_begin_with_the_prompt_are_cut_to_the_response(tmp_
     assert table.trainer.tolist() == [-1.5, -2.5]
 
 
-def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", rows(2))
-    source = open_log([path], columns={"entropy": "", "sampling": ""})
-    (table,) = source.tables()
-    assert table.entropy is None
-    assert table.temperature is None
-    assert {"entropy", "sampling"} <= source.summary().missing.keys()
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
