@@ -15,7 +15,7 @@ import torch
 from tests.support import planted_causes as plant
 
 from trimtab.diagnosis.causes.detector import LogprobPairs
-from trimtab.diagnosis.causes.noise import measure_noise
+from trimtab.diagnosis.causes.noise_kinds import measure_noise
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.types import SamplingParams

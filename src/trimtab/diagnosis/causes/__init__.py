@@ -18,7 +18,7 @@ hold. What no detector explains is `unexplained`.
   sampling_faults  temperature, truncated-sampling, raw-logprobs
   long_context     long-context
   old_weights      stale-cache, undelivered, stale
-  noise            precision, quantized, routing, unexplained
+  noise_kinds      precision, quantized, routing, unexplained
 
 Another detector is a function of tokens and context in one of these files, entered in `STAGES` below, and a row of
 causes.toml. The numbers that decide stand above each detector, and all of them in docs/detection.md.
@@ -33,7 +33,7 @@ import numpy as np
 
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.long_context import find_depth_growth
-from trimtab.diagnosis.causes.noise import drift_between_steps, find_noise, find_unexplained
+from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses

@@ -33,7 +33,7 @@ from trimtab.diagnosis.causes.detector import (
     rms_of,
     slope_of,
 )
-from trimtab.diagnosis.causes.noise import IDS_SHIFT, MIN_GROUP_TOKENS, Noise, drift_between_steps, measure_noise
+from trimtab.diagnosis.causes.noise_kinds import IDS_SHIFT, MIN_GROUP_TOKENS, Noise, drift_between_steps, measure_noise
 
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones

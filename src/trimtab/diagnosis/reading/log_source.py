@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.diagnosis.reading.batches import NO_LIST, ONE_NUMBER, UNEQUAL, WANTED, Batch, ReadCounts
-from trimtab.diagnosis.reading.formats import Table, find_files, open_table
+from trimtab.diagnosis.reading.file_formats import Table, find_files, open_table
 from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
     LOGP_COLUMNS,

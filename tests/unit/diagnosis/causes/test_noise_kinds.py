@@ -19,7 +19,7 @@ import trimtab
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.causes.detector import LogprobPairs
-from trimtab.diagnosis.causes.noise import Steps, direction, uneven_by
+from trimtab.diagnosis.causes.noise_kinds import Steps, direction, uneven_by
 from trimtab.diagnosis.causes.wrong_values import find_above_zero
 from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import Cause
