@@ -355,6 +355,7 @@ MAX_EQUAL = 0.05  # share of agreeing responses with equal lists above which equ
 MIN_OWN_SURPRISE = 3.0  # nats of surprise that a response needs to be told from others
 
 MAX_CANDIDATES = 500
+"""Most responses of one length that are compared with each other."""
 
 
 def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
