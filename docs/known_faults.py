@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.diagnosis.known import KnownFault, known_faults
-from trimtab.diagnosis.records import CAUSES
+from trimtab.diagnosis.answer import known_faults
+from trimtab.diagnosis.records import CAUSES, KnownFault
 
 HEAD = """# Known faults
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.output.words import verdict_lines
 from trimtab.diagnosis.pipeline import examine
-from trimtab.diagnosis.records import Cause, Diagnosis, Recommendation
+from trimtab.diagnosis.records import Cause, Recommendation
 from trimtab.errors import TrimtabError
 from zoo.plants import REFUSED
 from zoo.streams import Stream
@@ -47,4 +47,4 @@ def _verdict(file: Path, without: Collection[str]) -> tuple[tuple[Cause, ...], s
     """The causes of a file and the first step; without trying presets, which takes most of the time."""
     measured, _ = examine([file], None, {}, lambda _activity, _tokens: None, without)
     causes = find_causes(measured, without)
-    return causes, verdict_lines(Diagnosis(measured, causes, (), Recommendation("a preset", {}, "")))[-1][1]
+    return causes, Diagnosis(measured, causes, (), Recommendation("a preset", {}, "")).answer.verdict[-1][1]

@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from trimtab.diagnosis.measure.bins import FEWEST, PROBABILITY_BINS, PROBABILITY_EDGES, probability_bin
+from trimtab.diagnosis.measure.trained_tokens import FEWEST, PROBABILITY_BINS, PROBABILITY_EDGES, probability_bin
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
 from trimtab.trainer.batching import micro_batches, to_tensors

@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.support import planted_causes as plant
 
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.causes.precision import measure_noise
+from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.causes.noise_kinds import measure_noise
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.types import SamplingParams

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from tests.support.run_results import Messages
-from tests.unit.trainer.checkpoint.test_store import small_disk
 from torch import Tensor
 
 import trimtab
@@ -137,6 +138,21 @@ def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
     assert any("model.safetensors" in line and "step-000003" in line for line in notes.lines), notes.lines
     assert result.metrics["step"] == 4
     assert len(read_metrics(out / "metrics.jsonl")) == 4
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
+    """A real filesystem of that size; skips where mounting is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small filesystem cannot be mounted here: {getattr(error, 'stderr', None) or error}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.records import (
     Cause,
     DataSummary,
-    Diagnosis,
     DriftSplit,
     Interval,
     Measured,

@@ -12,8 +12,8 @@ import torch
 from trimtab.corrections import Ratios, Sequences
 from trimtab.corrections.divergences import k3, per_token
 from trimtab.diagnosis import tokens
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
-from trimtab.diagnosis.measure.prefill_parts import PrefillSums
+from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.measure.other_logprobs import PrefillSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.monitor.metrics_of_step import step_metrics
 from trimtab.objectives import mismatch

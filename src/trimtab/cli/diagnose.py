@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -177,14 +177,12 @@ def _answer(
     files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
 ) -> None:
     """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
-    from trimtab.diagnosis.output import as_json as json_of
-    from trimtab.diagnosis.output import compared
+    from trimtab.diagnosis.output.as_json import against_dict, as_dict
     from trimtab.diagnosis.output.html_page import write_page
-    from trimtab.diagnosis.output.markdown import markdown as markdown_of
-    from trimtab.diagnosis.output.terminal import folded, terminal_text
+    from trimtab.diagnosis.output.text import markdown, terminal_text
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
-    from trimtab.diagnosis.redaction import Redaction, errors_kept_back
+    from trimtab.diagnosis.redaction import Redaction
 
     redaction, comparison = Redaction() if redact else None, None
     with _progress() as on_progress:
@@ -194,18 +192,16 @@ def _answer(
             diagnosis = run(files, on_progress=on_progress, redaction=redaction, **options)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
         command = "" if redact else shlex.join(["trimtab", *sys.argv[1:]])
-        with errors_kept_back(redaction):
+        with nullcontext() if redaction is None else redaction.errors_kept_back():
             write_page(diagnosis, target, command, comparison)
     shown = "written; --redact leaves its name out" if redact else str(target)
     if form == "json":
-        against_json = {} if comparison is None else {"against": compared.as_dict(diagnosis, comparison)}
-        print_json({**json_of.as_dict(diagnosis), **against_json, "report": None if redact else target})
+        against_json = {} if comparison is None else {"against": against_dict(comparison)}
+        print_json({**as_dict(diagnosis), **against_json, "report": None if redact else target})
     elif form == "markdown":
-        echo(markdown_of(diagnosis, comparison, command))
-    elif comparison is None:
-        echo(terminal_text(diagnosis, shown, _width()))
+        echo(markdown(diagnosis, comparison, command))
     else:
-        echo(folded(compared.rows(diagnosis, comparison, shown), _width()))
+        echo(terminal_text(diagnosis, shown, _width(), comparison))
 
 
 def _watch(

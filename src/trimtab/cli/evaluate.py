@@ -249,7 +249,7 @@ class ModelChoice:
     @contextmanager
     def _folder(self) -> Iterator[str]:
         """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
-        from trimtab.trainer.config.paths import LABORATORY_MODELS
+        from trimtab.trainer.config import LABORATORY_MODELS
 
         if self.run is not None:
             from trimtab.trainer.export import export

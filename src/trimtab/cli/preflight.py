@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
+from trimtab.cli.compare import MultiValueCommand
+from trimtab.cli.output import Json, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError, require_extra
 from trimtab.safe_text import markdown_text
 
@@ -134,7 +135,7 @@ def _check_row(check: Check) -> tuple[str, str]:
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
     from trimtab.cli.display import PlainTextConsole
-    from trimtab.diagnosis.output.terminal import folded
+    from trimtab.diagnosis.output.text import folded
     from trimtab.preflight.checklist import CHECKS
 
     console = PlainTextConsole()

@@ -1,1 +1,15 @@
-"""Diagnoses log-probs of any trainer: the size of a mismatch, where it lies, its causes, and what to do."""
+"""Diagnoses log-probs of any trainer: the size of a mismatch, where it lies, its causes, and what to do.
+
+  pipeline    `diagnose`: reading, measuring, causes, advice, in this order; start here
+  records     what the stages hand on, and tokens the table of tokens
+  reading/    files of any framework and format -> tables of tokens
+  measure/    tables of tokens -> size, views, sample
+  causes/     measurements -> causes with evidence
+  advice/     measurements and causes -> what each preset would do, and the recommended one
+  answer      the result and its sentences;  figures  numbers as text
+  output/     the answer as text, JSON and an HTML page
+  against     two diagnoses compared;  watch  a folder beside a running training;  redaction  for `--redact`
+
+Tables: layouts.toml (frameworks), findings.toml (odd data), causes.toml, known_faults.toml, rules.toml (advice), and
+texts.toml (figures and charts).
+"""

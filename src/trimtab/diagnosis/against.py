@@ -1,17 +1,22 @@
-"""Compares two diagnoses (`trimtab diagnose A --against B`): how much larger the mismatch is, where, beyond chance."""
+"""Compares two diagnoses (`trimtab diagnose A --against B`): how much larger the mismatch is, where, beyond chance.
+
+`Comparison` holds the numbers; the functions below `_means` put them into the sentences and tables that the terminal,
+Markdown and the page print.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import DECILES
 from trimtab.intervals import Interval, cluster_intervals
 
@@ -25,6 +30,10 @@ _CLUSTERS = 2048
 """Largest number of clusters that are resampled; more are merged evenly."""
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
+_AGREE = ("exact", "rounding")
+"""Verdicts of a size without a mismatch."""
+HEADS = ("", "A", "B", "A against B")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -37,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The first diagnosis compared with the second, `baseline`.
+    """The first diagnosis (A) compared with the second (B).
 
     k3, ratio_mean: first over second. tail: first minus second, of the share of k3 that 1% of the tokens hold; `tails`
     are the two shares. All with 95% intervals over responses, NaN ends where there are too few; the value is NaN where
@@ -46,7 +55,8 @@ class Comparison:
     where they are left out.
     """
 
-    baseline: Diagnosis
+    first: Diagnosis
+    second: Diagnosis
     k3: Interval
     ratio_mean: Interval
     tail: Interval
@@ -60,6 +70,11 @@ class Comparison:
     def differs(self) -> bool | None:
         """Whether the size differs by more than chance; None where this cannot be said."""
         return beyond_chance(self.k3, 1.0)
+
+    @property
+    def sides(self) -> tuple[tuple[str, str, Diagnosis], ...]:
+        """Letter, name of the files and diagnosis of both."""
+        return ("A", self.names[0], self.first), ("B", self.names[1], self.second)
 
 
 def beyond_chance(change: Interval, equal: float) -> bool | None:
@@ -82,7 +97,7 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
     one, two = (float(tail / k3) if k3 > 0 else math.nan for _, _, k3, tail in sums.sum(axis=0).reshape(2, 4))
     return Comparison(
-        second, **changes, tails=(one, two), paired=paired, pairs=pairs, places=_places(*sides), names=names
+        first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, places=_places(*sides), names=names
     )
 
 
@@ -183,3 +198,93 @@ def _means(tokens: TrainedTokens) -> dict[str, dict[int, float]]:
         enough = count >= FEWEST
         result[name] = dict(zip(keys[enough].tolist(), means[enough].tolist(), strict=True))
     return result
+
+
+def verdict_lines(comparison: Comparison) -> list[str]:
+    """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
+    sizes = {letter: side.measured.size for letter, _, side in comparison.sides}
+    if agree := [name for name, size in sizes.items() if size.verdict in _AGREE]:
+        k3 = ", ".join(f"{figure(size, 'k3')} in {name}" for name, size in sizes.items())
+        lines = [f"Trainer and sampler agree up to rounding in {' and in '.join(agree)} (k3 {k3})."]
+    else:
+        lines = [f"k3 in A relative to B: {_change_text(comparison.k3, 1.0, _factor)}."]
+    for letter, _, side in comparison.sides:
+        lines.append(f"{letter}: {side.answer.cause}.")
+        lines += [f"First, in {letter}: {fix}" for fix in side.answer.faults.values()][:1]
+    return lines
+
+
+def rows(comparison: Comparison) -> list[tuple[str, str]]:
+    """Returns label and text of each line of the terminal."""
+    lines = [("" if index else "verdict", text) for index, text in enumerate(verdict_lines(comparison))]
+    lines += [(letter, f"{name and f'{name}: '}{side.answer.read}") for letter, name, side in comparison.sides]
+    changes = figures(comparison)[:3]
+    lines += [(name, f"{one} in A, {two} in B: {change}") for name, one, two, change in changes]
+    lines += [(f"by {name}", _range_text(places)) for name, places in comparison.places.items()]
+    return [*lines, ("paired", paired_text(comparison))]
+
+
+def figures(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Returns rows of the table of `HEADS`: each figure of A and of B, and what changed."""
+    sizes = [side.measured.size for _, _, side in comparison.sides]
+    return [
+        ("k3", *(with_interval(size, "k3") for size in sizes), _change_text(comparison.k3, 1.0, _factor)),
+        (
+            "mean ratio",
+            *(with_interval(size, "ratio_mean") for size in sizes),
+            _change_text(comparison.ratio_mean, 1.0, "{:.5g}".format),
+        ),
+        (
+            "tail",
+            *(f"{format_percent(share)} of k3 in {TAIL:.0%} of the tokens" for share in comparison.tails),
+            _change_text(comparison.tail, 0.0, lambda share: f"{100 * share:+.1f}".replace("-", "−"), "points"),
+        ),
+        ("ESS of tokens", *(figure(size, "ess_token") for size in sizes), ""),
+        ("Pearson", *(figure(size, "pearson") for size in sizes), ""),
+        ("first cause", *(side.answer.cause for _, _, side in comparison.sides), ""),
+    ]
+
+
+def place_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Returns k3 at each place that both sides have, as rows of the table of `HEADS`."""
+    return [
+        (f"k3 at {name} {place.label}", format_number(place.first), format_number(place.second), _times(place))
+        for name, places in comparison.places.items()
+        for place in places
+    ]
+
+
+def paired_text(comparison: Comparison) -> str:
+    if not comparison.paired:
+        return "neither prompts nor responses are known to occur in both: the intervals compare independent samples"
+    what = f"the same {comparison.pairs:,} {comparison.paired}s"
+    return f"{what} occur in both, and the intervals compare each with itself"
+
+
+def _change_text(change: Interval, equal: float, form: Callable[[float], str], unit: str = "times") -> str:
+    """Returns a change with its interval, and whether it is more than chance; `equal` is the value of no change."""
+    if not math.isfinite(change.value):
+        return "not defined"
+    text, chance = f"{form(change.value)} {unit}", beyond_chance(change, equal)
+    if chance is None:
+        return f"{text}; too few responses for an interval"
+    sure = "more than chance" if chance else "within chance"
+    return f"{text} ({form(change.low)} to {form(change.high)}), {sure}"
+
+
+def _factor(value: float) -> str:
+    """Formats a factor: 0.46, 2.2, 74, 270; very small and very large ones as powers of ten."""
+    return f"{value:,.0f}" if 10 <= value < 1e5 else format_number(value)
+
+
+def _times(place: Place) -> str:
+    return f"{_factor(place.first / place.second)} times" if place.second > 0 else "–"
+
+
+def _range_text(places: Sequence[Place]) -> str:
+    positive = [place for place in places if place.second > 0 and place.first > 0]
+    if not positive:
+        return "not comparable: k3 is 0 on one side"
+    ordered = sorted(positive, key=lambda place: place.first / place.second)
+    least, most = ordered[0], ordered[-1]
+    return f"k3 of A is between {_times(least)} that of B ({least.label}) and {_times(most)} ({most.label})"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.against import Comparison, against
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.read_counts import ReadCounts
-from trimtab.diagnosis.records import Diagnosis, Measured, Placeholder
-from trimtab.diagnosis.redaction import Redaction, errors_kept_back
-from trimtab.diagnosis.token_texts import named_tokenizer, token_texts, tokenizer_of
+from trimtab.diagnosis.reading.batches import ReadCounts
+from trimtab.diagnosis.reading.run_files import named_tokenizer, token_texts, tokenizer_of
+from trimtab.diagnosis.records import Measured, Placeholder
+from trimtab.diagnosis.redaction import Redaction
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -49,7 +51,7 @@ def diagnose(
     """
     on_progress = on_progress or (lambda _activity, _tokens: None)
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    with errors_kept_back(redaction):
+    with nullcontext() if redaction is None else redaction.errors_kept_back():
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(
             files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts

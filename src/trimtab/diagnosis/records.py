@@ -239,15 +239,61 @@ class CauseKind:
     intended: str = ""
 
 
-def _cause_kinds() -> dict[str, CauseKind]:
-    file = importlib.resources.files("trimtab.diagnosis") / "causes.toml"
-    return {row["name"]: CauseKind(**row) for row in tomllib.loads(file.read_text(encoding="utf-8"))["cause"]}
+def read_table(name: str) -> dict[str, Any]:
+    """Returns the content of a TOML file of this package."""
+    return tomllib.loads((importlib.resources.files("trimtab.diagnosis") / name).read_text(encoding="utf-8"))
 
 
-CAUSES = _cause_kinds()
+_FINDINGS = read_table("findings.toml")
+
+
+def finding(key: str, **values: object) -> Finding:
+    """Returns a row of findings.toml with its values filled in."""
+    row = _FINDINGS[key]
+    return Finding(row.get("status", "note"), row["name"], row["detail"].format(**values), row.get("next_step", ""))
+
+
+CAUSES = {row["name"]: CauseKind(**row) for row in read_table("causes.toml")["cause"]}
 """All kinds of causes by name."""
 MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)
 """Names of those that must be fixed before any correction, worst first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFault:
+    """One row of `known_faults.toml`: a fault of an engine or trainer that was reported in public, matched with data.
+
+    certain: whether the versions of the data are known to be affected. causes: names of causes that it shows as.
+    engine, trainers: empty for any. versions: affected ones according to the source, by package. seen: versions it was
+    observed with. family: a regular expression for the names of the models it occurs in, in lower case; "" for any.
+    link, date: the post that describes it.
+    """
+
+    certain: bool = False
+    causes: tuple[str, ...]
+    symptom: str
+    repair: str
+    link: str
+    date: str
+    engine: str = ""
+    trainers: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seen: str = ""
+    models: str = ""
+    family: str = ""
+    feature: str = ""
+
+    @property
+    def where(self) -> str:
+        """The trainer, engine, versions, models and feature that it needs."""
+        needed = [f"{name} {versions}" for name, versions in self.versions.items()]
+        return ", ".join(filter(None, (*self.trainers, *(needed or [self.engine]), self.models, self.feature)))
+
+    @property
+    def text(self) -> str:
+        """One sentence each on where it occurs, what it does and what repairs it, and the source."""
+        word = "known" if self.certain else "may apply"
+        return f"{word} ({self.where}): {self.symptom}. Repair: {self.repair} ({self.link})"
 
 
 @dataclass(frozen=True)
@@ -280,14 +326,3 @@ class Recommendation:
     overrides: Mapping[str, Any]
     why: str
     lines: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
-    """The result of `trimtab diagnose`. texts: those of the token ids in the views, if a tokenizer is known."""
-
-    measured: Measured
-    causes: tuple[Cause, ...]
-    outcomes: tuple[PresetOutcome, ...]
-    recommendation: Recommendation
-    texts: Mapping[int, str] = field(default_factory=dict)

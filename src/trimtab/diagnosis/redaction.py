@@ -19,20 +19,6 @@ _IDS = 1 << 20
 _NUMERICS = re.compile(r"(float|bfloat|int|uint|fp|mxfp|nvfp)\d+(_e\dm\d)?(_(static|dynamic))?|auto|none|[\d.e-]+")
 
 
-@contextmanager
-def errors_kept_back(redaction: Redaction | None) -> Iterator[None]:
-    """Replaces the text of a `TrimtabError`, which may name files and quote their cells; not without a redaction."""
-    try:
-        yield
-    except TrimtabError:
-        if redaction is None:
-            raise
-        raise TrimtabError(
-            "the files cannot be diagnosed. The reason names or quotes files, which --redact hides: run again without "
-            "--redact to see it"
-        ) from None
-
-
 class Redaction:
     """The replacements of one invocation.
 
@@ -43,6 +29,17 @@ class Redaction:
 
     def __init__(self) -> None:
         self._replacements = np.argsort(np.frombuffer(os.urandom(8 * _IDS), dtype=np.uint64))
+
+    @contextmanager
+    def errors_kept_back(self) -> Iterator[None]:
+        """Replaces the text of a `TrimtabError`, which may name files and quote their cells."""
+        try:
+            yield
+        except TrimtabError:
+            raise TrimtabError(
+                "the files cannot be diagnosed. The reason names or quotes files, which --redact hides: run again "
+                "without --redact to see it"
+            ) from None
 
     def table(self, table: TokenTable) -> TokenTable:
         """Returns the table with other ids; equal ids stay equal."""

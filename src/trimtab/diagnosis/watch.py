@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.diagnosis.measure.mismatch_size import SizeSums
+from trimtab.diagnosis.figures import format_count, format_number
+from trimtab.diagnosis.measure.size import SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.output.as_json import plain
-from trimtab.diagnosis.output.words import format_count, format_number
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.tables import ALARM_FILE, find_files
+from trimtab.diagnosis.reading.file_formats import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.pages.numbers import number
 from trimtab.runs.atomic import write_text

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
+from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
-from trimtab.diagnosis.output.words import read_text
 from trimtab.diagnosis.pipeline import examine
 from trimtab.pages.numbers import beside, number, short
 from trimtab.pages.page import (

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.support.diagnosis_example import example
 
-from trimtab.diagnosis.against import Comparison, against
-from trimtab.diagnosis.output import compared
+from trimtab.diagnosis.against import Comparison, against, figures, rows, verdict_lines
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.output.as_json import against_dict
 from trimtab.diagnosis.pipeline import compare
-from trimtab.diagnosis.records import Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 
 RESPONSES, LENGTH = 60, 40
@@ -54,7 +54,7 @@ def test_a_planted_factor_is_found_and_one_of_1_is_not(tmp_path: Path) -> None:
     same = write(tmp_path / "same.jsonl", *stream(1, 0.05))
     more = write(tmp_path / "more.jsonl", *stream(2, 0.1))
     _, equal = compare([same], [base])
-    first, larger = compare([more], [base])
+    _, larger = compare([more], [base])
     assert equal.differs is False
     assert larger.differs is True
     # k3 of Gaussian log-ratios is half their variance: a factor of 4.
@@ -65,9 +65,9 @@ def test_a_planted_factor_is_found_and_one_of_1_is_not(tmp_path: Path) -> None:
     assert (larger.paired, larger.pairs) == ("", 0)
     assert re.fullmatch(
         r"k3 in A relative to B: (3\.9|4|4\.1) times \(3\.\d to 4\.\d\), more than chance\.",
-        compared.verdict_lines(first, larger)[0],
+        verdict_lines(larger)[0],
     )
-    assert compared.verdict_lines(first, equal)[0].endswith(", within chance.")
+    assert verdict_lines(equal)[0].endswith(", within chance.")
 
 
 def test_the_same_responses_in_another_order_are_compared_with_themselves(tmp_path: Path) -> None:
@@ -162,15 +162,15 @@ def test_a_side_without_mismatch_and_sides_with_few_responses_have_words() -> No
     noisy = stream(0, 0.1)
     nothing, some = with_k3(of(exact, exact), 0.0, "exact"), with_k3(of(*noisy), 0.005)
     assert math.isnan(against(nothing, nothing).k3.value)
-    sentences = [compared.verdict_lines(a, against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
+    sentences = [verdict_lines(against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
     assert sentences == [
         "Trainer and sampler agree up to rounding in A and in B (k3 0 in A, 0 in B).",
         "Trainer and sampler agree up to rounding in B (k3 5.0e-3 in A, 0 in B).",
     ]
     few = against(some, with_k3(of(noisy[0][:3], noisy[1][:3]), 0.005))
     assert few.differs is None
-    assert compared.verdict_lines(some, few)[0].endswith("too few responses for an interval.")
-    assert "too few responses for an interval" in dict(compared.rows(some, few))["k3"]
+    assert verdict_lines(few)[0].endswith("too few responses for an interval.")
+    assert "too few responses for an interval" in dict(rows(few))["k3"]
 
 
 def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") -> Diagnosis:
@@ -182,10 +182,10 @@ def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") ->
 def test_the_table_says_what_changed_and_json_holds_both_diagnoses() -> None:
     first, second = with_k3(of(*stream(0, 0.2)), 0.02), with_k3(of(*stream(1, 0.1)), 0.005)
     comparison: Comparison = against(first, second, ("new", "old"))
-    table = {name: row for name, *row in compared.figures(first, comparison)}
+    table = {name: row for name, *row in figures(comparison)}
     assert table["k3"][2].endswith("more than chance")
     assert table["mean ratio"][2].endswith("within chance")
-    values = compared.as_dict(first, comparison)
+    values = against_dict(comparison)
     assert values["changes"]["k3"]["beyond_chance"] is True
     assert values["changes"]["k3"]["low"] < 4 < values["changes"]["k3"]["high"]
     assert values["diagnosis"]["mismatch"]["k3"] == 0.005

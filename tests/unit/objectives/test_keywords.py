@@ -34,7 +34,7 @@ from trimtab.objectives import (
 from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, Preset, convert, value_at
 from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
-from trimtab.trainer.config import load_config, objective_sections, recipe_names
+from trimtab.trainer.config import load_config, recipe_names, training_sections
 
 SHARED = {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}
 
@@ -290,7 +290,7 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
 
 
 def test_the_recipe_knows_the_names_of_the_parts():
-    names = (objective_sections.COMPOSED, objective_sections.OBJECTIVE_PARTS)
+    names = (training_sections.COMPOSED, training_sections.OBJECTIVE_PARTS)
     assert (COMPOSED.objective.name, PART_KEYS) == names
 
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from tests.support.html_reader import Reader
 
+from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
-from trimtab.diagnosis.output.words import read_text
 from trimtab.diagnosis.pipeline import examine
 from trimtab.errors import TrimtabError
 from trimtab.report.run_report import write_report

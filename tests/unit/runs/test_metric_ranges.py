@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.fake_run import fake_run
 
 import trimtab
+from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.terminal import terminal_text
-from trimtab.diagnosis.output.words import outside
+from trimtab.diagnosis.output.text import terminal_text
 from trimtab.pages.numbers import beside, number
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections

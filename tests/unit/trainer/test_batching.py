@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.trajectories import multi_turn, trajectory
-from trimtab.objectives.metrics import Metrics
 
 from trimtab.corrections.statistics import Count, Mean, Mergeable
 from trimtab.objectives import PolicyLogps, objective, objectives
+from trimtab.objectives.state import Metrics
 from trimtab.trainer.batching import (
     assign_micro_batches,
     empty_micro_batch,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.ratios import PRODUCT_LEVELS, at_level, bounded, log_ratio
-from trimtab.diagnosis.records import PresetOutcome
+from trimtab.diagnosis.records import PresetOutcome, read_table
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
@@ -32,15 +32,8 @@ _Weights = Callable[[Objective, float], Tensor]
 EQUAL_TOLERANCE = 1e-5
 """Relative difference up to which two float32 weights count as equal."""
 
-NOTES = {
-    "token-alp": "without noise: the bypass with these bounds",
-    "seq-alp": "without noise: the bypass with these bounds",
-    "soup": "with these responses as they are: the token bypass with these bounds",
-    "luffy": "without external traces: the mismatch is ignored",
-    "a3po": "as if all tokens were of age 1: the token bypass with these bounds",
-    "m2po": "its bound is found over all of this data, not batch by batch",
-    "oapl": "a regression: the ratio is its target, so bias does not compare with the others",
-}
+NOTES = read_table("texts.toml")["presets"]
+"""What the outcome of a preset assumes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,146 @@
-"""The rules that select the recommended preset; the first one that applies decides.
+"""The rules that select the recommended preset, and what the fair map measured of a mismatch like that of the data.
 
-Where the fair map covers the mismatch of a rule, what it measured decides among presets. The reason of a rule names the
-measurement that supports it; docs/choosing.md lists the sources.
+The first rule (rules.toml) whose condition holds decides. The map (docs/results) compares methods, each at its
+published or its tuned settings, on responses of about 120 tokens, one kind of mismatch a regime; where it covers the
+mismatch of a rule, what it measured decides among presets. `fair_map.json` is written by `benchmarks/fair_map.py
+--advice` from its runs.
 """
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.diagnosis.advice.fair_map import MapRegime, covering
-from trimtab.diagnosis.records import MUST_FIX, Cause, PresetOutcome
+import numpy as np
+
+from trimtab.adapters.config_lines import lines
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcomes
+from trimtab.diagnosis.records import MUST_FIX, Cause, Measured, PresetOutcome, Recommendation, read_table
 from trimtab.objectives.calibrate import bounds_of
+
+K3_FACTOR = 3.0
+"""A regime covers k3 up to this factor beyond the range of its runs."""
+LENGTH_FACTOR = 2.0
+"""The same for the mean length of responses: methods that read whole responses change with it."""
+NAMED = 4
+"""Number of methods that a sentence names."""
+TOKENS = 100_000
+"""Most tokens that presets are tried on."""
+
+
+def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
+    """Returns the outcomes of all presets on at most `TOKENS` tokens, and the recommended one with bounds and reason.
+
+    If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
+    """
+    sample = measured.sample
+    stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
+    data = AdviceData.of(part)
+    table = outcomes(data)
+    size, origin = measured.size, measured.origin
+    failed = [finding.name for finding in origin.findings if finding.status == "fail"]
+    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
+    _, preset, overrides, why = choose(inputs, load_map())
+    if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
+        table = (*table, outcome(data, preset, overrides))
+    return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """Held-out accuracy of a method, mean over seeds with its interval.
+
+    best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the usual
+    one. settings: the chosen keywords of the objective. published: accuracy at the published settings and usual rate.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    best: bool
+    rate: float
+    settings: Mapping[str, float] = field(default_factory=dict)
+    published: float | None = None
+
+    @property
+    def text(self) -> str:
+        usual = "" if self.published is None else f" ({decimal(self.published)} at the usual one)"
+        rate = "" if self.rate == 1 else f" at {self.rate:g} of the usual learning rate{usual}"
+        return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
+
+
+@dataclass(frozen=True, eq=False)
+class MapRegime:
+    """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
+
+    k3, tokens: smallest and largest mean over the steps of a run, nats per token, tokens per response; of the runs with
+    the settings of `methods`, since k3 grows where a policy collapses. before: untrained accuracy.
+    """
+
+    name: str
+    cause: str
+    description: str
+    seeds: int
+    before: float
+    k3: tuple[float, float]
+    tokens: tuple[float, float]
+    methods: Mapping[str, MethodResult]
+
+    def outside(self, k3: float, tokens: float) -> str:
+        """Returns why data with this k3 and mean length is not covered; empty if it is."""
+        (k3_low, k3_high), (short, long) = self.k3, self.tokens
+        if self.cause and not k3_low / K3_FACTOR <= k3 <= k3_high * K3_FACTOR:
+            return f"k3 is {k3:.1e} here and {k3_low:.1e} to {k3_high:.1e} there"
+        if not short / LENGTH_FACTOR <= tokens <= long * LENGTH_FACTOR:
+            return f"responses have {tokens:,.0f} tokens here and {short:.0f} to {long:.0f} there"
+        return ""
+
+    def preferred(self, preset: str) -> str:
+        """Returns `preset` if it is among the best here, otherwise the method of the highest mean."""
+        if preset in self.methods and self.methods[preset].best:
+            return preset
+        return max(self.methods, key=lambda name: self.methods[name].accuracy)
+
+    def sentence(self, first: str) -> str:
+        """Returns the result of `first`, of methods that are level with it, and of the worst."""
+        order = sorted(self.methods, key=lambda name: -self.methods[name].accuracy)
+        level = [name for name in order if self.methods[name].best and name != first]
+        named = [first, *level[: NAMED - 1]]
+        texts = [f"{name} {self.methods[name].text}" for name in named]
+        last = "" if order[-1] in named else f"; lowest {order[-1]} {self.methods[order[-1]].text}"
+        return (
+            f"Measured on responses of {self.tokens[1]:.0f} tokens ({self.description}; each method tuned "
+            f"or as published; {self.seeds} seeds; accuracy {decimal(self.before)} before training): "
+            f"{', '.join(texts)}{last}."
+        )
+
+
+def decimal(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")
+
+
+def load_map() -> tuple[MapRegime, ...]:
+    rows = json.loads((importlib.resources.files("trimtab.diagnosis.advice") / "fair_map.json").read_text("utf-8"))
+    return tuple(
+        MapRegime(**row | {"methods": {name: MethodResult(**result) for name, result in row["methods"].items()}})
+        for row in rows
+    )
+
+
+def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float) -> tuple[MapRegime | None, str]:
+    """Returns the regime that covers a mismatch of this cause, k3 and mean length, or why there is none."""
+    reasons = {regime: regime.outside(k3, tokens) for regime in regimes if regime.cause == cause}
+    if not reasons:
+        return None, "Tuned methods were not yet compared under this kind of mismatch (docs/results)."
+    found = next((regime for regime, reason in reasons.items() if not reason), None)
+    if found is not None:
+        return found, ""
+    regime, reason = next(iter(reasons.items()))
+    return None, f"The comparison of tuned methods (docs/results, {regime.name}) does not cover this: {reason}."
+
 
 FEWEST = 100
 """Fewest trained tokens for which the kind of mismatch is inferred."""
@@ -55,15 +184,9 @@ class RuleInputs:
 
 @dataclass(frozen=True)
 class Rule:
-    """A preset ("" for none) and the condition under which it is recommended.
-
-    what, why: format strings of what the mismatch is and of the reason for the preset (fields: `choose`). own_bounds:
-    whether bounds are taken from the data. measured: the cause that the fair map is asked for, None for no question.
-    fixed: bounds that do not come from the data.
-    """
+    """A row of rules.toml, where each key is explained."""
 
     name: str
-    applies: Callable[[RuleInputs], bool]
     preset: str
     what: str
     why: str
@@ -72,103 +195,20 @@ class Rule:
     fixed: Mapping[str, float] = field(default_factory=dict)
 
 
-RULES = (
-    Rule(
-        "fault",
-        lambda inputs: bool(inputs.faults),
-        "",
-        "Fix {faults} first: no correction makes up for that, and the figures measure the fault.",
-        "Then run diagnose again.",
-        own_bounds=False,
-    ),
-    Rule(
-        "floor",
-        lambda inputs: inputs.verdict in ("exact", "rounding"),
-        "grpo",
-        "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1.",
-        "Use any method without one; token-bypass saves the proximal forward pass. With many updates per batch the "
-        "learning rate decides more than the method: try half and a quarter of it first.",
-        measured="",
-    ),
-    Rule(
-        "tiny",
-        lambda inputs: inputs.tokens < FEWEST and not inputs.names,
-        "token-tis",
-        "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}).",
-        "Until there is more data, use token-tis at its published bound, which changes almost nothing while trainer "
-        "and sampler agree.",
-        own_bounds=False,
-    ),
-    Rule(
-        "stale, short",
-        lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
-        "seq-bypass",
-        "Where the sampler's weights are old, refreshing them more often removes the cause.",
-        "Without a correction, training collapses; the ratio of the whole response, clipped to [0.5, 4], was best "
-        "(laboratory, weights refreshed every 32 updates, accuracy of five seeds: grpo 0.13, token-tis 0.70, m2po "
-        "0.82, seq-bypass 0.85). Here it keeps {seq_bypass} of the tokens.",
-        measured="stale",
-    ),
-    Rule(
-        "stale, long",
-        lambda inputs: "stale" in inputs.names,
-        "m2po",
-        "Where the sampler's weights are old, refreshing them more often removes the cause. The ratio of a whole "
-        "response has drifted too far (seq-bypass would keep {seq_bypass} of the tokens).",
-        "m2po bounds the second moment of the ratio per token; it was designed for old data (arXiv 2510.01161) and "
-        "reached 0.82 in the laboratory, where grpo fell to 0.13 and token-tis to 0.70.",
-        measured="stale",
-    ),
-    Rule(
-        "long-context",
-        lambda inputs: "long-context" in inputs.names,
-        "icepop",
-        "The mismatch grows with depth in the context (k3 {k3}), so that the last tokens dominate a product over a "
-        "long response. Computing attention alike on both sides removes the cause.",
-        "Weights per token, and a mask of the few tokens beyond bounds from this data, work at any length. This is an "
-        "argument, not a measured comparison.",
-        measured="long-context",
-    ),
-    Rule(
-        "quantized",
-        lambda inputs: "quantized" in inputs.names,
-        "icepop",
-        "A quantized sampler causes a heavy tail of tokens (k3 {k3}).",
-        "Weights correct most of them, and the few tokens beyond the bounds, quantiles of this data, are masked at any "
-        "length. In the laboratory (sampler of three bits, mean of five seeds) IcePop was level with token-tis (0.81 "
-        "and 0.82) and with a geometric mask (0.79).",
-        measured="quantized",
-    ),
-    Rule(
-        "moe",
-        lambda inputs: "routing" in inputs.names or (inputs.verdict == "moe" and "precision" not in inputs.names),
-        "geo-mask-token-tis",
-        "Where tokens are routed to other experts, a few of them have a large mismatch (k3 {k3} over all); replaying "
-        "the sampler's routing would remove the cause.",
-        "Bounded token weights correct most tokens, and the geometric mask drops responses that drifted, at any "
-        "length. Miles' 30B-A3B runs, one each, needed both: weights up to 1.5 with the mask stayed stable, without it "
-        "they collapsed, and so did weights up to 2 with it. So weights end at 1.5; the other bounds are quantiles of "
-        "this data: the mask's published ones keep {geo_mask}.",
-        measured="routing",
-        fixed={"weight_max": 1.5},
-    ),
-    Rule(
-        "precision",
-        lambda inputs: "precision" in inputs.names or inputs.verdict in ("dense", "small-dense"),
-        "token-tis",
-        "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a heavy tail.",
-        "Truncated token weights remove its bias at almost no variance, and mask no token.",
-        measured="precision",
-    ),
-    Rule(
-        "beyond",
-        lambda inputs: True,  # noqa: ARG005
-        "geo-mask-token-tis",
-        "k3 {k3} is more than precision, quantization or routing explain, and no cause was identified: look for it "
-        "first (weights that were not loaded, another chat template, another adapter).",
-        "Until then, the geometric mask with bounds from this data drops the worst responses.",
-    ),
-)
+CONDITIONS: Mapping[str, Callable[[RuleInputs], bool]] = {
+    "fault": lambda inputs: bool(inputs.faults),
+    "floor": lambda inputs: inputs.verdict in ("exact", "rounding"),
+    "tiny": lambda inputs: inputs.tokens < FEWEST and not inputs.names,
+    "stale, short": lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
+    "stale, long": lambda inputs: "stale" in inputs.names,
+    "long-context": lambda inputs: "long-context" in inputs.names,
+    "quantized": lambda inputs: "quantized" in inputs.names,
+    "moe": lambda inputs: "routing" in inputs.names or (inputs.verdict == "moe" and "precision" not in inputs.names),
+    "precision": lambda inputs: "precision" in inputs.names or inputs.verdict in ("dense", "small-dense"),
+    "beyond": lambda inputs: True,  # noqa: ARG005
+}
+"""The condition of each rule by name."""
+RULES = tuple(Rule(**row) for row in read_table("rules.toml")["rule"])
 
 
 def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule, str, Mapping[str, float], str]:
@@ -176,7 +216,7 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
 
     The preset is the rule's, unless one of the map's `regimes` covers the case and it is not among the best there.
     """
-    rule = next(rule for rule in RULES if rule.applies(inputs))
+    rule = next(rule for rule in RULES if CONDITIONS[rule.name](inputs))
     fields = {
         "faults": " and ".join(inputs.faults),
         "k3": f"{inputs.k3:.1e}",

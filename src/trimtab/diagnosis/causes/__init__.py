@@ -10,8 +10,18 @@ The rules follow from three facts about tokens y drawn from mu and a trainer pi:
 A cause is named only if undoing it heals the data. Each detector proposes repairs that are applied to the tokens:
 values converted, lists shifted back, tokens left out. Stage by stage the one that heals most is kept, and the search
 goes on with what is left, until noise remains (`precision`, `quantized`, `routing`), which needs the first fact to
-hold. What no detector explains is `unexplained`. The numbers that decide stand at the top of each file, and all of them
-in docs/detection.md.
+hold. What no detector explains is `unexplained`.
+
+  detector         what a detector receives and returns, and the statistics that they share
+  wrong_values     placeholder, non-finite, log-base, wrong-token, copied
+  wrong_pairs      misaligned, retokenized
+  sampling_faults  temperature, truncated-sampling, raw-logprobs
+  long_context     long-context
+  old_weights      stale-cache, undelivered, stale
+  noise_kinds      precision, quantized, routing, unexplained
+
+Another detector is a function of tokens and context in one of these files, entered in `STAGES` below, and a row of
+causes.toml. The numbers that decide stand above each detector, and all of them in docs/detection.md.
 """
 
 from __future__ import annotations
@@ -21,18 +31,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.causes.bad_values import find_above_zero, find_nonfinite, find_placeholder
-from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, Residual
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
+from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.long_context import find_depth_growth
-from trimtab.diagnosis.causes.misaligned import find_shifts
-from trimtab.diagnosis.causes.noise_groups import drift_between_steps, find_unexplained
-from trimtab.diagnosis.causes.precision import find_noise
-from trimtab.diagnosis.causes.retokenized import find_retokenized
+from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
+from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
-from trimtab.diagnosis.causes.stale import find_drift, find_stale_cache, find_undelivered
-from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.causes.wrong_values import find_copied, find_log_base, find_wrong_token
+from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
+from trimtab.diagnosis.causes.wrong_values import (
+    find_above_zero,
+    find_copied,
+    find_log_base,
+    find_nonfinite,
+    find_placeholder,
+    find_wrong_token,
+)
 from trimtab.diagnosis.records import CAUSES, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave

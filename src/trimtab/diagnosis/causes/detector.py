@@ -1,4 +1,6 @@
-"""What a detector of causes receives and returns, and the size of the mismatch before and after a repair.
+"""What a detector of causes receives and returns: tokens with both log-probs, statistics, and a proposed repair.
+
+Differences of log-probs are converted to logits, which noise moves by about one size.
 
 If tokens are drawn from the reported distribution, E[trainer / sampler] = 1, whatever the rounding. The sample mean of
 heavy-tailed ratios is unreliable: it is below 1 while large ratios are missing, and one token may move it. So a mean
@@ -9,15 +11,232 @@ error is large, the test says nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import z_of
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
 from trimtab.diagnosis.records import Settings
-from trimtab.diagnosis.tokens import excess
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, excess, k3
+
+MAX_LOGP = -1e-7
+"""The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
+
+UNDECIDED = (-5.0, -0.05)
+"""Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
+
+
+def logit(logp: np.ndarray) -> np.ndarray:
+    """Returns log(p / (1 - p)) of log p, clamped at `MAX_LOGP`."""
+    logp = np.minimum(logp, MAX_LOGP)
+    return logp - np.log(-np.expm1(logp))
+
+
+@dataclass(frozen=True, eq=False)
+class LogprobPairs:
+    """Trained tokens of a table, each with a log-prob of the sampler and one of the trainer; arrays (tokens,).
+
+    index: of each token in the table, ascending. behavior, trainer: float64, finite, at most 0; a repair replaces them.
+    The other columns are those of the table at these tokens, None where the data has none.
+    """
+
+    table: TokenTable
+    index: np.ndarray
+    behavior: np.ndarray
+    trainer: np.ndarray
+
+    @classmethod
+    def of(cls, table: TokenTable) -> LogprobPairs:
+        """Returns the trained tokens with finite log-probs of at most 0, but for rounding, in order."""
+        index = np.flatnonzero(table.mask & np.isfinite(table.behavior) & np.isfinite(table.trainer))
+        index = index[np.maximum(table.behavior, table.trainer)[index] <= MAX_ROUNDED_LOGP]
+        behavior, trainer = (
+            np.minimum(values[index].astype(np.float64), 0.0) for values in (table.behavior, table.trainer)
+        )
+        return cls(table, index, behavior, trainer)
+
+    @staticmethod
+    def concat(parts: Sequence[LogprobPairs]) -> LogprobPairs:
+        """Returns several selections of tokens of one table as one, in the order of the table."""
+        names = ("index", "behavior", "trainer")
+        order = np.argsort(np.concatenate([part.index for part in parts]), kind="stable")
+        joined = (np.concatenate([getattr(part, name) for part in parts])[order] for name in names)
+        return LogprobPairs(parts[0].table, *joined)
+
+    def __len__(self) -> int:
+        return len(self.behavior)
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """The response of each token."""
+        return self.table.row[self.index]
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """The position of each token in its response, untrained tokens included."""
+        return self.table.position[self.index]
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """The number of tokens before each one in its context; without the prompt where its length is unknown."""
+        prompt = self.of_response(self.table.prompt_length)
+        return self.position + (prompt if prompt is not None and np.isfinite(prompt).all() else 0.0)
+
+    @cached_property
+    def turn(self) -> np.ndarray:
+        """The turn of each token, from 0; without a column of turns one begins after every untrained stretch."""
+        return self.table.turn_number[self.index]
+
+    @cached_property
+    def since_turn(self) -> np.ndarray:
+        """The number of tokens since the first trained one of the turn, untrained ones included."""
+        trained = np.flatnonzero(self.table.mask)
+        turn, row = self.table.turn_number[trained], self.table.row[trained]
+        begins = (np.diff(turn, prepend=-1) != 0) | (np.diff(row, prepend=-1) != 0)
+        first = np.maximum.accumulate(np.where(begins, trained, 0))
+        return self.index - first[np.searchsorted(trained, self.index)]
+
+    @cached_property
+    def entropy(self) -> np.ndarray | None:
+        return None if self.table.entropy is None else self.table.entropy[self.index].astype(np.float64)
+
+    @cached_property
+    def ids(self) -> np.ndarray | None:
+        return None if self.table.ids is None else self.table.ids[self.index]
+
+    @cached_property
+    def age(self) -> np.ndarray | None:
+        """As in the table, but at least 0."""
+        return None if self.table.age is None else np.maximum(self.table.age[self.index], 0)
+
+    @property
+    def step(self) -> np.ndarray | None:
+        return self.of_response(self.table.step)
+
+    @property
+    def prompt(self) -> np.ndarray | None:
+        return self.of_response(self.table.prompt)
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        return self.trainer - self.behavior
+
+    @property
+    def k3(self) -> np.ndarray:
+        return k3(self.log_ratio)
+
+    @property
+    def shift(self) -> np.ndarray:
+        """The trainer's logit minus the sampler's."""
+        return logit(self.trainer) - logit(self.behavior)
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean log-prob of trainer and sampler."""
+        return 0.5 * (self.behavior + self.trainer)
+
+    @property
+    def undecided(self) -> np.ndarray:
+        """Whether a token is undecided: its mean log-prob lies within `UNDECIDED`."""
+        return (self.mean > UNDECIDED[0]) & (self.mean < UNDECIDED[1])
+
+    @property
+    def distinct(self) -> LogprobPairs:
+        """The first token of each distinct pair: samples of one prompt begin with the same tokens and errors."""
+        # As complex numbers: sorting rows takes six times as long.
+        pairs = np.stack([self.behavior, self.trainer], axis=1).view(np.complex128)[:, 0]
+        return self.select(np.sort(np.unique(pairs, return_index=True)[1]))
+
+    def select(self, keep: np.ndarray) -> LogprobPairs:
+        """Returns the tokens at `keep`, a mask or indices."""
+        return self.repaired(self.trainer, keep)
+
+    def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> LogprobPairs:
+        """Returns the tokens where `keep` is True, with other log-probs of the trainer."""
+        return LogprobPairs(self.table, self.index[keep], self.behavior[keep], trainer[keep])
+
+    def swapped(self) -> LogprobPairs:
+        """Returns the tokens with trainer and sampler exchanged."""
+        return LogprobPairs(self.table, self.index, self.trainer, self.behavior)
+
+    def of_response(self, values: np.ndarray | None) -> np.ndarray | None:
+        """Returns a column of responses at each token."""
+        return None if values is None else values[self.row]
+
+
+def share(values: np.ndarray) -> float:
+    """Returns the share of True values; 0 without values."""
+    return float(values.mean()) if len(values) else 0.0
+
+
+def z_of(values: np.ndarray) -> float:
+    """Returns the mean divided by its standard error; 0 for fewer than 20 values."""
+    if len(values) < 20:
+        return 0.0
+    error = float(values.std()) / np.sqrt(len(values))
+    return float(values.mean()) / max(error, 1e-12)
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns Pearson's correlation; 0 where a side is constant."""
+    if len(x) < 3 or x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def centered(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Returns each value minus the mean of its group."""
+    _, group = np.unique(group, return_inverse=True)
+    return values - (np.bincount(group, values) / np.bincount(group))[group]
+
+
+def slope_of(y: np.ndarray, x: np.ndarray, cluster: np.ndarray | None = None) -> tuple[float, float]:
+    """Returns the least-squares slope of y over x, both centered, and its z; (0, 0) where x does not vary.
+
+    The standard error allows for variances that differ, and for values of one cluster that depend on each other.
+    """
+    power = float(x @ x)
+    if power <= 0:
+        return 0.0, 0.0
+    slope = float(x @ y) / power
+    score = x * (y - slope * x)
+    if cluster is not None:
+        score = np.bincount(np.unique(cluster, return_inverse=True)[1], score)
+    error = float(np.sqrt(np.square(score).sum())) / power
+    return slope, slope / max(error, 1e-12)
+
+
+def rms_of(shift: np.ndarray) -> float:
+    """Returns the root mean square."""
+    return float(np.sqrt(np.square(shift).mean()))
+
+
+def usual_rms(shift: np.ndarray) -> float:
+    """Returns the root mean square with values bounded at five usual ones, so that a few outliers do not decide it."""
+    bound = 5 * 1.48 * float(np.median(np.abs(shift)))
+    return rms_of(np.clip(shift, -bound, bound))
+
+
+def log_size(shift: np.ndarray) -> np.ndarray:
+    """Returns the logarithm of the size of each shift; sizes below 1e-6 count as that."""
+    return np.log(np.abs(shift) + 1e-6)
+
+
+def growth_of(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
+    """Returns the ratio of the geometric mean sizes, and the z of its logarithm."""
+    left, right = log_size(old), log_size(young)
+    difference = float(left.mean() - right.mean())
+    error = np.sqrt(left.var() / len(left) + right.var() / len(right))
+    return float(np.exp(difference)), difference / max(float(error), 1e-12)
+
+
+def confidence(strength: float, needed: float) -> float:
+    """Returns a confidence in (0.5, 0.99] that grows with the ratio of a statistic to its threshold."""
+    excess = max(strength / needed, 1.0)
+    return round(float(min(0.99, 1.0 - 0.45 / excess)), 2)
+
 
 LEAST_RMS = 4e-4  # logits: two float32 forwards, or the rounding of the file, move less
 LEAST_K3 = 1e-8  # k3 of two float32 forwards
@@ -121,7 +340,5 @@ class Context:
     assumes_current: bool = False
 
 
-class Detector(Protocol):
-    """Finds causes in tokens, each with the tokens that remain once it is undone: the proposed repair."""
-
-    def __call__(self, tokens: LogprobPairs, context: Context, /) -> list[CauseMatch]: ...
+Detector = Callable[[LogprobPairs, Context], list[CauseMatch]]
+"""Finds causes in tokens, each with the tokens that remain once it is undone: the proposed repair."""

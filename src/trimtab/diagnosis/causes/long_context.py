@@ -15,9 +15,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.detector import LEAST_K3, LEAST_RMS, CauseMatch, Context, Residual
-from trimtab.diagnosis.causes.evidence import centered, confidence, log_size, rms_of, slope_of
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
+from trimtab.diagnosis.causes.detector import (
+    LEAST_K3,
+    LEAST_RMS,
+    CauseMatch,
+    Context,
+    LogprobPairs,
+    Residual,
+    centered,
+    confidence,
+    log_size,
+    rms_of,
+    slope_of,
+)
 
 MIN_SPAN = 1024  # smallest difference in depth, in tokens: over less, the form of an answer decides
 MIN_TOKENS = 500  # fewest undecided tokens

@@ -1,4 +1,13 @@
-"""Measures the size and the location of a mismatch in one pass over the tokens, in bounded memory."""
+"""Measures the size and the location of a mismatch in one pass over the tokens, in bounded memory: `measure`.
+
+  trained_tokens  trained tokens, fixed bins and sums over groups, which all others use
+  size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
+  views           by probability, position, turn, ...
+  placeholders    constants in place of log-probs
+  other_logprobs  checks of what a prefill or a teacher scored
+
+Another view is one more `Axis` in views; another figure comes from `corrections/statistics.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +16,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import plane
-from trimtab.diagnosis.measure.drift_split import DriftSums
-from trimtab.diagnosis.measure.mismatch_size import SizeSums
+from trimtab.diagnosis.measure.other_logprobs import PrefillSums, teacher_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
-from trimtab.diagnosis.measure.prefill_parts import PrefillSums
-from trimtab.diagnosis.measure.sample import Sample
-from trimtab.diagnosis.measure.teacher_check import teacher_findings
-from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.measure.size import DriftSums, SizeSums
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
 from trimtab.diagnosis.measure.views import (
     AXES,
     AxisView,
@@ -81,3 +86,56 @@ def measure(
         placeholders=left_out or constants.found(),
         cleaned=bool(left_out),
     )
+
+
+TOKENS = 400_000
+LONGEST = TOKENS // 8
+"""Longer responses are truncated to this many tokens, so that none fills the sample."""
+
+
+class Sample:
+    """The responses with the smallest hash of their index, as many as fit into `tokens`.
+
+    The sample does not depend on the split of the stream into tables: once a response does not fit, it and all with a
+    larger hash are excluded for good.
+    """
+
+    def __init__(self, tokens: int = TOKENS, longest: int = LONGEST) -> None:
+        self._limit, self._longest = tokens, longest
+        self._kept: list[TokenTable] = []
+        self._numbers: list[np.ndarray] = []
+        self._tokens = 0
+        self._limit_hash = np.iinfo(np.uint64).max
+
+    def add(self, table: TokenTable, first: int) -> None:
+        """Adds a table; `first`: number of responses before it. Raises `TrimtabError` for different columns."""
+        numbers = hash_index(np.arange(first, first + table.responses, dtype=np.uint64))
+        keep = numbers < self._limit_hash
+        if self._kept and (differing := table.columns.keys() ^ self._kept[0].columns.keys()):
+            raise TrimtabError(
+                f"the files have different columns ({', '.join(sorted(differing))} only in some): "
+                "diagnose them one kind at a time"
+            )
+        if not keep.any() and self._kept:
+            return
+        piece = table.select(keep, self._longest)
+        self._kept.append(piece)
+        self._numbers.append(numbers[keep])
+        self._tokens += piece.tokens
+        if self._tokens > self._limit + self._limit // 4:
+            self._trim()
+
+    def result(self) -> TokenTable:
+        """Returns the sample, in the order of the stream."""
+        self._trim()
+        return self._kept[0]
+
+    def _trim(self) -> None:
+        merged, numbers = TokenTable.concat(self._kept), np.concatenate(self._numbers)
+        order = np.argsort(numbers)
+        over = np.flatnonzero(np.cumsum(merged.lengths[order]) > self._limit)
+        if len(over):
+            self._limit_hash = numbers[order[over[0]]]
+        keep = numbers < self._limit_hash
+        self._kept, self._numbers = [merged.select(keep, self._longest)], [numbers[keep]]
+        self._tokens = self._kept[0].tokens

@@ -1,7 +1,12 @@
-"""The trained tokens of a table with per-token and per-response columns that several views share."""
+"""The trained tokens of a table, fixed bins for them, and sums over groups of them: what all measurements are made of.
+
+Positive numbers have 32 bins per factor of two, computed without a logarithm from the bits of a float32 (the exponent
+and five bits of the mantissa). The width of a bin is at most 1/32 of the number.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -9,8 +14,80 @@ import numpy as np
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.corrections.statistics import RatioStatistics
-from trimtab.diagnosis.measure.bins import log_ratio_bin, probability_bin
+from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
+
+FEWEST = 20
+"""Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
+PER_DECADE, DECADES = 3, 5
+
+_RATE = 5  # bits of the mantissa that tell bins apart
+_SHIFT = 23 - _RATE
+_BIAS = 127
+
+_SMALLEST, _LARGEST = -30, 5
+_SIDE = (_LARGEST - _SMALLEST) << _RATE
+LOG_RATIO_BINS = 2 * _SIDE + 1
+"""Number of bins of the log-ratio: both signs, magnitudes from 2^-30 (1e-9) to 32; less is 0, more in the end bins."""
+
+PROBABILITY_BINS = PER_DECADE * DECADES
+PROBABILITY_EDGES = 10.0 ** (np.arange(-PROBABILITY_BINS, 1) / PER_DECADE)
+"""Three bins per factor of ten, ascending; the first one includes everything below 1e-5."""
+
+
+def octave(values: np.ndarray, lowest: int) -> np.ndarray:
+    """Returns the bin of each value > 0 (float32) as int32: 0 at 2^lowest, negative below."""
+    return (values.view(np.int32) >> _SHIFT) - ((_BIAS + lowest) << _RATE)
+
+
+def octave_edges(lowest: int, count: int) -> np.ndarray:
+    """Returns the edges (count + 1,) of the bins of `octave`."""
+    index = np.arange(count + 1)
+    return np.ldexp(1.0 + (index % (1 << _RATE)) / (1 << _RATE), lowest + (index >> _RATE))
+
+
+def log_ratio_bin(log_ratio: np.ndarray) -> np.ndarray:
+    """Returns the bin of each log-ratio, in `[0, LOG_RATIO_BINS)`."""
+    narrow = log_ratio.astype(np.float32)
+    magnitude = np.clip(octave(np.abs(narrow), _SMALLEST) + 1, 0, _SIDE)
+    return (_SIDE + np.where(narrow < 0, -magnitude, magnitude)).astype(np.int64)
+
+
+def probability_bin(logp: np.ndarray) -> np.ndarray:
+    """Returns the bin of each log-prob. A bin includes its upper edge."""
+    depth = -np.minimum(logp, 0.0) / np.log(10) * PER_DECADE
+    return PROBABILITY_BINS - 1 - np.minimum(depth, PROBABILITY_BINS - 1).astype(np.int64)
+
+
+def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
+    """Returns counts (bins, bins) of points of the unit square, rows along y; 1 is in the last bin."""
+    column, row = (np.clip(values * bins, 0, bins - 1).astype(np.int64) for values in (x, y))
+    return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
+
+
+def quantiles(histogram: np.ndarray, levels: Sequence[float]) -> np.ndarray:
+    """Returns quantiles (rows, levels) of log-ratios from a histogram (rows, LOG_RATIO_BINS); NaN in an empty row.
+
+    Linear between order statistics as in `np.quantile`; values within a bin are taken as evenly spaced.
+    """
+    cumulative = histogram.cumsum(axis=1)
+    position = np.asarray(levels) * np.maximum(cumulative[:, -1:] - 1, 0)
+    low, high = (_order_statistics(histogram, cumulative, rank) for rank in (np.floor(position), np.ceil(position)))
+    return np.where(cumulative[:, -1:] > 0, low + (position - np.floor(position)) * (high - low), np.nan)
+
+
+def _order_statistics(histogram: np.ndarray, cumulative: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    rows = np.arange(len(histogram))[:, None]
+    bins = [np.searchsorted(line, ranks, side="right") for line, ranks in zip(cumulative, rank, strict=True)]
+    index = np.minimum(np.array(bins, dtype=np.int64).reshape(rank.shape), LOG_RATIO_BINS - 1)
+    count = np.maximum(histogram[rows, index], 1)
+    within = (rank - (cumulative[rows, index] - histogram[rows, index]) + 0.5) / count
+    return np.where(index == _SIDE, 0.0, _EDGES[index] + within * (_EDGES[index + 1] - _EDGES[index]))
+
+
+_POSITIVE_EDGES = octave_edges(_SMALLEST, _SIDE)
+_EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])
+
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
 _FAR = 1 << 40  # position relative to a turn's boundary where there is none
@@ -183,3 +260,142 @@ def hash_index(numbers: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+ENVELOPE = (0.02, 0.50, 0.98)
+
+
+class Groups:
+    """Sums (groups, 5) of 1, ratio - 1, log-ratio, k3 and |log-ratio|, and a histogram of the log-ratio.
+
+    bins: of the histogram; 0 for none, where there are too many groups for one.
+    """
+
+    def __init__(self, groups: int, bins: int = LOG_RATIO_BINS) -> None:
+        self.sums = np.zeros((groups, 5))
+        self.histogram = np.zeros((groups, bins), dtype=np.int64)
+
+    def add(self, group: np.ndarray, tokens: TrainedTokens) -> None:
+        """Adds tokens to their groups (tokens,)."""
+        groups, bins = self.histogram.shape
+        self.sums += group_sums(group, tokens, groups)
+        if bins:
+            cells = np.bincount(group * bins + tokens.log_ratio_bin, minlength=groups * bins)
+            self.histogram += cells.reshape(groups, bins)
+
+    @property
+    def count(self) -> np.ndarray:
+        return self.sums[:, 0].astype(np.int64)
+
+    @property
+    def k3_sums(self) -> np.ndarray:
+        return self.sums[:, 3]
+
+    def merged(self, starts: np.ndarray) -> Groups:
+        """Merges neighboring groups; `starts` are the first ones of the new groups."""
+        result = Groups(0)
+        result.sums = np.add.reduceat(self.sums, starts, axis=0)
+        result.histogram = np.add.reduceat(self.histogram, starts, axis=0)
+        return result
+
+    def view(
+        self,
+        name: str,
+        labels: Sequence[str],
+        rows: np.ndarray | None = None,
+        *,
+        edges: np.ndarray | None = None,
+        columns: Mapping[str, np.ndarray] | None = None,
+        envelope: np.ndarray | None = None,
+        note: str = "",
+    ) -> View:
+        """Returns the groups `rows`, or all, as a view; NaN in empty ones.
+
+        envelope: the percentiles (groups, 3), where they are not those of the histogram.
+        """
+        rows = np.arange(len(self.sums)) if rows is None else rows
+        envelope = quantiles(self.histogram[rows], ENVELOPE) if envelope is None else envelope
+        with np.errstate(invalid="ignore"):
+            excess, log, k3, size = (self.sums[rows, 1:] / self.sums[rows, :1]).T
+        low, median, high = envelope.T
+        return View(
+            name=name,
+            labels=tuple(labels),
+            count=self.count[rows],
+            ratio_mean=1.0 + excess,
+            log_ratio_mean=log,
+            k3=k3,
+            abs_mean=size,
+            low=low,
+            median=median,
+            high=high,
+            edges=edges,
+            columns=columns or {},
+            note=note,
+        )
+
+
+def group_sums(group: np.ndarray, tokens: TrainedTokens, groups: int) -> np.ndarray:
+    """Returns the sums of `Groups` over tokens (groups, 5)."""
+    weights = (None, tokens.excess, tokens.log, tokens.k3, tokens.size)
+    return np.column_stack([np.bincount(group, values, groups) for values in weights])
+
+
+class KeyedSums:
+    """Sums, maxima and a histogram of log-ratios by key (step, other), in bounded memory.
+
+    With more than `most` rows, neighboring steps are merged into blocks of 2, 4, 8, ... steps, the smallest that fit.
+    The blocks depend only on the keys, not on their order.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.width = 1
+        self._rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def add(self, keys: np.ndarray, sums: np.ndarray, largest: np.ndarray, flat: tuple[np.ndarray, np.ndarray]) -> None:
+        """Adds rows. keys (n, 2), which may repeat; sums (n, fields); largest (n, any).
+
+        flat: of each token its row in keys and its log-ratio bin, both (tokens,).
+        """
+        unique, place = np.unique(keys, axis=0, return_inverse=True)
+        place, count = place.reshape(-1), len(unique)
+        cells = place[flat[0]] * LOG_RATIO_BINS + flat[1]
+        histogram = np.bincount(cells, minlength=count * LOG_RATIO_BINS).reshape(count, LOG_RATIO_BINS)
+        order = np.argsort(place, kind="stable")
+        starts = np.searchsorted(place[order], np.arange(count))
+        total, most = np.add.reduceat(sums[order], starts), np.maximum.reduceat(largest[order], starts)
+        for row, (step, other) in enumerate(unique.tolist()):
+            # A copy: a view would keep the histograms of the whole table in memory.
+            self._merge((step // self.width, other), (total[row], most[row], histogram[row].astype(np.uint32)))
+        while len(self._rows) > self._most:
+            rows, self._rows, self.width = self._rows, {}, 2 * self.width
+            for (block, other), row in rows.items():
+                self._merge((block // 2, other), row)
+
+    def rows(self) -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """Yields keys (block of steps, other) in order, each with its sums, maxima and histogram."""
+        yield from sorted(self._rows.items(), key=lambda item: item[0])
+
+    def _merge(self, key: tuple[int, int], row: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        if key in self._rows:
+            sums, largest, histogram = self._rows[key]
+            row = (sums + row[0], np.maximum(largest, row[1]), histogram + row[2])
+        self._rows[key] = row
+
+
+def explained(values: np.ndarray, group: np.ndarray, least: int = 1) -> float:
+    """Returns the share of the variance that groups of at least `least` values explain beyond chance.
+
+    Beyond chance: more than groups without a meaning explain, by three standard deviations. 0 for a single group.
+    """
+    _, group, count = np.unique(group, return_inverse=True, return_counts=True)
+    groups = int((count >= least).sum())
+    if groups < 2:
+        return 0.0
+    used = (count >= least)[group]
+    values, group = values[used], group[used]
+    values = values - values.mean()
+    means = np.bincount(group, values, len(count)) / count
+    between = float((count * np.square(means))[count >= least].sum()) / max(float(values @ values), 1e-300)
+    return between - (groups - 1 + 3 * float(np.sqrt(2 * (groups - 1)))) / len(values)

@@ -13,9 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.measure.bins import FEWEST, PROBABILITY_EDGES, octave, octave_edges
-from trimtab.diagnosis.measure.grouped import ENVELOPE, Groups, KeyedSums, explained, group_sums
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
+from trimtab.diagnosis.measure.trained_tokens import (
+    ENVELOPE,
+    FEWEST,
+    FIELDS,
+    PROBABILITY_EDGES,
+    Groups,
+    KeyedSums,
+    TrainedTokens,
+    explained,
+    group_sums,
+    octave,
+    octave_edges,
+)
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES, TokenTable
 
@@ -276,7 +286,8 @@ class TokenIdView:
         top = _with_most_k3(self._groups)
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
         columns = {"id": np.where(top == self._LARGEST, -1, top), "share": _share_of_k3(self._groups)[top]}
-        envelope = _envelope(self._known(sample.ids[sample.mask]), _log_ratio(sample), top, FEWEST)
+        log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
+        envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, FEWEST)
         note = f"percentiles are of the sample, where it has {FEWEST} such tokens"
         return self._groups.view("token", labels, top, columns=columns, envelope=envelope, note=note)
 
@@ -326,7 +337,3 @@ def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) 
     """Returns the percentiles of the log-ratios of each of the groups `top`; NaN in those of fewer tokens."""
     logs = [log[group == one] for one in top]
     return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])
-
-
-def _log_ratio(sample: TokenTable) -> np.ndarray:
-    return (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]

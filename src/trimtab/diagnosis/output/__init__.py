@@ -1,1 +1,1 @@
-"""Renders a diagnosis as text, JSON and an HTML page."""
+"""Renders the answer of a diagnosis: text (terminal and Markdown), as_json, html_page with its charts, panels."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.known import matches
-from trimtab.diagnosis.output.words import findings, outside
-from trimtab.diagnosis.records import Diagnosis
+from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
+from trimtab.diagnosis.answer import Diagnosis, matches
+from trimtab.diagnosis.figures import outside
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in matches(cause.name, origin)]}
             for cause in diagnosis.causes
         ],
-        "findings": [asdict(finding) for finding in findings(diagnosis)],
+        "findings": [asdict(finding) for finding in diagnosis.answer.findings],
         "recommendation": asdict(diagnosis.recommendation),
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
         "split": asdict(measured.split)
@@ -36,6 +36,29 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],
         "origin": {"rows": origin.responses, **_without(asdict(origin), "responses", "findings", "settings")},
+    }
+    return plain(result)
+
+
+def against_dict(comparison: Comparison) -> dict[str, Any]:
+    """Returns the value of the key `against`."""
+    result = {
+        "verdict": verdict_lines(comparison),
+        "changes": {
+            name: change._asdict() | {"beyond_chance": beyond_chance(change, equal)}
+            for name, change, equal in (
+                ("k3", comparison.k3, 1.0),
+                ("ratio_mean", comparison.ratio_mean, 1.0),
+                ("tail", comparison.tail, 0.0),
+            )
+        },
+        "tails": list(comparison.tails),
+        "paired": {"by": comparison.paired, "count": comparison.pairs},
+        "places": {
+            name: [{"label": place.label, "a": place.first, "b": place.second} for place in places]
+            for name, places in comparison.places.items()
+        },
+        "diagnosis": as_dict(comparison.second),
     }
     return plain(result)
 

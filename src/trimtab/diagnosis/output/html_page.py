@@ -9,14 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.output import compared, words
-from trimtab.diagnosis.output.hotspots import shares
-from trimtab.diagnosis.output.markdown import markdown
+from trimtab.diagnosis.answer import Diagnosis, shares
+from trimtab.diagnosis.figures import (
+    FIGURES,
+    figure,
+    format_number,
+    format_percent,
+    format_signed,
+    interval_of,
+    outside,
+    overrides_text,
+)
 from trimtab.diagnosis.output.panels import size_panels, view_panels
-from trimtab.diagnosis.output.words import format_number, format_percent, format_signed
-from trimtab.diagnosis.records import Cause, Diagnosis
-from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
+from trimtab.diagnosis.output.text import markdown
+from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
+from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import (
     Card,
     Cell,
@@ -39,16 +48,7 @@ TILES = 4
 MOST_TOKENS = 15
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 TONES = {"healthy": "good", "outside": "warn", "": ""}
-OUTCOMES = (
-    "Kept: tokens whose loss is not masked out. Changed: weights that a bound changes. ESS: share of the samples that "
-    "counts. Bias: mean distance of the applied weight from the ratio; its bar is relative to the largest. Bounds "
-    "marked “data” are quantiles of this data, the others are the published ones."
-)
-ISSUE = (
-    "This page is one file that needs nothing else: attach it, or paste the text below (--markdown prints it). Look at "
-    "both before you publish them: they name files and, in the table of tokens, text of the data. --redact leaves "
-    "these out."
-)
+NOTES = read_table("texts.toml")["page"]
 
 
 def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: Comparison | None = None) -> Path:
@@ -62,7 +62,7 @@ def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: 
 def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
     """Returns the HTML. All text is escaped, since it comes from files."""
     origin, steps = diagnosis.measured.origin, diagnosis.measured.size.by_step
-    against = [] if comparison is None else [Section("", _against(diagnosis, comparison))]
+    compared = [] if comparison is None else [Section("", _against(comparison))]
     sections = (_size(diagnosis), _where(diagnosis), _kind(diagnosis), _advice(diagnosis), _read(diagnosis))
     numbered = [Section(f"{index}. {part.title}", part.parts) for index, part in enumerate(sections, start=1)]
     return Page(
@@ -77,21 +77,22 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
             ("dropped", f"{sum(origin.dropped.values()):,}"),
         ],
         sections=[
-            *against,
-            Section("", [Verdict(words.severity(diagnosis), answers(diagnosis))]),
+            *compared,
+            Section("", [Verdict(diagnosis.answer.severity, answers(diagnosis))]),
             *numbered,
-            Section("For an issue", [Note(ISSUE), Card(code=markdown(diagnosis, comparison, command))]),
+            Section("For an issue", [Note(NOTES["issue"]), Card(code=markdown(diagnosis, comparison, command))]),
         ],
     ).html()
 
 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns what is wrong, how sure that is, what to do first, how large and where it is, and why, with labels."""
+    answer = diagnosis.answer
     lines = [
-        *((ANSWERS[label], text) for label, text in words.verdict_lines(diagnosis)),
-        ("How large it is", words.size_text(diagnosis.measured)),
-        *([("", masked)] if (masked := words.masked_text(diagnosis.measured.origin)) else []),
-        ("Where it is", words.where_text(diagnosis)),
+        *((ANSWERS[label], text) for label, text in answer.verdict),
+        ("How large it is", answer.size),
+        *([("", answer.masked)] if answer.masked else []),
+        ("Where it is", answer.where),
         *(("Why this answer", cause.evidence) for cause in diagnosis.causes[:1]),
     ]
     # A hyphen at which lines do not break, in 1e-3.
@@ -100,16 +101,16 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _size(diagnosis: Diagnosis) -> Section:
     size = diagnosis.measured.size
-    beyond = words.outside(size)
+    beyond = outside(size)
     rows: list[tuple[Cell, str, str, Cell]] = []
-    for key in [*words.FIGURES, *(key for key in beyond if key not in words.FIGURES)]:
+    for key in [*FIGURES, *(key for key in beyond if key not in FIGURES)]:
         if key in size.mismatch:
-            name, meaning = words.FIGURES.get(key, (key, ""))
+            name, meaning = FIGURES.get(key, (key, ""))
             healthy = Cell(band_text(f"mismatch/{key}"), tone=TONES[judge(f"mismatch/{key}", size.mismatch[key])])
-            interval = words.interval_of(size, key) or "no interval"
-            rows.append((Cell(name, note=meaning), words.figure(size, key), interval, healthy))
+            interval = interval_of(size, key) or "no interval"
+            rows.append((Cell(name, note=meaning), figure(size, key), interval, healthy))
     marked = f"{len(beyond)} are outside their healthy ranges, marked in the table" if beyond else "all are healthy"
-    tone, text = words.contract(size)
+    tone, text = diagnosis.answer.mean_ratio
     parts: list[Part] = [
         Tiles([(cell.text, value, f"95%: {interval}; {cell.note}") for cell, value, interval, _ in rows[:TILES]]),
         Note(f"{text}.", "Mean ratio", tone),
@@ -132,12 +133,11 @@ def _where(diagnosis: Diagnosis) -> Section:
         ("token", "text", "count", "of tokens", "of k3", "k3, nats", "mean log-ratio"),
         tokens,
         "Tokens with the largest share of k3",
-        "One token far above its share of the text is a special or end token that both sides treat differently; a long "
-        "even list is noise.",
+        NOTES["tokens"],
     )
     parts: list[Part] = [
-        Note(f"{words.where_text(diagnosis)}.", "Mismatch"),
-        Note(f"{words.split_text(measured)}.", "Drift"),
+        Note(f"{diagnosis.answer.where}.", "Mismatch"),
+        Note(f"{diagnosis.answer.split}.", "Drift"),
         *(Note(view.note, view.name) for view in views),
         *charts(shown, absent),
         *([table] if tokens else []),
@@ -174,10 +174,10 @@ def _kind(diagnosis: Diagnosis) -> Section:
     def card(cause: Cause) -> Card:
         known = [
             Note(f"{fault.text} ({fault.date})", *(("known", "warn") if fault.certain else ("may apply", "plain")))
-            for fault in words.known_faults_of(diagnosis, cause)
+            for fault in diagnosis.answer.known[cause.name]
         ]
         fix = [Note(cause.fix, "Fix")] if cause.fix else []
-        tag = "repair this" if cause.name in words.faults(diagnosis) else ""
+        tag = "repair this" if cause.name in diagnosis.answer.faults else ""
         notes = [Note(cause.evidence), *fix, *known, Note(cause.page, "More")]
         return Card(cause.name, notes, f"confidence {cause.confidence:.2f}", tag)
 
@@ -186,14 +186,14 @@ def _kind(diagnosis: Diagnosis) -> Section:
 
 
 def _advice(diagnosis: Diagnosis) -> Section:
-    wrong, recommended = words.faults(diagnosis), diagnosis.recommendation
+    wrong, recommended = diagnosis.answer.faults, diagnosis.recommendation
     repair = f"Repair {' and '.join(wrong)}; " if wrong else ""
     most = max((outcome.bias for outcome in diagnosis.outcomes if math.isfinite(outcome.bias)), default=0.0) or 1.0
-    best = words.recommended_outcome(diagnosis)
+    best = diagnosis.answer.outcome
     rows = [
         (
             outcome.preset,
-            f"{words.overrides_text(outcome.overrides) or 'published'}{' (data)' if outcome.calibrated else ''}",
+            f"{overrides_text(outcome.overrides) or 'published'}{' (data)' if outcome.calibrated else ''}",
             _bar(format_percent(outcome.kept), outcome.kept),
             _bar(format_percent(outcome.changed), outcome.changed),
             _bar(format_number(outcome.ess), outcome.ess),
@@ -206,11 +206,11 @@ def _advice(diagnosis: Diagnosis) -> Section:
         ("preset", "bounds", "kept", "changed", "ESS", "bias", ""),
         rows,
         "What each preset would do to this data",
-        OUTCOMES,
+        NOTES["outcomes"],
         best=None if best is None else diagnosis.outcomes.index(best),
     )
     parts: list[Part] = [
-        Card(f"{repair}{words.advice_text(diagnosis)}", [Note(recommended.why)]),
+        Card(f"{repair}{diagnosis.answer.method}", [Note(recommended.why)]),
         *(Card(LINES.get(name, name), code=text) for name, text in recommended.lines.items()),
         *([table] if rows else []),
     ]
@@ -228,23 +228,23 @@ def _read(diagnosis: Diagnosis) -> Section:
         )
         if of
     ]
-    data = f"{words.read_text(origin)}; the trainer's log-probs are those of the {origin.anchor} policy."
+    data = f"{diagnosis.answer.read}; the trainer's log-probs are those of the {origin.anchor} policy."
     findings = [findings_table(origin.findings)] if origin.findings else []
     return Section("What was read", [Note(data, "Data"), *findings, *tables])
 
 
-def _against(diagnosis: Diagnosis, comparison: Comparison) -> list[Part]:
+def _against(comparison: Comparison) -> list[Part]:
     """Returns the verdict about both diagnoses, their figures, and k3 at the places that both have."""
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
-    note = f"{names}Intervals: {compared.paired_text(comparison)}."
-    figures = compared.figures(diagnosis, comparison)[:-1]  # the first cause of each is in the verdict
-    places = compared.place_rows(comparison)
+    note = f"{names}Intervals: {against.paired_text(comparison)}."
+    figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict
+    places = against.place_rows(comparison)
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],
-            [("", line) for line in compared.verdict_lines(diagnosis, comparison)],
+            [("", line) for line in against.verdict_lines(comparison)],
         ),
-        Table(compared.HEADS, figures, note=note),
-        *([Fold("k3 by position, length and step", [Table(compared.HEADS, places)])] if places else []),
+        Table(against.HEADS, figures, note=note),
+        *([Fold("k3 by position, length and step", [Table(against.HEADS, places)])] if places else []),
         Note("All that follows is about A."),
     ]

@@ -10,10 +10,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.measure.bins import FEWEST as FEWEST_TOKENS
-from trimtab.diagnosis.output.hotspots import FEWEST, shares
-from trimtab.diagnosis.output.words import figure, format_number, format_percent, format_signed, range_text
-from trimtab.diagnosis.records import Measured, MismatchSize, View
+from trimtab.diagnosis.answer import FEWEST, shares
+from trimtab.diagnosis.figures import figure, format_number, format_percent, format_signed, range_text
+from trimtab.diagnosis.measure.trained_tokens import FEWEST as FEWEST_TOKENS
+from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.pages.charts import (
     BLUE,
     CYCLE,
@@ -42,46 +42,13 @@ _SHORT = {"newer than the trainer": "newer"}
 _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
-VIEWS = {
-    "probability": (
-        *("Log-ratio by probability", "sampler probability"),
-        "A band that opens to the left: rare tokens mismatch most, as with numerical noise. A median off 0 is a bias.",
-    ),
-    "position": (
-        *("k3 by position", "position in the response"),
-        "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token.",
-    ),
-    "length": (
-        *("k3 by length of the response", "length of the response, tokens"),
-        "Per token, length should not matter; more at the right means that mismatch adds up along a response.",
-    ),
-    "turn": (
-        *("k3 around the borders of turns", "tokens from the border of a turn"),
-        "A jump at 0, the first token after a border: text was tokenized again before the trainer scored it.",
-    ),
-    "turn-number": (
-        *("k3 by turn", "turn"),
-        "Growth from turn to turn: outputs of tools lead to contexts in which trainer and sampler differ more.",
-    ),
-    "observation": (
-        *("k3 after observations", "tokens since the last observation"),
-        "High bars at the left: the first tokens after the output of a tool, where the model is least certain.",
-    ),
-    "version": (
-        *("k3 by age of the weights", "age of the weights, optimizer updates"),
-        "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it.",
-    ),
-    "entropy": (
-        *("Log-ratio by entropy", "entropy of the policy, nats"),
-        "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution.",
-    ),
-}
-"""Title, axis and how to read the chart of each view."""
+TEXTS = read_table("texts.toml")
+"""Title of each chart, and how to read it; of those of views also the axis."""
 
 
-def _panel(title: str, now: str, svg: Markup, reading: str, result: str) -> Chart:
-    """Returns one chart. now: its main number. reading: how to read it. result: what it shows for this data."""
-    return Chart(title, svg, (Note(reading), Note(result, "Here")), now)
+def _panel(texts: Mapping[str, str], now: str, svg: Markup, result: str) -> Chart:
+    """Returns one chart. texts: a row of `TEXTS`. now: its main number. result: what it shows for this data."""
+    return Chart(texts["title"], svg, (Note(texts["reading"]), Note(result, "Here")), now)
 
 
 def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
@@ -130,10 +97,9 @@ def _ranges(size: MismatchSize) -> Chart:
         axes.set_xlabel("k3, nats per token")
 
     return _panel(
-        "Against published ranges",
+        TEXTS["charts"]["ranges"],
         f"k3 {figure(size, 'k3')}",
         draw("Size of the mismatch", paint, size=(WIDTH, 1.9)),
-        "The diamond is k3, the thick line its 95% interval, the colored bands what others report.",
         f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
     )
 
@@ -163,10 +129,9 @@ def _scatter(measured: Measured) -> Chart:
     far, total = np.abs(row - column) > max(1, len(counts) // 20), int(counts.sum())
     off = float(counts[far].sum() / total) if total else math.nan
     return _panel(
-        "Trainer against sampler",
+        TEXTS["charts"]["scatter"],
         f"Pearson r {figure(measured.size, 'pearson')}",
         scatter_svg(counts),
-        "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.95.",
         f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
     )
 
@@ -193,10 +158,9 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
     first, last = (format_number(float(np.nanmedian(quarter))) for quarter in (k3[:part], k3[-part:]))
     peak = f"{format_number(k3[highest])} at step {steps[highest]:.0f}"
     return _panel(
-        "k3 over steps",
+        TEXTS["charts"]["k3"],
         f"{format_number(k3[0])} → {format_number(k3[-1])}",
         draw("k3 over steps", paint, legend=True, steps=True),
-        "A mismatch that grows during training comes before a collapse; a jump is a changed setting.",
         f"Median of the first quarter {first}, of the last {last}; highest {peak}.",
     )
 
@@ -210,10 +174,9 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
 
     ends = [f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()]
     return _panel(
-        "ESS over steps",
+        TEXTS["charts"]["ess"],
         f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}",
         draw("Effective sample size over steps", paint, legend=True, steps=True),
-        "Share of the data that counts under unbounded importance weights; near 0, those weights are noise.",
         f"{'; '.join(ends)}.",
     )
 
@@ -228,10 +191,9 @@ def _tails_over_steps(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Cha
     low, high = quantiles[0], quantiles[-1]
     worst = int(np.argmax(high / low))
     return _panel(
-        "Ratio tails over steps",
+        TEXTS["charts"]["tails"],
         f"99%: {high[-1]:.3g}",
         draw("Ratio tails over steps", paint, steps=True),
-        "Bands that widen during training: the tail of the ratio grows, and fixed bounds reject more and more.",
         f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}.",
     )
 
@@ -240,25 +202,25 @@ def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     """Returns one chart for each view of the data, and one of the responses that rules would reject by length."""
     shown: list[Chart] = []
     absent: list[str] = []
-    for name, (title, axis, reading) in VIEWS.items():
-        view = measured.views.get(name)
+    for name, texts in TEXTS["views"].items():
+        view, axis = measured.views.get(name), texts["axis"]
         if view is None:
             absent.append(axis)
         elif len(view.labels) < 2:
             absent.append(f"{axis} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
         elif view.count.sum() > 0:
-            shown += [*_rejected(view), _chart(view, measured, title, axis, reading)]
+            shown += [*_rejected(view), _chart(view, measured, texts)]
     return shown, absent
 
 
-def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) -> Chart:
+def _chart(view: View, measured: Measured, texts: Mapping[str, str]) -> Chart:
     """Returns the log-ratios of views by probability and entropy, and k3 of the others."""
     tokens, k3 = shares(view, measured.size)
     filled = (view.count > 0) & np.isfinite(view.k3)
     solid = filled & (tokens >= FEWEST)
     bins = np.flatnonzero(solid if solid.any() else filled)
     if view.edges is not None and view.name in ("probability", "entropy"):
-        svg, width = _envelope(view, axis), view.high - view.low
+        svg, width = _envelope(view, texts["axis"]), view.high - view.low
         widest = int(np.argmax(np.where(_thick(view), width, -np.inf)))
         now = f"widest {format_number(width[widest])} nats"
         result = (
@@ -267,11 +229,11 @@ def _chart(view: View, measured: Measured, title: str, axis: str, reading: str) 
             f"{_ends(view, width, bins)}."
         )
     else:
-        svg = _bars(title, view, measured.size.mismatch["k3"], axis)
+        svg = _bars(view, measured.size.mismatch["k3"], texts)
         best = bins[int(np.argmax(view.k3[bins]))] if len(bins) else 0
         now = f"highest {format_number(view.k3[best])}"
         result = f"k3 {_ends(view, view.k3, bins)}; highest {format_number(view.k3[best])} at {view.labels[best]}."
-    return _panel(title, now, svg, reading, f"{result} Mean log-ratio {_ends(view, view.log_ratio_mean, bins)}.")
+    return _panel(texts, now, svg, f"{result} Mean log-ratio {_ends(view, view.log_ratio_mean, bins)}.")
 
 
 def _ends(view: View, values: np.ndarray, bins: np.ndarray) -> str:
@@ -309,7 +271,7 @@ def _thick(view: View) -> np.ndarray:
     return enough if enough.sum() > 1 else drawn
 
 
-def _bars(title: str, view: View, overall: float, axis: str) -> Markup:
+def _bars(view: View, overall: float, texts: Mapping[str, str]) -> Markup:
     """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
     drawn = np.isfinite(view.k3)
     bins, shown = np.flatnonzero(drawn), view.k3[drawn]
@@ -326,9 +288,9 @@ def _bars(title: str, view: View, overall: float, axis: str) -> Markup:
             label = f"all tokens: {short(overall)}"
             axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=label)
         _name_bins(axes, view.labels)
-        axes.set(xlabel=axis, ylabel="k3, nats")
+        axes.set(xlabel=texts["axis"], ylabel="k3, nats")
 
-    return draw(title, paint, legend=True)
+    return draw(texts["title"], paint, legend=True)
 
 
 def _rejected(view: View) -> list[Chart]:
@@ -354,10 +316,9 @@ def _rejected(view: View) -> list[Chart]:
     shortest, longest = map(format_percent, ends[worst])
     return [
         _panel(
-            "Rejected by length",
+            TEXTS["charts"]["rejected"],
             "",
             draw("Rejected responses by length", paint, legend=True),
-            "A line that climbs to the right: the rule rejects long responses because they are long (length bias).",
             f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest.",
         )
     ]

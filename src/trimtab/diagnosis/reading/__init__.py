@@ -1,5 +1,17 @@
-"""Readers of token log-probs in any known layout; `open_log` gives a stream of token tables and read counts."""
+"""Reads token log-probs of any known layout: `open_log` gives a stream of token tables and counts of what was read.
 
-from trimtab.diagnosis.reading.log_source import LogSource, open_log
+  file_formats  finds files, and selects the reader of each:
+                row_files (JSON, CSV, packed rows), arrow_files (parquet, arrow), torch_file (torch.save)
+  layouts       roles of columns, and which framework's layout a file has
+  log_source    assigns columns to roles, reads all files, and summarizes them
+  batches       cells, rows by role, counts of rows left out
+  normalize     makes a `TokenTable` of rows: aligned lists without padding and prompt
+  run_files     what lies beside the files of a run: recipe, versions, tokenizer
 
-__all__ = ["LogSource", "open_log"]
+Another framework is one more row of layouts.toml; another format is one more branch of `file_formats.open_table`, and a
+class with `path`, `names` and `batches` as `ArrowFile` has.
+"""
+
+from trimtab.diagnosis.reading.log_source import open_log
+
+__all__ = ["open_log"]

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.batches import Batch, list_lengths, to_batch
-from trimtab.diagnosis.reading.read_counts import ReadCounts
+from trimtab.diagnosis.reading.batches import Batch, ReadCounts, list_lengths, to_batch
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_RESPONSE, MAX_ROW_VALUES, limit, open_parquet, too_long
 
@@ -50,7 +49,8 @@ class ArrowFile:
     ) -> Iterator[pa.RecordBatch]:
         if isinstance(file, pq.ParquetFile):
             self._check_compression(file.metadata, columns["logp_behavior"])
-            longest = max(_mean_length(file.metadata, name) for name in set(columns.values()))
+            leaves = [leaf for name in set(columns.values()) for leaf in _leaves(file.metadata, name)]
+            longest = max([1.0, *(leaf.num_values / rows for rows, leaf in leaves)])  # mean of the longest lists
             size = min(max(1, int(tokens / longest)), _MAX_ROWS)
             yield from file.iter_batches(batch_size=size, columns=sorted(set(columns.values())))
             return
@@ -97,8 +97,3 @@ def _leaves(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[int, pq.Co
         for leaf in (group.column(index) for index in range(group.num_columns)):
             if leaf.path_in_schema.split(".")[0] == column and group.num_rows:
                 yield group.num_rows, leaf
-
-
-def _mean_length(metadata: pq.FileMetaData, column: str) -> float:
-    """Returns the mean length of a list in the row group of the longest ones, at least 1."""
-    return max([1.0, *(leaf.num_values / rows for rows, leaf in _leaves(metadata, column))])

@@ -1,19 +1,241 @@
-"""Rows of a file as arrow arrays by role, in whatever format they were written."""
+"""Rows of a file as arrow arrays by role, in whatever format their cells were written, and counts of rows left out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import ast
+import json
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trimtab.diagnosis.reading.cells import array_of, as_list, shown
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, SAMPLING, TOKEN_ROLES
-from trimtab.diagnosis.reading.read_counts import NO_LIST, ONE_NUMBER
+from trimtab.diagnosis.records import finding
+from trimtab.errors import Finding
+
+EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
+OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
+NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
+UNEQUAL = "lists of different lengths"
+"""Reasons to drop a response."""
+ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
+
+
+@dataclass(eq=False)
+class ReadCounts:
+    """Counts that are updated while files are read.
+
+    odd: files and responses, by key of findings.toml. k3_sum: of the trained tokens. file: the one being read. first:
+    the first row dropped for each reason. groups, prompts: their numbers over all files, in the order of first
+    occurrence; those of prompts may be shared with other data. quotes: whether messages name files and quote their
+    cells. seen: the file of each response, by its id or a hash of its content.
+    """
+
+    responses: int = 0
+    tokens: int = 0
+    trained: int = 0
+    equal: int = 0
+    zero: int = 0
+    zero_trainer: int = 0
+    k3_sum: float = 0.0
+    dropped: Counter[str] = field(default_factory=Counter)
+    odd: Counter[str] = field(default_factory=Counter)
+    nonfinite: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    positive: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, float] = field(default_factory=dict)
+    file: Path | None = None
+    first: dict[str, str] = field(default_factory=dict)
+    quotes: bool = True
+    groups: dict[Hashable, int] = field(default_factory=dict)
+    prompts: dict[Hashable, int] = field(default_factory=dict)
+    seen: dict[Hashable, int] = field(default_factory=dict)
+
+    def fresh(self) -> ReadCounts:
+        """Returns the counts before any row was read."""
+        return ReadCounts(odd=Counter({"empty": self.odd["empty"]}), quotes=self.quotes, prompts=self.prompts)
+
+    def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
+        """Counts dropped responses; `row`, `detail`: number of the first one in the current file, and its values."""
+        if count:
+            self.dropped[reason] += count
+            if row is not None and self.file is not None:
+                quoted = f" of {self.file.name}{detail and f': {detail}'}" if self.quotes else ""
+                self.first.setdefault(reason, f"row {row}{quoted}")
+
+    def reasons(self, most: int) -> str:
+        """Lists the most common reasons, each with the first row dropped for it."""
+        items = [
+            f"{count} x {reason}" + (f" (first: {self.first[reason]})" if reason in self.first else "")
+            for reason, count in self.dropped.most_common(most)
+        ]
+        return "; ".join(items)
+
+    def findings(self, anchor: str) -> list[Finding]:
+        """Returns anomalies of the data."""
+        all_equal, all_zero = (self.trained and count == self.trained for count in (self.equal, self.zero))
+        return [
+            *(
+                finding("above-0", column=name, count=count, trained=self.trained, largest=self.largest[name])
+                for name, count in self.positive.items()
+            ),
+            *(
+                finding("not-a-number", column=name, count=count, responses=self.responses)
+                for name, count in self.unknown.items()
+                if count
+            ),
+            *([finding("not-finite", count=self.odd["not-finite"])] if self.odd["not-finite"] else []),
+            *([finding("equal-columns", anchor=anchor, trained=self.trained)] if all_equal else []),
+            *([finding("zeros")] if all_zero else []),
+            *(finding(key, count=self.odd[key]) for key in ODD_FILES if self.odd[key]),
+            *(finding("dropped", reason=reason, place=place) for reason, place in self.first.items()),
+        ]
+
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+WANTED = (
+    "(wanted in each row: a list such as [-0.1, -0.2], the same as text, or a list of records with token and logprob)"
+)
+_ARRAY = re.compile(r"(?:np\.)?(?:array|tensor)\((\[.*\])(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
+_SCALAR = re.compile(r"np\.float\d+\(([^()]*)\)")
+_IN_A_RESPONSE = ("choices", "logprobs", "meta_info", "content", "refusal", "token_logprobs", "output_token_logprobs")
+"""Keys of OpenAI's and SGLang's responses that lead to the log-probs, the outer ones first."""
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 60
+_SHOWN.maxlist = _SHOWN.maxdict = 3
+
+
+def as_list(cell: Any) -> Any:
+    """Returns the list that a cell holds, as a list of numbers where it can be read as one; other cells unchanged.
+
+    Text is a list as written by JSON, Python or numpy. A record is `{"token", "logprob"}` as OpenAI's servers write it,
+    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in a response. Those
+    of a conversation, a list of messages and choices, are joined.
+    """
+    value = _records(_parse(cell.strip()) if isinstance(cell, str) else cell)
+    if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
+        value = [_logprob(item) for item in value]
+    return value if isinstance(value, list) else cell
+
+
+def _records(value: Any) -> Any:
+    """Returns the list in a server's response, or the lists of a conversation joined; other values unchanged."""
+    value = _list_inside(value)
+    if not isinstance(value, list) or not isinstance(next(iter(value), None), dict):
+        return value
+    scored = [item for item in value if isinstance(item, dict) and item.get("logprobs")]
+    if not scored or any(item.get("index") for item in scored):  # several choices do not tell which was trained on
+        return value
+    parts = [_list_inside(item["logprobs"]) for item in scored]
+    return [record for part in parts for record in part] if all(isinstance(part, list) for part in parts) else value
+
+
+def _list_inside(value: Any) -> Any:
+    while isinstance(value, dict):
+        inner = next((value[name] for name in _IN_A_RESPONSE if isinstance(value.get(name), list | dict)), None)
+        if inner is None:
+            break
+        value = inner
+    return value
+
+
+def number_list(text: str) -> list[Any] | None:
+    """Returns numbers, booleans and nulls as written by JSON, Python or numpy; None for other text."""
+    if match := _ARRAY.fullmatch(text):
+        text = match[1]
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    inner = _SCALAR.sub(r"\1", text[1:-1]).strip()
+    parts = inner.split("," if "," in inner else None)
+    try:
+        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _parsed_number(word) for part in parts]
+    except ValueError:
+        return None
+
+
+def _parsed_number(text: str) -> int | float:
+    """Parses a number; token ids stay integers."""
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else float(text)
+
+
+def csv_cell(text: str) -> Any:
+    """Parses a cell: a list of numbers, an object, a number, None for an empty one, or text."""
+    text = text.strip()
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if (word := text.lower()) in _WORDS:
+        return _WORDS[word]
+    try:
+        return json.loads(text) if text.startswith("{") else _parsed_number(text) if text else None
+    except (ValueError, RecursionError):
+        return text
+
+
+def plain(value: Any) -> Any:
+    """Converts a tensor to an array, and a tensor or array without dimensions to a number."""
+    if hasattr(value, "detach"):
+        tensor = value.detach()
+        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def array_of(cell: Any) -> np.ndarray | None:
+    """Returns the numbers of a list or array, None among them as NaN; None for anything else."""
+    if not isinstance(cell, list | np.ndarray):
+        return None
+    try:
+        values = np.asarray(cell)
+        if values.dtype.kind == "O" and all(
+            item is None or isinstance(item, int | float | Decimal) for item in values.flat
+        ):
+            values = values.astype(np.float64)
+    except (ValueError, OverflowError):  # lists of different lengths within; an integer of more than 308 digits
+        return None
+    return values if values.ndim == 1 and values.dtype.kind in "fiub" else None
+
+
+def shown(cell: Any) -> str:
+    """Returns a cell in short, for a message."""
+    return _SHOWN.repr(cell)
+
+
+def _parse(text: str) -> Any:
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if not text.startswith(("[", "{")):
+        return text
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
+            continue
+    return text
+
+
+def _logprob(item: Any) -> Any:
+    """Returns the log-prob of one record, or the item if it is not a record."""
+    if isinstance(item, dict):
+        if "logprob" in item:
+            return item["logprob"]
+        inner = next(iter(item.values())) if len(item) == 1 else None  # more entries do not tell which was sampled
+        return inner["logprob"] if isinstance(inner, dict) and "logprob" in inner else item
+    if (
+        isinstance(item, list | tuple)
+        and len(item) == 3
+        and isinstance(item[1], int)
+        and isinstance(item[2], str | None)
+    ):
+        return item[0]
+    return item
+
 
 _LISTS = (*TOKEN_ROLES, *EITHER_SHAPE, "prompt_length")
 _ALWAYS_LISTS = set(TOKEN_ROLES) - set(EITHER_SHAPE)
@@ -59,7 +281,10 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
         elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
             scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
-        elif role in _ALWAYS_LISTS or (role in _LISTS and _has_lists(cells)):
+        elif role in _ALWAYS_LISTS or (
+            role in _LISTS
+            and (isinstance(cells, pa.Array) or any(isinstance(cell, list | np.ndarray) for cell in cells))
+        ):
             array = cells if isinstance(cells, pa.Array) else _lists(cells)
             if role == "prompt_length":  # the prompt's tokens
                 scalars[role] = list_lengths(array).to_numpy(zero_copy_only=False).astype(np.float64)
@@ -95,10 +320,6 @@ def _cells(role: str, column: Column) -> Sequence[Any]:
     """Returns what each row holds, as a list of numbers where it can be read as one."""
     cells = column.to_pylist() if isinstance(column, pa.Array) else column
     return [as_list(cell) for cell in cells] if role in _LISTS else cells
-
-
-def _has_lists(column: Column) -> bool:
-    return isinstance(column, pa.Array) or any(isinstance(cell, list | np.ndarray) for cell in column)
 
 
 def _lists(cells: Sequence[Any]) -> pa.ListArray:

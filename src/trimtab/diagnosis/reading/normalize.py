@@ -6,14 +6,26 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import Batch, flat, list_lengths
+from trimtab.diagnosis.reading.batches import (
+    EXTERNAL_TRACE,
+    NOT_FINITE,
+    OUT_OF_LOSS,
+    UNEQUAL,
+    Batch,
+    ReadCounts,
+    flat,
+    list_lengths,
+)
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, UNEQUAL, ReadCounts
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
+_LOGPS = {name.removeprefix("logp_"): name for name in (*LOGPS[1:], "logp_prefill", "logp_teacher", "entropy")}
+_FLOATS = ("prompt_length", "reward", "advantage", "temperature", "top_p")
+_INTEGERS = {"ids": "response_ids", "version": "policy_version", "turn": "turn"}
+"""Columns of `TokenTable` by their roles."""
 
 
 def normalize(
@@ -32,7 +44,7 @@ def normalize(
     kept.drop(~tokens.having(trained), "no trained token")
     trained &= kept.rows[tokens.row]
     bad = _clear_nonfinite(tokens, trained, tally)
-    tally.damaged += int(tokens.having(bad).sum())
+    tally.odd["not-finite"] += int(tokens.having(bad).sum())
     kept.drop(~tokens.having(trained & ~bad), NOT_FINITE)
     inside &= ~bad
     if layout.repeats:
@@ -267,39 +279,21 @@ def _table(
         numbers["advantage"] = _mean(values["advantage"], values["trained"], lengths)
     if "policy_version" in numbers:
         values = {**values, "policy_version": np.repeat(numbers["policy_version"], lengths)}
-    groups = None
+    columns = {name: values[role] for name, role in _LOGPS.items() if role in values}
+    columns |= {name: numbers[name] for name in _FLOATS if name in numbers}
+    with np.errstate(invalid="ignore"):  # no id, version or step is beyond 64 bits
+        columns |= {name: values[role].astype(np.int64) for name, role in _INTEGERS.items() if role in values}
+        columns |= {name: numbers[name].astype(np.int64) for name in ("step", "proximal_version") if name in numbers}
+        if "top_k" in numbers:
+            columns["top_k"] = np.nan_to_num(numbers["top_k"], nan=0).astype(np.int64)
+    if "logprobs" in numbers:
+        columns["raw"] = numbers["logprobs"] == 1
     if "group" in keys:
         steps = numbers["step"].tolist() if "step" in numbers else [("file", file)] * len(lengths)
-        groups = _numbered(list(zip(steps, keys["group"], strict=True)), tally.groups)
-    return TokenTable(
-        starts=np.append(0, np.cumsum(lengths)),
-        mask=values["trained"],
-        behavior=values["logp_behavior"],
-        proximal=values.get("logp_proximal"),
-        current=values.get("logp_current"),
-        prefill=values.get("logp_prefill"),
-        teacher=values.get("logp_teacher"),
-        ids=_integers(values, "response_ids"),
-        entropy=values.get("entropy"),
-        version=_integers(values, "policy_version"),
-        turn=_integers(values, "turn"),
-        step=_integers(numbers, "step"),
-        group=groups,
-        prompt=_numbered([(key,) for key in keys["prompt"]], tally.prompts) if "prompt" in keys else None,
-        proximal_version=_integers(numbers, "proximal_version"),
-        prompt_length=numbers.get("prompt_length"),
-        reward=numbers.get("reward"),
-        advantage=numbers.get("advantage"),
-        temperature=numbers.get("temperature"),
-        top_p=numbers.get("top_p"),
-        top_k=_integers({name: np.nan_to_num(column, nan=0) for name, column in numbers.items()}, "top_k"),
-        raw=numbers["logprobs"] == 1 if "logprobs" in numbers else None,
-    )
-
-
-def _integers(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
-    with np.errstate(invalid="ignore"):  # no id, version or step is beyond 64 bits
-        return columns[name].astype(np.int64) if name in columns else None
+        columns["group"] = _numbered(list(zip(steps, keys["group"], strict=True)), tally.groups)
+    if "prompt" in keys:
+        columns["prompt"] = _numbered([(key,) for key in keys["prompt"]], tally.prompts)
+    return TokenTable(np.append(0, np.cumsum(lengths)), values["trained"], values["logp_behavior"], **columns)
 
 
 def _mean(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -327,4 +321,5 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is not None and (above := trained & (values > MAX_ROUNDED_LOGP)).any():
-            tally.above_zero(name, int(above.sum()), float(values[above].max()))
+            tally.positive[name] += int(above.sum())
+            tally.largest[name] = max(float(values[above].max()), tally.largest.get(name, 0.0))

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.cells import array_of, plain
-from trimtab.diagnosis.reading.read_counts import ReadCounts
+from trimtab.diagnosis.reading.batches import ReadCounts, array_of, plain
 from trimtab.diagnosis.reading.row_files import RowFile, Rows
 from trimtab.errors import TrimtabError
 from trimtab.files import (
@@ -53,7 +52,7 @@ class TorchFile(RowFile):
         columns = self._held if self._held is not None else _columns(path)
         self.close()
         if (versions := _versions(columns)) is not None:
-            tally.several_versions |= any(len(set(several)) > 1 for several in versions)
+            tally.odd["several-versions"] += sum(len(set(several)) > 1 for several in versions)
         for number, cells in enumerate(zip(*columns.values(), strict=True), start=1):
             yield number, dict(zip(columns, cells, strict=True))
 
@@ -164,16 +163,12 @@ def _size(value: Any, path: Path) -> int:
     """Returns the number of elements of a tensor or array; 1 for another value."""
     if not _is_tensor(value):
         return value.size if isinstance(value, np.ndarray) else 1
-    kinds = {
-        "nested": (value.is_nested, "tensor.unbind()"),
-        "quantized": (value.is_quantized, "tensor.dequantize()"),
-        "meta": (value.is_meta, "one with values"),
-        "sparse": (not value.is_nested and str(value.layout) != "torch.strided", "tensor.to_dense()"),
-        "complex": (value.is_complex(), "tensor.real"),
-    }
-    for kind, (is_so, instead) in kinds.items():
-        if is_so:
-            raise TrimtabError(f"{path} holds a {kind} tensor, which is not read: save {instead}, or leave it out")
+    is_odd = value.is_nested or value.is_quantized or value.is_meta or value.is_complex()
+    if is_odd or str(value.layout) != "torch.strided":
+        raise TrimtabError(
+            f"{path} holds a nested, quantized, meta, sparse or complex tensor, which is not read: save a dense one of "
+            f"real numbers, or leave it out"
+        )
     return value.numel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,8 +13,16 @@ import pytest
 
 import trimtab
 from trimtab.diagnosis.advice import advise
-from trimtab.diagnosis.advice.fair_map import MapRegime, MethodResult, load_map
-from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, RuleInputs, choose
+from trimtab.diagnosis.advice.rules import (
+    CONDITIONS,
+    MUST_FIX,
+    RULES,
+    MapRegime,
+    MethodResult,
+    RuleInputs,
+    choose,
+    load_map,
+)
 from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
@@ -82,8 +91,9 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].applies(RuleInputs([], "nonsense", float("nan"), (), 1000, 10))
+    assert CONDITIONS[RULES[-1].name](RuleInputs([], "nonsense", float("nan"), (), 1000, 10))
     assert {rule.preset for rule in RULES} <= {*objectives(), ""}
+    assert set(CONDITIONS) == {rule.name for rule in RULES}
     _, _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000, 10), load_map())
     assert not overrides
     assert why.endswith("these are the published ones.")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.support import planted_causes as plant
 
-from trimtab.diagnosis.causes.logprob_pairs import logit
+from trimtab.diagnosis.causes.detector import logit
 from trimtab.diagnosis.tokens import TokenTable
 
 RESPONSES, LONGEST = 24, 2600

@@ -11,8 +11,7 @@ import pytest
 from tests.support.public_cases import KINDS, Response, responses
 from tests.support.token_tables import table
 
-from trimtab.diagnosis.causes.detector import Residual
-from trimtab.diagnosis.causes.logprob_pairs import LogprobPairs
+from trimtab.diagnosis.causes.detector import LogprobPairs, Residual
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.records import CAUSES
 from trimtab.errors import TrimtabError

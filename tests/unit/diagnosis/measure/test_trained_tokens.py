@@ -1,4 +1,4 @@
-"""What is common to all views, by hand."""
+"""Trained tokens by hand; bins with edges by hand and numpy's quantiles; sums by key that merge in any order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.token_tables import table, trained
 
-from trimtab.diagnosis.measure.bins import plane
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
+from trimtab.diagnosis.measure import trained_tokens as bins
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, LOG_RATIO_BINS, KeyedSums, hash_index, plane
 
 
 def test_sums_of_responses_by_hand() -> None:
@@ -94,3 +96,90 @@ def test_a_log_prob_far_above_zero_overflows_nothing() -> None:
     metrics = trained(table([[-1000.0, math.log(0.5)]], behavior=[[1000.0, 0.0]]))
     assert np.isfinite(np.square(metrics.sums)).all()  # as variances over responses need them
     assert plane(metrics.q, metrics.p, 10).sum() == 2
+
+
+def test_octaves_are_cut_into_32_equal_bins() -> None:
+    values = np.array([1.0, 1.03, 1.03125, 1.99, 2.0, 3.0, 0.5], dtype=np.float32)
+    assert bins.octave(values, 0).tolist() == [0, 0, 1, 31, 32, 48, -32]
+    edges = bins.octave_edges(0, 64)
+    assert edges[[0, 1, 31, 32, 48, 64]].tolist() == [1.0, 1.03125, 1.96875, 2.0, 3.0, 4.0]
+
+
+def test_log_ratio_bins_are_symmetric_and_take_everything() -> None:
+    values = np.array([0.0, -0.0, 1e-12, 1e-5, -1e-5, 25.0, 900.0, -900.0])
+    index = bins.log_ratio_bin(values) - bins.LOG_RATIO_BINS // 2
+    assert index[:3].tolist() == [0, 0, 0]
+    assert index[3] == -index[4] > 0
+    assert 0 < index[5] <= index[6] == -index[7] == bins.LOG_RATIO_BINS // 2
+
+
+def histogram(values: np.ndarray) -> np.ndarray:
+    return np.bincount(bins.log_ratio_bin(values), minlength=bins.LOG_RATIO_BINS)[None]
+
+
+@given(st.integers(1, 200), st.sampled_from([1e-7, 1e-5, 1e-2, 1.0, 8.0]), st.integers(0, 1000))
+def test_quantiles_are_within_a_bin_of_numpys(count: int, scale: float, seed: int) -> None:
+    values = scale * np.random.default_rng(seed).uniform(-1, 1, count)
+    levels = (0.02, 0.5, 0.98)
+    result = bins.quantiles(histogram(values), levels)[0]
+    # A bin is at most 1/32 of its values wide, and a quantile between two values lies between the neighbors.
+    low, high = (np.quantile(values, levels, method=side) for side in ("lower", "higher"))
+    room = np.maximum(np.abs(low), np.abs(high)) / 32 + 1e-9
+    assert (result >= low - room).all()
+    assert (result <= high + room).all()
+
+
+def test_quantiles_of_many_are_numpys() -> None:
+    values = np.random.default_rng(0).normal(0.01, 0.1, 100_000)
+    result = bins.quantiles(histogram(values), (0.02, 0.5, 0.98))[0]
+    assert result == pytest.approx(np.quantile(values, (0.02, 0.5, 0.98)), rel=2e-3)
+
+
+def test_quantiles_of_zeros_and_of_nothing() -> None:
+    both = np.concatenate([histogram(np.zeros(3)), np.zeros((1, bins.LOG_RATIO_BINS), dtype=np.int64)])
+    assert bins.quantiles(both, (0.1, 0.9))[0].tolist() == [0.0, 0.0]
+    assert np.isnan(bins.quantiles(both, (0.1, 0.9))[1]).all()
+
+
+def test_a_probability_bin_includes_its_upper_edge() -> None:
+    # (0.46, 1], (0.22, 0.46], ... three a decade; the last also takes impossible tokens; a hair above 0 is certain.
+    logp = np.log([0.99, 0.465, 0.46, 0.2, 9e-5, 1e-9])
+    assert bins.probability_bin(np.append(logp, [1e-7, -1e30])).tolist() == [14, 14, 13, 12, 2, 0, 14, 0]
+
+
+def filled(most: int, steps: list[int], tables: int = 1, other: int = 0) -> KeyedSums:
+    """One token of log-ratio bin `step` for each step, sums 1, largest value the step."""
+    ledger = KeyedSums(most)
+    for part in np.array_split(np.array(steps), tables):
+        keys = np.column_stack([part, np.full(len(part), other)])
+        ledger.add(keys, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))
+    return ledger
+
+
+def test_equal_keys_merge() -> None:
+    ledger = filled(10, [3, 1, 3, 3], tables=2)
+    (first, one), (second, three) = ledger.rows()
+    assert (first, second) == ((1, 0), (3, 0))
+    assert (one[0][0], three[0][0]) == (1, 3)
+    assert three[1][0] == 3
+    assert three[2][3] == 3
+    assert three[2].sum() == 3
+    assert len(three[2]) == LOG_RATIO_BINS
+
+
+def test_neighbors_merge_until_they_fit() -> None:
+    # 9 steps do not fit into 4 rows by twos (5 blocks), but by fours: 0-3, 4-7, 8.
+    for tables in (1, 2, 9):
+        ledger = filled(4, list(range(9)), tables)
+        assert ledger.width == 4
+        assert [(key[0], row[0][0], row[1][0]) for key, row in ledger.rows()] == [(0, 4, 3), (1, 4, 7), (2, 1, 8)]
+
+
+def test_order_of_steps_changes_nothing() -> None:
+    steps = np.random.default_rng(0).permutation(500).tolist()
+    shuffled, ordered = filled(60, steps, 7), filled(60, sorted(steps), 3)
+    assert shuffled.width == ordered.width == 16
+    for (key, row), (other_key, other) in zip(shuffled.rows(), ordered.rows(), strict=True):
+        assert key == other_key
+        assert row[0] == other[0]
+        assert np.array_equal(row[2], other[2])

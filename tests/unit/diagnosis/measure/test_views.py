@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.bins import PROBABILITY_EDGES
+from trimtab.diagnosis.measure.trained_tokens import PROBABILITY_EDGES
 from trimtab.diagnosis.measure.views import ranges, rejected
 
 TWO = math.log(2)

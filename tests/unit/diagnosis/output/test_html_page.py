@@ -14,11 +14,12 @@ from tests.support.diagnosis_example import MISMATCH, example, steps, view, view
 from tests.support.html_reader import Reader
 
 from trimtab.diagnosis.against import Comparison, Place
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output import panels
-from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
-from trimtab.diagnosis.output.markdown import markdown
-from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
+from trimtab.diagnosis.output.text import markdown
+from trimtab.diagnosis.records import Cause, Measured, Settings
 from trimtab.errors import Finding, TrimtabError
 from trimtab.intervals import Interval
 from trimtab.pages.page import Cell, Chart
@@ -44,21 +45,9 @@ def bare(**changes: Any) -> Diagnosis:
 
 
 def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
-    places = [
-        whole.index(text)
-        for text in (
-            "What was found",
-            "What to do first",
-            "How large it is",
-            "Where it is",
-            "Why this answer",
-            "1. How large it is",
-            "2. Where it is",
-            "3. What kind it is",
-            "4. What to do",
-            "What was read",
-        )
-    ]
+    verdict = ("What was found", "What to do first", "How large it is", "Where it is", "Why this answer")
+    sections = ("1. How large it is", "2. Where it is", "3. What kind it is", "4. What to do", "What was read")
+    places = [whole.index(text) for text in (*verdict, *sections)]
     assert places == sorted(places)
 
 
@@ -68,7 +57,7 @@ def test_every_figure_outside_its_range_is_in_a_table_that_a_phone_shows_whole(w
     assert re.findall(r"<th>(.*?)</th>", table) == ["figure", "value", "95% interval", "healthy"]
     marked = re.findall(r'<span class="tag warn">(.*?)</span>', table)
     size = example().measured.size
-    assert sorted(marked) == sorted(words.outside(size).values())
+    assert sorted(marked) == sorted(outside(size).values())
     assert f"{len(marked)} are outside their healthy ranges, marked in the table." in whole
     assert "table:not(:has(th:nth-child(5))) .tag { white-space: normal;" in whole
 
@@ -141,7 +130,7 @@ def test_a_jump_at_one_turn_is_named() -> None:
     assert "highest 0.9 at 0." in caption
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
-    assert words.where_text(of_half) == "tokens from the border of a turn: 0 (0.5% of the tokens, 90% of the mismatch)"
+    assert of_half.answer.where == "tokens from the border of a turn: 0 (0.5% of the tokens, 90% of the mismatch)"
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
@@ -218,7 +207,8 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
 
 def test_a_comparison_stands_first_with_its_table_and_places() -> None:
     comparison = Comparison(
-        baseline=bare(causes=()),
+        first=bare(),
+        second=bare(causes=()),
         k3=Interval(2.0, 1.5, 2.5),
         ratio_mean=Interval(1.0, 0.99, 1.01),
         tail=Interval(0.2, 0.1, 0.3),

@@ -1,8 +1,9 @@
-"""Trimtab's own files, and columns named by the user."""
+"""Trimtab's own files, also of several turns, and columns named by the user."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.support.token_tables import values
+from tests.support.trajectories import multi_turn
 
+from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.runs import trajectories
+from trimtab.runs.trajectories import Row
 
 
 def rows(count: int, *, seed: int = 0, step: int = 1) -> list[dict[str, Any]]:
@@ -160,15 +165,6 @@ def test_lists_and_masks_that_begin_with_the_prompt_are_cut_to_the_response(tmp_
     assert table.trainer.tolist() == [-1.5, -2.5]
 
 
-def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", rows(2))
-    source = open_log([path], columns={"entropy": "", "sampling": ""})
-    (table,) = source.tables()
-    assert table.entropy is None
-    assert table.temperature is None
-    assert {"entropy", "sampling"} <= source.summary().missing.keys()
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -243,3 +239,45 @@ def test_a_needed_column_without_any_value_refuses_the_file(tmp_path: Path, role
     list(log.tables())
     with pytest.raises(TrimtabError, match=f"nothing to diagnose in .*30 x no {role}"):
         log.summary()
+
+
+def turn_rows(count: int = 30) -> list[Row]:
+    """Responses of two turns; trainer and sampler differ by .1 in the first turn and by .3 in the second."""
+    one = multi_turn(0, "abc...de", version=2)
+    trainer = np.array([-1.1] * 3 + [np.nan] * 3 + [-1.3] * 2, dtype=np.float32)
+    return [Row(replace(one, group=group), logp_proximal=trainer, proximal_version=4) for group in range(count)]
+
+
+def test_trajectory_files_of_several_turns_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    trajectories.write(path, turn_rows(), 1)
+    diagnosis = diagnose(path).measured
+    assert (diagnosis.origin.responses, diagnosis.origin.tokens, diagnosis.origin.trained) == (30, 240, 150)
+    assert dict(diagnosis.origin.dropped) == {}
+    assert dict(diagnosis.origin.nonfinite) == {}
+    assert diagnosis.views["turn-number"].log_ratio_mean == pytest.approx([-0.1, -0.3], rel=1e-5)
+    assert diagnosis.views["observation"].labels == ("0", "1", "no observation yet")
+    assert diagnosis.views["observation"].count.tolist() == [30, 30, 90]
+    assert diagnosis.views["version"].labels == ("2",), "the version -1 of an observation has no age"
+
+
+def test_nulls_at_observations_are_accepted_in_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    line = {
+        "logp_behavior": [-1.0, None, -1.0],
+        "logp_proximal": [-1.1, None, -1.3],
+        "entropy": [0.5, None, 0.5],
+        "loss_mask": [1, 0, 1],
+        "turn": [0, 0, 1],
+    }
+    path.write_text("\n".join(json.dumps(line) for _ in range(20)))
+    diagnosis = diagnose(path).measured
+    assert (diagnosis.origin.responses, diagnosis.origin.trained, dict(diagnosis.origin.nonfinite)) == (20, 40, {})
+    assert diagnosis.views["turn-number"].count.tolist() == [20, 20]
+
+
+def test_negative_turns_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    good = {"logp_behavior": [-1.0, -1.0], "logp_proximal": [-1.0, -1.1], "turn": [0, 1]}
+    path.write_text("\n".join(json.dumps(line) for line in (good, {**good, "turn": [-1, 0]})))
+    assert dict(diagnose(path).measured.origin.dropped) == {"turn is negative": 1}

@@ -1,0 +1,389 @@
+"""The result of a diagnosis, and its answer: the sentences that the terminal, Markdown, the page and JSON print.
+
+`Diagnosis.answer` makes every sentence once; the files of `output` lay them out and say nothing of their own. Another
+kind of answer is one more field of `Answer`. What a cause means and its remedy are in causes.toml, faults that were
+reported in public in known_faults.toml.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+from packaging.specifiers import SpecifierSet
+
+from trimtab.diagnosis.figures import (
+    format_count,
+    format_interval,
+    format_number,
+    format_percent,
+    interval_of,
+    overrides_text,
+    range_text,
+    with_interval,
+)
+from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
+from trimtab.diagnosis.records import (
+    CAUSES,
+    MUST_FIX,
+    Cause,
+    CauseKind,
+    DataSummary,
+    KnownFault,
+    Measured,
+    MismatchSize,
+    PresetOutcome,
+    Recommendation,
+    View,
+    read_table,
+)
+from trimtab.errors import Finding
+from trimtab.pages.numbers import short_exponent
+from trimtab.runs.metric_catalog import K3, judge
+
+WIDE = 3.0
+"""Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""
+CLOSE = 1e-3
+"""A mean ratio this close to 1 is accepted, however narrow its interval is."""
+MOST_KNOWN = 3
+"""Largest number of known faults that is shown under a cause."""
+MOST_SPOTS = 3
+"""Largest number of hotspots that the answer names."""
+CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
+ORDERED = ("probability", "entropy", "position", "version")
+"""Views with ordered bins: a hotspot is all bins up to one, or from one on."""
+SINGLE = read_table("texts.toml")["bins"]
+"""What the label of a bin counts, for views of which a hotspot is a single bin."""
+GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
+"""A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
+has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a diagnosis says.
+
+    severity: good or warn. cause: what the first cause means and how sure it is. verdict: the first two causes and what
+    to do first, each after its label ("", Also, First). read, size, masked, where, split: sentences about the data;
+    masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the sentence.
+    faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
+    everything that was found, the causes first. known: faults that were reported in public, by cause. method: the
+    recommended preset, after the condition under which it is one. outcome: that of the recommended preset.
+    """
+
+    severity: str
+    cause: str
+    verdict: tuple[tuple[str, str], ...]
+    read: str
+    size: str
+    masked: str
+    mean_ratio: tuple[str, str]
+    where: str
+    split: str
+    faults: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    known: Mapping[str, tuple[KnownFault, ...]]
+    method: str
+    outcome: PresetOutcome | None
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """The result of `trimtab diagnose`. texts: those of the token ids in the views, if a tokenizer is known."""
+
+    measured: Measured
+    causes: tuple[Cause, ...]
+    outcomes: tuple[PresetOutcome, ...]
+    recommendation: Recommendation
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def answer(self) -> Answer:
+        measured, causes, recommended = self.measured, self.causes, self.recommendation
+        origin = measured.origin
+        found = [
+            Finding("fail" if cause.name in MUST_FIX else "note", cause.name, cause.evidence, cause.fix)
+            for cause in causes
+        ]
+        findings = (*found, *origin.findings)
+        faults = {finding.name: finding.next_step for finding in findings if finding.status == "fail"}
+        severity = _severity(measured, causes, faults)
+        doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
+        bounds = overrides_text(recommended.overrides)
+        method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
+        first = _first_step(self, faults, severity, doubt, f"use the correction {method}")
+        named = [(label, f"{cause_text(cause)}.") for label, cause in zip(("", "Also"), causes, strict=False)]
+        same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
+        exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
+        return Answer(
+            severity=severity,
+            cause=cause_text(causes[0] if causes else None),
+            verdict=(*(named or [("", f"{cause_text(None)}.")]), ("First", first)),
+            read=read_text(origin),
+            size=_size_text(measured),
+            masked=_masked_text(origin),
+            mean_ratio=mean_ratio_text(measured.size),
+            where=_where_text(measured, causes, self.texts),
+            split=_split_text(measured),
+            faults=faults,
+            findings=findings,
+            known={cause.name: _shown(cause.name, origin, faults, severity) for cause in causes},
+            method=f"if {doubt.intended}, {method}" if doubt else method,
+            outcome=(exact or same or [None])[0],
+        )
+
+
+def cause_text(cause: Cause | None) -> str:
+    """Returns what a cause means and how sure it is; that there is none for None."""
+    if cause is None:
+        return "Trainer and sampler agree: no cause stands out above the noise floor"
+    word = next(word for least, word in CERTAINTY if cause.confidence >= least)
+    kind = CAUSES[cause.name]
+    meaning = kind.plain if cause.is_stated else kind.unsure or kind.plain
+    return f"{meaning} ({cause.name}, {word}, confidence {cause.confidence:.2f})"
+
+
+def _severity(measured: Measured, causes: Sequence[Cause], faults: Mapping[str, str]) -> str:
+    """Returns good if k3 is healthy, also with masked responses, and `precision` is all that was found, if anything."""
+    harmless = all(cause.name == "precision" for cause in causes) and not faults
+    k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
+    return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
+
+
+def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
+    """Returns the kind of the first cause that may be intended or a fault, since neither files nor recipe state it.
+
+    Rounding that is left beside another cause is not doubted.
+    """
+    causes = [cause for cause in causes if cause.name != "precision"] or causes
+    return next((CAUSES[cause.name] for cause in causes if verdict == "beyond" or not cause.is_stated), None)
+
+
+def _first_step(
+    diagnosis: Diagnosis, faults: Mapping[str, str], severity: str, doubt: CauseKind | None, method: str
+) -> str:
+    """Returns what to do first.
+
+    Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
+    recipe state needs no repair, and that only at sizes that are published for working setups.
+    """
+    if faults:
+        return next(iter(faults.values()))
+    if severity == "good":
+        # Recommended only where trainer and sampler agree to rounding.
+        return f"No fault shows: {'no correction is needed' if diagnosis.recommendation.preset == 'grpo' else method}."
+    if doubt is not None:
+        return f"{doubt.test}. If {doubt.intended}, {method}."
+    if diagnosis.causes:
+        return f"Nothing has to be repaired; {method}."
+    return "k3 is outside its healthy range, and the data does not tell why: diagnose more tokens."
+
+
+def read_text(origin: DataSummary) -> str:
+    """Returns what was read and what was dropped."""
+    trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
+    reasons = ", ".join(f"{count:,} {why}" for why, count in origin.dropped.items() if count)
+    dropped = f"dropped {sum(origin.dropped.values()):,} ({reasons})" if reasons else "nothing dropped"
+    text = f"{format_count(origin.files, 'file')} ({origin.framework}): {format_count(origin.responses, 'response')}"
+    return f"{text}, {format_count(origin.tokens, 'token')}{trained}; {dropped}"
+
+
+def _size_text(measured: Measured) -> str:
+    """Returns k3, what it means, and how far apart the probabilities of a token are."""
+    size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
+    by = f"{100 * math.expm1(difference):.2g}%" if difference < 0.4 else f"a factor of e^{difference:.2g}"
+    apart = f"; the two probabilities of a token differ by {by} on average" if math.isfinite(difference) else ""
+    text = f"k3 (KL divergence) {with_interval(size, 'k3')} nats per token: {range_text(size)}"
+    return f"{text}{apart}; rounding alone causes {format_number(size.floor)}"
+
+
+def _masked_text(origin: DataSummary) -> str:
+    """Describes the responses that the trainer masks out of its loss; empty without any."""
+    if (masked := origin.masked) is None:
+        return ""
+    return (
+        f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
+        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
+    )
+
+
+def mean_ratio_text(size: MismatchSize) -> tuple[str, str]:
+    """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution.
+
+    Returns good, warn or plain (undecided), and the result in words.
+    """
+    mean, interval = size.mismatch["ratio_mean"], size.intervals.get("ratio_mean")
+    text = f"mean ratio {with_interval(size, 'ratio_mean')}"
+    if interval is None or not interval_of(size, "ratio_mean"):
+        return "plain", f"{text}; too few responses for an interval"
+    if interval.low <= 1 <= interval.high:
+        if interval.high > WIDE * interval.low:
+            return "plain", f"{text}: the interval is too wide to decide, since a few tokens determine the mean"
+        return "good", f"{text}: the interval contains 1, as expected of correct log-probs without top-p and top-k"
+    if abs(mean - 1) <= CLOSE:
+        return "good", f"{text}: within {format_percent(CLOSE)} of 1"
+    if mean < 1:
+        return "warn", f"{text} is below 1: tokens likely under the trainer cannot be sampled, or log-probs are wrong"
+    return "warn", f"{text} is above 1: the sampler's log-probs are not those of the distribution it sampled from"
+
+
+def _split_text(measured: Measured) -> str:
+    """Describes the split of the drift into mismatch and staleness, or why it is unknown."""
+    split = measured.split
+    if not split.separable or split.mismatch is None or split.staleness is None:
+        return f"mismatch and staleness are not separable: {split.why}"
+    if split.staleness == 0:
+        return split.why
+    parts = []
+    for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness)):
+        ends = format_interval(split.intervals.get(name))
+        parts.append(f"{name} {format_number(value)}{f' ({ends})' if ends else ''}")
+    return f"k3 of the drift: {', '.join(parts)}"
+
+
+def _where_text(measured: Measured, causes: Sequence[Cause], texts: Mapping[int, str]) -> str:
+    """Lists the largest hotspots of the mismatch, after the tokens that the first cause concerns."""
+    spots = hotspots(measured, texts)
+    if not measured.size.mismatch["k3"] > 0:
+        text = "nowhere: there is no mismatch"
+    elif not spots:
+        text = "spread evenly: no part of the data has much more of the mismatch than its share of the tokens"
+    else:
+        text = "; ".join(
+            f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of the mismatch)"
+            for spot in spots[:MOST_SPOTS]
+        )
+    first = next(iter(causes), None)
+    if first is None or first.name not in MUST_FIX:
+        return text
+    left_out = measured.removed or (first.tokens if first.name == "non-finite" else 0)
+    tokens = measured.size.mismatch["tokens"] + left_out
+    if not 0 < first.tokens < tokens:
+        return text
+    concerned = f"{format_count(first.tokens, 'token')} ({format_percent(first.tokens / tokens)} of all)"
+    return f"{concerned}; {'without them: ' if left_out else ''}{text}"
+
+
+@dataclass(frozen=True)
+class Hotspot:
+    """A group of tokens with more k3 than its share of tokens; both shares in [0, 1]."""
+
+    what: str
+    tokens: float
+    k3: float
+
+
+def hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
+    """Returns at most one hotspot per view, by descending excess of k3.
+
+    Entropy is included only without a hotspot of the behavior probability, which is closely related. `texts`: of token
+    ids, where known.
+    """
+    if not measured.size.mismatch.get("k3", math.nan) > 0:
+        return []
+    result = {}
+    for name in (*ORDERED, *SINGLE):
+        if (view := measured.views.get(name)) is None:
+            continue
+        tokens, k3 = shares(view, measured.size)
+        found = _stretch(view, tokens, k3) if name in ORDERED else _bin(view, tokens, k3, texts)
+        if found is not None:
+            what, bins = found
+            result[name] = Hotspot(what, float(tokens[bins].sum()), float(k3[bins].sum()))
+    if "probability" in result:
+        result.pop("entropy", None)
+    return sorted(result.values(), key=lambda hotspot: hotspot.tokens - hotspot.k3)
+
+
+def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each bin's share of all trained tokens and of all k3, both (bins,). Bins may overlap or omit tokens."""
+    tokens, k3 = size.mismatch["tokens"], size.mismatch["k3"]
+    mass = np.nan_to_num(view.k3 * view.count, nan=0.0, posinf=0.0)
+    return view.count / max(tokens, 1.0), mass / (k3 * tokens) if k3 * tokens > 0 else np.zeros(len(mass))
+
+
+def _stretch(view: View, tokens: np.ndarray, k3: np.ndarray) -> tuple[str, slice] | None:
+    """Returns the first or last bins of an ordered view with the largest excess of k3, or None."""
+    gap = np.cumsum(k3 - tokens)[:-1]
+    if not len(gap) or np.abs(gap).max() < GAP:
+        return None
+    cut = int(np.abs(gap).argmax()) + 1
+    first = bool(gap[cut - 1] > 0)
+    bins = slice(0, cut) if first else slice(cut, None)
+    if view.name == "version":
+        label = view.labels[cut - 1] if first else view.labels[cut].partition("-")[0].removesuffix(" and more")
+        return f"age {label}{' or more' if not first else ' or less' if cut > 1 else ''}", bins
+    if view.name == "position" and view.edges is not None:
+        share = 100 * float(view.edges[cut])
+        return f"the {f'first {share:.0f}' if first else f'last {100 - share:.0f}'}% of the response", bins
+    name = {"probability": "sampler probability"}.get(view.name, view.name)
+    edge = f"{view.edges[cut]:.2g}" if view.edges is not None else view.labels[cut]
+    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}", bins
+
+
+def _bin(view: View, tokens: np.ndarray, k3: np.ndarray, texts: Mapping[int, str]) -> tuple[str, slice] | None:
+    candidates = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
+    if not candidates.any():
+        return None
+    best = int(np.argmax(np.where(candidates, k3 - tokens, -np.inf)))
+    text = texts.get(int(view.columns["id"][best])) if "id" in view.columns else None
+    label = view.labels[best]
+    what = f"{SINGLE[view.name]} {label.translate(VISIBLE_WHITESPACE) if view.name == 'token' else label}"
+    return f"{what} ({text})" if text else what, slice(best, best + 1)
+
+
+@cache
+def known_faults() -> tuple[KnownFault, ...]:
+    """Returns the rows of known_faults.toml, in its order."""
+    lists = ("causes", "trainers")
+    rows = read_table("known_faults.toml")["fault"]
+    return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
+
+
+def matches(cause: str, data: DataSummary) -> list[KnownFault]:
+    """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
+
+    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. One whose
+    versions are unknown is left out, too, where it is not known whether the data is of its trainer, or its models.
+    """
+    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
+    trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
+    layout = LAYOUTS.get(data.framework)
+    engine = data.engine or (layout.engine if layout else "")
+    model = Path(data.model).name.lower()
+    found = []
+    for fault in known_faults():
+        of_other_trainer = bool(fault.trainers and trainer) and trainer not in fault.trainers
+        of_other_engine = bool(fault.engine and engine) and engine != fault.engine
+        affected = [
+            SpecifierSet(versions).contains(data.versions[name], prereleases=True) if name in data.versions else None
+            for name, versions in fault.versions.items()
+        ]
+        if cause not in fault.causes or of_other_trainer or of_other_engine or False in affected:
+            continue
+        is_certain = bool(affected) and None not in affected
+        is_known = trainer in fault.trainers if fault.trainers else bool(trainer or engine)
+        if is_certain or (is_known and re.search(fault.family, model)):
+            found.append(replace(fault, certain=is_certain))
+    return sorted(found, key=lambda row: (not row.certain, data.framework not in row.trainers, row.trainers != ()))
+
+
+def _shown(cause: str, data: DataSummary, faults: Mapping[str, str], severity: str) -> tuple[KnownFault, ...]:
+    """Returns the known faults to show under a cause.
+
+    Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
+    repaired first and the data is not healthy.
+    """
+    loud = not faults and severity != "good"
+    found = [
+        match
+        for match in matches(cause, data)
+        if match.certain or cause in faults or (loud and data.framework in match.trainers)
+    ]
+    return tuple(found[:MOST_KNOWN])

@@ -1,0 +1,90 @@
+"""Numbers of a diagnosis as text, and the names of its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trimtab.diagnosis.records import MismatchSize, read_table
+from trimtab.intervals import Interval
+from trimtab.pages.numbers import beside, number, short, short_exponent
+from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_ranges
+
+FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read_table("texts.toml")["figures"].items()}
+"""Name and meaning of each figure, in reading order."""
+
+
+def format_number(value: float) -> str:
+    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
+    return short(value) if math.isfinite(value) else "–"
+
+
+def format_signed(value: float) -> str:
+    """Formats a number with a typographic minus."""
+    return f"−{format_number(-value)}" if value < 0 else format_number(value)
+
+
+def format_percent(share: float) -> str:
+    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
+    if not math.isfinite(share):
+        return "–"
+    hundred = 100 * share
+    if 0 < hundred < 0.1:
+        return "<0.1%"
+    if 99.9 < hundred < 100:
+        return ">99.9%"
+    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+
+
+def format_count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def format_interval(interval: Interval | None, form: Callable[[float], str] = format_number) -> str:
+    """Formats the ends as `1.7e-4 to 2.1e-4`; empty if they are not known."""
+    if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+        return ""
+    return f"{form(interval.low)} to {form(interval.high)}"
+
+
+def overrides_text(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
+
+
+def _form(key: str) -> Callable[[float], str]:
+    if key in ("ratio_mean", "ppl_ratio", "pearson"):  # near 1, where four digits are too few
+        return lambda value: short_exponent(f"{value:.5g}") if math.isfinite(value) else "–"
+    return format_number if key in ("k1", "k2", "k3", "chi2_token") else number
+
+
+def figure(size: MismatchSize, key: str) -> str:
+    """Formats a statistic of the mismatch, with enough digits to tell it from the ends of its healthy range."""
+    return beside(size.mismatch[key], bounds(f"mismatch/{key}"), _form(key))
+
+
+def interval_of(size: MismatchSize, key: str) -> str:
+    """Formats the 95% interval of a statistic; empty if it has none."""
+    return format_interval(size.intervals.get(key), _form(key))
+
+
+def with_interval(size: MismatchSize, key: str) -> str:
+    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
+    ends = interval_of(size, key)
+    return f"{figure(size, key)} ({ends})" if ends else figure(size, key)
+
+
+def outside(size: MismatchSize) -> dict[str, str]:
+    """Returns the statistics outside their healthy range, with the range as text, as report.html marks them."""
+    keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
+    return {key: band_text(f"mismatch/{key}") for key in keys}
+
+
+def range_text(size: MismatchSize) -> str:
+    """Returns the description of the published range that contains k3."""
+    if size.verdict == "rounding":
+        return "no more than the rounding of the stored log-probs causes"
+    k3_range = k3_ranges()[size.verdict]
+    if k3_range.low is not None and size.mismatch["k3"] < k3_range.low:
+        return k3_range.text.replace("within what", "less than")
+    return k3_range.text

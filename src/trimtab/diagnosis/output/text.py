@@ -1,0 +1,175 @@
+"""Renders a diagnosis, or a comparison of two, as labeled lines for the terminal and as Markdown for an issue."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.diagnosis import against
+from trimtab.diagnosis.against import Comparison
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import FIGURES, figure, format_number, format_percent, interval_of, outside
+from trimtab.diagnosis.records import MismatchSize
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.runs.metric_catalog import band_text
+from trimtab.safe_text import code_span, markdown_text
+
+LABEL = 10
+"""Smallest width of the labels on the terminal."""
+MISSING = 3
+"""Largest number of absent columns for which the terminal explains each."""
+A_LINE = 4
+"""Number of figures outside their healthy ranges in a line of the terminal."""
+MAIN = 5
+"""Number of figures in the table of Markdown, the first of `FIGURES`."""
+PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
+
+
+def terminal_text(
+    diagnosis: Diagnosis,
+    page: Path | str | None = None,
+    width: int | None = None,
+    comparison: Comparison | None = None,
+) -> str:
+    """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
+    lines = rows(diagnosis) if comparison is None else against.rows(comparison)
+    return folded([*lines, *([] if page is None else [("page", str(page))])], width)
+
+
+def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
+    """Returns labeled lines as text."""
+    label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
+    result = []
+    for label, text in lines:
+        # Text from files (column names, findings) may contain control characters.
+        plain = "".join(sign if sign.isprintable() else " " for sign in text)
+        head = f"{label:<{label_width}}"
+        result += (
+            [head + plain]
+            if width is None
+            else textwrap.wrap(
+                plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+            )
+        )
+    return "\n".join(result)
+
+
+def rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Returns label and text of each line; one with an empty label continues the line above."""
+    origin, answer = diagnosis.measured.origin, diagnosis.answer
+    causes = [
+        text
+        for cause in diagnosis.causes
+        for text in (
+            f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence} ({cause.page})",
+            *(fault.text for fault in answer.known[cause.name]),
+        )
+    ]
+    parts = {
+        "verdict": [f"{label}: {text}" if label else text for label, text in answer.verdict],
+        "read": [answer.read, *(finding.text for finding in origin.findings)],
+        "missing": _missing(origin.missing),
+        "size": [answer.size, *_size(diagnosis.measured.size), *filter(None, [answer.masked])],
+        "ratio": [answer.mean_ratio[1]],
+        "where": [answer.where],
+        "split": [] if origin.assumes_current else [answer.split],  # `read` says what is assumed
+        "causes": causes or ["none stands out above the noise floor"],
+        "do": _advice(diagnosis),
+    }
+    return [("" if index else label, text) for label, texts in parts.items() for index, text in enumerate(texts)]
+
+
+def _missing(columns: Mapping[str, str]) -> list[str]:
+    if len(columns) <= MISSING:
+        return ["; ".join(f"{column} ({cost})" for column, cost in columns.items())] if columns else []
+    return [f"{', '.join(columns)}; the page lists what each one would allow"]
+
+
+def _size(size: MismatchSize) -> list[str]:
+    k1, k2, chi2, ess_token, ess_seq, pearson, ppl_ratio = (
+        figure(size, key) for key in ("k1", "k2", "chi2_token", "ess_token", "ess_seq", "pearson", "ppl_ratio")
+    )
+    figures = (
+        f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; ESS {ess_token} of tokens, {ess_seq} of sequences; "
+        f"Pearson {pearson}, perplexity ratio {ppl_ratio}"
+    )
+    items = [f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items()]
+    if not items:
+        return [figures, "every figure is within its healthy range"]
+    if len(items) <= A_LINE:
+        return [figures, f"outside their healthy ranges: {', '.join(items)}"]
+    lines = [", ".join(items[start : start + A_LINE]) for start in range(0, len(items), A_LINE)]
+    return [figures, f"{len(items)} figures are outside their healthy ranges:", *lines]
+
+
+def _advice(diagnosis: Diagnosis) -> list[str]:
+    answer = diagnosis.answer
+    texts = [f"repair {name}: {fix}" for name, fix in answer.faults.items() if fix]
+    texts.append(f"{answer.method}: {diagnosis.recommendation.why}")
+    if (outcome := answer.outcome) is not None:
+        texts.append(
+            f"on this data it keeps {format_percent(outcome.kept)} of the tokens, changes "
+            f"{format_percent(outcome.changed)} of the weights, leaves ESS {format_number(outcome.ess)}"
+        )
+    return texts
+
+
+def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command: str = "") -> str:
+    """Returns the text to paste. command: the command line that made it, if one did."""
+    if comparison is None:
+        size, answer = diagnosis.measured.size, diagnosis.answer
+        lines = [f"{label}: {text}" if label else text for label, text in answer.verdict]
+        figures = [
+            (name, figure(size, key), interval_of(size, key) or "–", band_text(f"mismatch/{key}"))
+            for key, (name, _) in [*FIGURES.items()][:MAIN]
+        ]
+        table = [("figure", "value", "95% interval", "healthy"), *figures]
+        items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]
+        items += [("where", answer.where), *_data(diagnosis)]
+    else:
+        lines = against.verdict_lines(comparison)
+        table = [against.HEADS, *against.figures(comparison)]
+        items = [("paired", against.paired_text(comparison))]
+        for name, file, side in comparison.sides:
+            items += [(name, file)] if file else []
+            items += [(f"{name}, {what}", text) for what, text in _data(side)]
+    first, *others = map(markdown_text, lines)
+    head, *body = [f"| {' | '.join(map(markdown_text, row))} |" for row in table]
+    rows = "\n".join([head, "|" + "---|" * len(table[0]), *body])
+    listed = "\n".join(f"- {name}: {markdown_text(text)}" for name, text in [*items, ("versions", versions())])
+    text = "\n\n".join([f"**{first}**", *others, rows, listed])
+    return f"{text}\n- command: {code_span(command)}" if command else text
+
+
+def versions() -> str:
+    """Returns the versions on which the last digits of figures depend."""
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return f"{packages}, Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Returns what was read, what is odd about it, and how it was sampled."""
+    measured, origin = diagnosis.measured, diagnosis.measured.origin
+    return [
+        ("read", f"{diagnosis.answer.read}; trainer's log-probs of the {origin.anchor} policy"),
+        *(("remark", finding.text) for finding in origin.findings),
+        ("sampling in the files", _sampling(measured.sample)),
+        ("run's recipe beside the files", str(origin.settings or "none")),
+    ]
+
+
+def _sampling(sample: TokenTable) -> str:
+    """Returns the sampler's settings, each with the values that occur in the sample of the data."""
+    columns = {"temperature": sample.temperature, "top_p": sample.top_p, "top_k": sample.top_k}
+    known = {name: np.unique(values[np.isfinite(values)]) for name, values in columns.items() if values is not None}
+    parts = [
+        f"{name} {' or '.join(f'{value:g}' for value in found[:4])}" for name, found in known.items() if len(found)
+    ]
+    if sample.raw is not None:
+        parts.append("log-probs before temperature and truncation" if sample.raw.any() else "processed log-probs")
+    return ", ".join(parts) or "not in the files"
