@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trimtab.report import health, judged_metrics
+from trimtab.report import health
+from trimtab.runs.metric_catalog import K3
 from trimtab.runs.reader import Run, read_run
 from trimtab.trainer.config import load_config
 from trimtab.trainer.lab.regimes import regime
@@ -55,13 +55,8 @@ def _file() -> dict[str, dict[str, list[Any]]]:
 def columns(run: Run) -> dict[str, list[Any]]:
     """The metrics that a verdict reads, by key; empty text where a step has none."""
     source = Path(health.__file__).read_text()
-    read = {key for key in run.keys if judged_metrics.judge_metric(run, key) is not None or f'"{key}"' in source}
-    read |= {key for key in run.keys if re.match(r"eval/|optim/", key)}
-    return {
-        key: [_rounded(row[key]) if key in row else "" for row in run.rows]
-        for key in sorted(read)
-        if not isinstance(run.last.get(key), str)
-    }
+    read = {key for key in run.keys if f'"{key}"' in source or key == K3 or key.startswith("eval/")}
+    return {key: [_rounded(row[key]) if key in row else "" for row in run.rows] for key in sorted(read)}
 
 
 def _rounded(value: float | None) -> float | None:
