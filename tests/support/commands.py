@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ def here(*words: str | Path, cwd: Path) -> Done:
     streams = _captured("stdout", 1), _captured("stderr", 2)
     with contextlib.chdir(cwd), _modules_forgotten(cwd), streams[0] as output, streams[1] as errors:
         code = main.run(arguments)
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt  # the person who runs the tests has stopped them
     return Done(arguments, code, output(), errors())
 
 
