@@ -268,8 +268,7 @@ def ranks(rank: int, folder: str) -> None:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "trimtab.monitor"])
+    context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=ranks, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in processes:
         process.start()
