@@ -25,6 +25,10 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Types are checked again where a file has changed since they were right: build/types has the time of that check.
+TYPES := { [ -e build/types ] && [ -z "$$(find src pyproject.toml $(VENV)/.installed -newer build/types)" ]; } || \
+	{ mkdir -p build && touch build/types.new && $(BIN)/pyright && mv build/types.new build/types; }
+
 # Tests of published files run where these lie beside the repository, or where the variables name them.
 export TRIMTAB_TEST_DATA ?= $(abspath $(wildcard ../shared/data))
 export TRIMTAB_TEST_CASES ?= $(abspath $(wildcard ../shared/cases))
@@ -91,7 +95,7 @@ test-unit: install
 # Tests wait for processes now and then: types are checked meanwhile.
 test: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/pyright & types=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$types && exit $$tests
+	$(TYPES) & types=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-slow: install
 	$(PYTEST) -m slow

@@ -37,7 +37,7 @@ CHECKED = (
 
 # Tests of what a page says draw its figures without arranging their parts, which is most of the work of drawing. Pages
 # that a module shares are arranged: fixtures of a wider scope are made first.
-UNARRANGED = tuple(f"unit/{part}" for part in ("cli", "diagnosis", "report", "runs"))
+UNARRANGED = (*(f"unit/{part}" for part in ("cli", "diagnosis", "report", "runs")), "e2e")
 
 # Few examples, the same in every run; `--hypothesis-profile many` draws a hundred new ones.
 settings.register_profile("few", max_examples=6, deadline=None, derandomize=True)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trimtab.trainer.models import bundled
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_prompts_measured() -> Iterator[None]:
+    """Of up to 2,000 prompts a run measures the lengths, which takes as long as two steps of the laboratory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trimtab.trainer.rollout.prompts.MAX_SURVEYED", 64)
+        yield
 
 
 @pytest.fixture(scope="session")

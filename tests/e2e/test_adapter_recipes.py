@@ -125,4 +125,3 @@ def test_openrlhf_s_actor_trains_with_the_loss(tmp_path: Path) -> None:
     (script,) = blocks("OpenRLHF")
     write(tmp_path, OPENRLHF | {"train_trimtab.py": script})
     assert "actor: trimtab.adapters.openrlhf option" in run(tmp_path, "train_trimtab.py", "option")
-    assert "actor: openrlhf.models.loss option" in run(tmp_path, "-m", "openrlhf.cli.train_ppo_ray", "option")

@@ -64,12 +64,12 @@ def in_order(steps: int) -> list[list[int]]:
     return [list(range(step * PROMPTS, (step + 1) * PROMPTS)) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("in_flight", "window"), [("finish", 1), ("finish", 3), ("continue", 1), ("discard", 1)])
+@pytest.mark.parametrize(("in_flight", "window"), [("finish", 3), ("discard", 1)])
 def test_a_run_with_two_engines(in_flight: str, window: int, tmp_path: Path) -> None:
     """Evaluations pause generation; the canary checks both engines."""
     overrides = (
         "engine.workers=2",
-        "trainer.steps=8",
+        "trainer.steps=6",
         "trainer.minibatches=2",
         "eval.every=3",
         "engine.canary.every=1",
@@ -78,16 +78,15 @@ def test_a_run_with_two_engines(in_flight: str, window: int, tmp_path: Path) -> 
     train(recipe(*chosen), out=tmp_path / "run")
     rows, groups = read_metrics(tmp_path / "run" / "metrics.jsonl"), consumed(tmp_path / "run")
     assert undocumented(key for row in rows for key in row) == []
-    assert [row["updates"] for row in rows] == [2 * step for step in range(1, 9)]
+    assert [row["updates"] for row in rows] == [2 * step for step in range(1, 7)]
     assert max(row["lag/max"] for row in rows) <= LAG
     for row in rows:
         assert sum(value for key, value in row.items() if key.startswith("lag/share/")) == pytest.approx(1.0)
     flat = [number for batch in groups for number in batch]
     assert len(set(flat)) == len(flat)
     assert max(row["mismatch/k3"] for row in rows) < 0.2
-    assert [row["step"] for row in rows if "eval/sort/greedy" in row] == [1, 3, 6, 8]
-    if in_flight != "discard":
-        assert window > 1 or groups == in_order(8)
+    assert [row["step"] for row in rows if "eval/sort/greedy" in row] == [1, 3, 6]
+    if in_flight == "finish":
         assert all(sum(other > number for other in flat[:place]) < window for place, number in enumerate(flat))
         assert all(row["lag/length_accepted"] == row["lag/length_generated"] for row in rows)
 

@@ -1,34 +1,19 @@
 """Every mistake at the command line: exit code 2, one line on standard error that names the word, no traceback.
 
-All in this process; one of each command also in a process of its own.
+All in this process; one of each command also in a process that has imported nothing before.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from trimtab.cli.main import run
+from tests.support.commands import ENVIRONMENT, here, process
 
 pytestmark = pytest.mark.e2e
-
-
-def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own, with no terminal and no network."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "trimtab", *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 MISTAKES = [
@@ -104,28 +89,35 @@ def _check(code: int, stderr: str, named: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("words", "named"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_a_mistake_is_one_line(
-    place: Path, words: list[str], named: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
+def test_a_mistake_is_one_line(place: Path, words: list[str], named: list[str]) -> None:
     before = _files(place)
-    code = run(words)
-    _check(code, capfd.readouterr().err, named)
+    done = here(*words, cwd=place)
+    _check(done.returncode, done.stderr, named)
     assert _files(place) == before, "a mistake changes nothing, so that the corrected command just works"
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [pair for pair in MISTAKES if pair[0] in REAL],
-    ids=[" ".join(words) for words, _ in MISTAKES if words in REAL],
-)
-def test_a_process_of_its_own_prints_nothing_else(place: Path, words: list[str], named: list[str]) -> None:
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from trimtab.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_a_process_of_its_own_prints_nothing_else(place: Path) -> None:
     """No warning of a library while it is imported, and no message of the model hub."""
-    done = trimtab(*words, cwd=place)
-    _check(done.returncode, done.stderr, named)
+    program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(REAL)]
+    done = subprocess.run(program, cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2"] * len(REAL), done.stderr
+    for words, line in zip(REAL, done.stderr.splitlines(), strict=True):
+        _check(2, line, next(named for mistake, named in MISTAKES if mistake == words))
 
 
 def test_the_console_script_is_the_module(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("trimtab")
     done = subprocess.run([script, "trian"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, trimtab("trian", cwd=tmp_path).stderr)
+    assert (done.returncode, done.stderr) == (2, process("trian", cwd=tmp_path).stderr)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.commands import ENVIRONMENT, command, here
 
-from trimtab.cli import main
 from trimtab.intervals import wilson
 from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.reader import read_run
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -56,29 +54,6 @@ problems = 16
 [checkpoint]
 every = 1
 """
-Command = Callable[..., subprocess.CompletedProcess[str]]
-ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "trimtab", *words]
-
-
-def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The same in this process, which has imported everything already."""
-
-    def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(cwd)
-        return subprocess.CompletedProcess(words, main.run(words), *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with a recipe and one finished run."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "small.toml").write_text(RECIPE)
-    done = trimtab("train", "small.toml", cwd=folder)
+    done = here("train", "small.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
     return folder
@@ -106,9 +81,10 @@ def test_training_shows_its_equation_every_step_and_where_the_report_is(place: P
     assert (place / "runs/small/report.html").stat().st_size > 100_000
 
 
-def test_the_problems_that_are_named_are_those_that_were_used(here: Command, place: Path, tmp_path: Path) -> None:
+def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_path: Path) -> None:
     """The task has twelve test problems, whatever number the recipe allows."""
-    sets = ("trainer.steps=2", "eval.problems=99999999", "task.holdout=12")
+    # Another task would have a warm start of its own.
+    sets = ("trainer.steps=2", "eval.problems=99999999", "task.holdout=12", f"model.path={laboratory_folder()}")
     words = [word for change in sets for word in ("--set", change)]
     done = here("train", "small.toml", *words, "--out", str(tmp_path / "run"), cwd=place)
     assert done.returncode == 0, done.stderr
@@ -135,16 +111,16 @@ def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:
 
 def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Path) -> None:
     words = ["train", "small.toml", "--set", "trainer.steps=400", "--out", str(tmp_path / "a run")]
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         command(*words), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    for line in process.stdout:
+    assert started.stdout is not None
+    for line in started.stdout:
         if line.startswith("step 2/"):
             break
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=120)
+    assert started.returncode == 130, errors
     last = errors.splitlines()[-1]
     assert last.startswith("trimtab: interrupted; continue with: trimtab train small.toml")
     assert "Traceback" not in errors
@@ -152,19 +128,12 @@ def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Pa
     again = shlex.split(last.partition("continue with: ")[2])
     assert again[0] == "trimtab"
     reached = len(read_run(tmp_path / "a run").rows)
-    resumed = subprocess.Popen(
-        command(*again[1:]), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert resumed.stdout is not None
-    first = next(line for line in resumed.stdout if line.startswith("step "))
-    resumed.send_signal(signal.SIGINT)
-    resumed.communicate(timeout=120)
+    resumed = here(*again[1:], f"--set=trainer.steps={reached + 2}", cwd=place)
+    first = next(line for line in resumed.stdout.splitlines() if line.startswith("step "))
     assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
 
 
-def test_resume_says_which_steps_the_metrics_lost_and_takes_an_older_checkpoint(
-    here: Command, place: Path, tmp_path: Path
-) -> None:
+def test_resume_says_which_steps_the_metrics_lost_and_takes_an_older_checkpoint(place: Path, tmp_path: Path) -> None:
     run = shutil.copytree(place / "runs" / "small", tmp_path / "run")
     first, _, third, fourth = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(first + third + third + fourth)
@@ -177,17 +146,7 @@ def test_resume_says_which_steps_the_metrics_lost_and_takes_an_older_checkpoint(
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 3, 4]
 
 
-def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:
-    done = trimtab("train", "small.toml", "--set", "trainer.steps=1", "--out", "runs/json", "--json", cwd=place)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["run"] == "runs/json"
-    assert result["metrics"]["step"] == 1
-    assert result["verdict"]["text"] == health(read_run(place / "runs/json")).text
-    assert "step 1/1" in done.stderr
-
-
-def test_a_run_is_evaluated_like_a_model(here: Command, place: Path) -> None:
+def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
     done = here("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
     [result] = json.loads(done.stdout)["results"]
@@ -196,7 +155,7 @@ def test_a_run_is_evaluated_like_a_model(here: Command, place: Path) -> None:
     assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
 
 
-def test_an_exported_run_is_evaluated_the_same(here: Command, place: Path) -> None:
+def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
     exported = here("export", "runs/small", "model", cwd=place)
     assert (exported.returncode, exported.stdout) == (0, "model: model\n"), exported.stderr
     words = ["--task", "small.toml", "--problems", "16", "--json"]
@@ -205,7 +164,7 @@ def test_an_exported_run_is_evaluated_the_same(here: Command, place: Path) -> No
     assert json.loads(done.stdout)["results"][0]["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
 
 
-def test_two_runs_are_compared(here: Command, place: Path, tmp_path: Path) -> None:
+def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
     second = here("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
     assert second.returncode == 0, second.stderr
     done = here("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
@@ -215,7 +174,7 @@ def test_two_runs_are_compared(here: Command, place: Path, tmp_path: Path) -> No
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
-def test_a_warm_start_is_a_model(here: Command, place: Path) -> None:
+def test_a_warm_start_is_a_model(place: Path) -> None:
     done = here("sft", "laboratory", "--set", "sft.steps=2", "--out", "warm", cwd=place)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -227,7 +186,7 @@ def test_a_warm_start_is_a_model(here: Command, place: Path) -> None:
     assert json.loads(measured.stdout)["results"][0]["problems"] == 8
 
 
-def test_what_a_reward_prints_stays_out_of_the_json(place: Path) -> None:
+def test_json_of_a_run_is_all_of_standard_output_whatever_a_reward_prints(place: Path) -> None:
     (place / "loud.py").write_text(
         "import os\nprint('imported')\n"
         "def score(completion, problem):\n"
@@ -235,13 +194,18 @@ def test_what_a_reward_prints_stays_out_of_the_json(place: Path) -> None:
         "    return float(len(completion) % 3)\n"
     )
     words = ["--set", "trainer.steps=1", "--set", 'reward=[{name="loud:score"}]', "--out", "runs/loud", "--json"]
-    done = trimtab("train", "small.toml", *words, cwd=place)
+    done = here("train", "small.toml", *words, cwd=place)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["metrics"]["reward/failed"] == 0
-    assert {"imported", "scored", "shouted"} <= set(done.stderr.splitlines())
+    result = json.loads(done.stdout)
+    assert result["run"] == "runs/loud"
+    assert (result["metrics"]["step"], result["metrics"]["reward/failed"]) == (1, 0)
+    assert result["verdict"]["text"] == health(read_run(place / "runs/loud")).text
+    lines = done.stderr.splitlines()
+    assert {"imported", "scored", "shouted"} <= set(lines)
+    assert any(line.startswith("step 1/1") for line in lines)
 
 
-def test_a_run_is_evaluated_from_anywhere(here: Command, place: Path, tmp_path: Path) -> None:
+def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
     """The recipe names its data relative to itself; it is trained from one folder and evaluated from another."""
     home = place / "home"
     home.mkdir()
@@ -258,7 +222,7 @@ def test_a_run_is_evaluated_from_anywhere(here: Command, place: Path, tmp_path: 
     assert (result["problems"], result["accuracy"]) == (2, read_run(place / "runs/mine").last["eval/data/greedy"])
 
 
-def test_waiting_for_a_server_that_does_not_answer_is_reported(here: Command, place: Path) -> None:
+def test_waiting_for_a_server_that_does_not_answer_is_reported(place: Path) -> None:
     words = ["engine.type=server", 'engine.server.urls=["http://127.0.0.1:9"]', "engine.server.reconnect_timeout=1"]
     sets = [word for change in words for word in ("--set", change)]
     done = here("train", "small.toml", *sets, "--out", "runs/alone", cwd=place)

@@ -54,13 +54,23 @@ def worker(*arguments: str) -> Any:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
 
 
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process, which imports torch once, has done on the device."""
+    out = tmp_path_factory.mktemp("devices")
+    return worker("cuda" if HAS_GPU else "pretended", str(out), "everything", *SIZES, *RUNS["references"])
+
+
 @on_devices
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name != "references" else name for name in RUNS]
 )
-def test_a_run_on_the_device(name: str, device: str, tmp_path: Path) -> None:
+def test_a_run_on_the_device(name: str, device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Weights as on the CPU up to rounding; no waits in micro-batches, few an update, one a token of decoding."""
-    result = worker(device, str(tmp_path), "laboratory", *SIZES, *RUNS[name])
+    if name == "references":
+        result = request.getfixturevalue("everything")["run"]
+    else:
+        result = worker(device, str(tmp_path), "laboratory", *SIZES, *RUNS[name])
     counts = result["counts"]
     print(name, counts)
     # Noise is drawn by the device's own generator, and bfloat16 rounds larger differences.
@@ -114,9 +124,9 @@ def test_a_run_is_resumed_exported_and_evaluated_on_the_device(device: str, tmp_
 
 
 @on_devices
-def test_every_preset_on_the_device(device: str, tmp_path: Path) -> None:
+def test_every_preset_on_the_device(device: str, everything: Any) -> None:
     """Loss and gradients have the CPU's bits (a GPU's sums another order), and nothing waits for the device."""
-    results = worker(device, str(tmp_path), "presets")
+    results = everything["presets"]
     assert len(results) > 40
     bound = 0 if device == "pretended" else 1e-15
     assert {
@@ -124,14 +134,14 @@ def test_every_preset_on_the_device(device: str, tmp_path: Path) -> None:
     } == {}
 
 
-@on_devices
-def test_a_token_outside_its_sampling_mask_is_nan_on_the_device(device: str, tmp_path: Path) -> None:
-    assert worker(device, str(tmp_path), "outside") == [[False, True, False]]
+def test_a_token_outside_its_sampling_mask_is_nan_on_the_device(everything: Any) -> None:
+    assert everything["outside"] == [[False, True, False]]
 
 
-def test_operations_on_two_devices_are_refused(tmp_path: Path) -> None:
+@pytest.mark.skipif(HAS_GPU, reason="needs PyTorch without a GPU")
+def test_operations_on_two_devices_are_refused(everything: Any) -> None:
     """The pretended device refuses what a GPU refuses, so that the runs above mean something."""
-    assert worker("pretended", str(tmp_path), "refusals") == [
+    assert everything["refusals"] == [
         "aten.add.Tensor: expected all tensors to be on the same device, found ['cpu', 'pretended:0']",
         "a tensor of the pretended device has no NumPy array: use .cpu()",
     ]

@@ -65,27 +65,33 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(method: str, tmp_path:
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_noise_of_zero_is_bypass_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def noiseless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("noiseless") / "run"
+    run(out, "token-alp", "perturbation.std=0")
+    return out
+
+
+def test_noise_of_zero_is_bypass_bit_for_bit(noiseless: Path, tmp_path: Path) -> None:
     clip = ("objective.clip_low=0.2", "objective.clip_high=0.28", "objective.clip_dual=10.0")
-    noisy = run(tmp_path / "alp", "token-alp", "perturbation.std=0")
+    noisy = untimed(noiseless)
     clean = run(tmp_path / "bypass", "token-alp", "objective.name=token-bypass", *clip)
     for left, right in zip(noisy, clean, strict=True):
         for key in right.keys() & left.keys():
             assert left[key] == right[key] or key.startswith("mismatch/"), key
-    left, right = weights(tmp_path / "alp"), weights(tmp_path / "bypass")
+    left, right = weights(noiseless), weights(tmp_path / "bypass")
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
-def test_noise_changes_training_but_never_leaves_the_trainer(tmp_path: Path) -> None:
+def test_noise_changes_training_but_never_leaves_the_trainer(noiseless: Path, tmp_path: Path) -> None:
     run(tmp_path / "noisy", "token-alp", "perturbation.std=0.1")
-    run(tmp_path / "clean", "token-alp", "perturbation.std=0")
-    noisy, clean = weights(tmp_path / "noisy"), weights(tmp_path / "clean")
+    noisy, clean = weights(tmp_path / "noisy"), weights(noiseless)
     assert any(not torch.equal(noisy[name], clean[name]) for name in noisy)
     # The engine, the model files and the exported weights know nothing of sigma; the checkpoint does.
     assert noisy.keys() == clean.keys()
     assert weights(tmp_path / "noisy", "perturbation").keys()
     # Sampled before the first update: the same responses and log-probs with and without noise.
-    files = [tmp_path / name / "trajectories" / "step-000001.parquet" for name in ("noisy", "clean")]
+    files = [folder / "trajectories" / "step-000001.parquet" for folder in (tmp_path / "noisy", noiseless)]
     for left, right in zip(*map(trajectories.read, files), strict=True):
         sampled = left.trajectory.completion.logp_behavior
         np.testing.assert_array_equal(sampled, right.trajectory.completion.logp_behavior)
@@ -120,17 +126,17 @@ def test_the_drift_of_each_response_is_split_into_mismatch_and_staleness(tmp_pat
     assert last["drift/staleness_q05"] <= last["drift/staleness_q50"] <= last["drift/staleness_q95"]
 
 
-@pytest.mark.parametrize("override", ["prefix.refresh=1", "prefix.ratio=0.0"])
-def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path) -> None:
-    mixed = run(tmp_path / "soup", "soup", override)
+def test_soup_without_history_is_exactly_on_policy(tmp_path: Path) -> None:
     clip = ("objective.clip_low=0.2", "objective.clip_high=0.28")
     plain = run(tmp_path / "plain", "soup", "objective.name=token-bypass", *clip)
-    for left, right in zip(mixed, plain, strict=True):
-        assert {key: left[key] for key in right} == right
-        assert left["prefix/tokens"] == 0
-    assert all(
-        torch.equal(weights(tmp_path / "soup")[name], weight) for name, weight in weights(tmp_path / "plain").items()
-    )
+    expected = weights(tmp_path / "plain")
+    for override in ("prefix.refresh=1", "prefix.ratio=0.0"):
+        mixed = run(tmp_path / override, "soup", override)
+        for left, right in zip(mixed, plain, strict=True):
+            assert {key: left[key] for key in right} == right, override
+            assert left["prefix/tokens"] == 0
+        found = weights(tmp_path / override)
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), override
 
 
 def test_the_tokens_a_cycle_sampled_are_counted_once(tmp_path: Path) -> None:

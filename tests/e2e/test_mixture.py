@@ -11,6 +11,7 @@ from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.config import load_config
 from trimtab.trainer.run import train
+from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +34,9 @@ label = "short"
 
 def test_a_mixture_is_drawn_by_weight_logged_by_task_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    small = ["trainer.prompts=8", "trainer.samples=2", "eval.problems=8", "log.trajectories_every=1"]
+    # The mixture would have a warm start of its own.
+    model = f"model.path={laboratory_folder()}"
+    small = [model, "trainer.prompts=8", "trainer.samples=2", "eval.problems=8", "log.trajectories_every=1"]
 
     def run(out: Path, steps: int, *, resume: bool = False) -> list[list[str]]:
         config = load_config(tmp_path / "recipe.toml", [*small, f"trainer.steps={steps}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ SAMPLERS = {
 }
 
 
+@cache
 def warm(name: str) -> LoadedModel:
     return load(str(laboratory_folder(name)), dtype=torch.float32)
 
 
-def sampled(loaded: LoadedModel, sampler: str) -> tuple[TokenBatch, np.ndarray]:
-    dtype, rounding = SAMPLERS[sampler]
+@cache
+def sampled(name: str, sampler: str) -> tuple[TokenBatch, np.ndarray]:
+    """What the engine sampled, and its log-probs."""
+    loaded, (dtype, rounding) = warm(name), SAMPLERS[sampler]
     task = tasks.build("sort")
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:64]]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
@@ -49,9 +53,9 @@ def sampled(loaded: LoadedModel, sampler: str) -> tuple[TokenBatch, np.ndarray]:
 
 
 @torch.inference_mode()
-def k3(loaded: LoadedModel, sampler: str) -> float:
-    batch, behavior = sampled(loaded, sampler)
-    log_ratio = score(loaded.model, batch).logp[batch.response_mask].double().numpy() - behavior
+def k3(name: str, sampler: str) -> float:
+    batch, behavior = sampled(name, sampler)
+    log_ratio = score(warm(name).model, batch).logp[batch.response_mask].double().numpy() - behavior
     return float(np.mean(np.expm1(log_ratio) - log_ratio))
 
 
@@ -69,22 +73,21 @@ def experts(model: Any, batch: TokenBatch) -> torch.Tensor:
     return torch.stack(chosen)
 
 
-def elsewhere(loaded: LoadedModel, sampler: str) -> float:
+def elsewhere(sampler: str) -> float:
     """Share of tokens with another pair of experts in at least one layer."""
-    dtype, rounding = SAMPLERS[sampler]
-    own: Any = copy.deepcopy(loaded.model)
+    model, (dtype, rounding) = warm(MIXTURE).model, SAMPLERS[sampler]
+    own: Any = copy.deepcopy(model)
     own.to(dtype)
     with torch.no_grad():
         for name in matrices(own) if rounding.active else ():
             own.get_parameter(name).copy_(rounding.apply(name, own.get_parameter(name), 0))
-    batch, _ = sampled(loaded, "float32")
-    different = (experts(loaded.model, batch) != experts(own, batch)).any(-1).any(0)
+    batch, _ = sampled(MIXTURE, "float32")
+    different = (experts(model, batch) != experts(own, batch)).any(-1).any(0)
     return float(different.double().mean())
 
 
 def test_the_coarser_the_sampler_the_more_tokens_go_elsewhere() -> None:
-    loaded = warm(MIXTURE)
-    shares = {sampler: elsewhere(loaded, sampler) for sampler in SAMPLERS}
+    shares = {sampler: elsewhere(sampler) for sampler in SAMPLERS}
     assert shares["float32"] == 0
     assert 0 < shares["bfloat16"] < 0.05
     assert 0 < shares["int8"] < shares["int4"] < shares["int3"]
@@ -92,7 +95,7 @@ def test_the_coarser_the_sampler_the_more_tokens_go_elsewhere() -> None:
 
 def test_mismatch_grows_with_rounding() -> None:
     """Sampled by the engine itself; levels that the diagnosis of a cause may rely on."""
-    dense, mixture = ({sampler: k3(warm(name), sampler) for sampler in SAMPLERS} for name in (LABORATORY, MIXTURE))
+    dense, mixture = ({sampler: k3(name, sampler) for sampler in SAMPLERS} for name in (LABORATORY, MIXTURE))
     for measured in (dense, mixture):
         assert measured["float32"] < 1e-10
         assert 1e-6 < measured["int8"] < measured["int4"] / 10 < measured["int3"] / 20

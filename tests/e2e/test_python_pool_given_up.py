@@ -95,7 +95,7 @@ def test_a_pool_goes_on_after_callers_gave_up_at_any_moment(sandbox: SandboxName
     sys.setswitchinterval(1e-6)
     try:
         with PythonPool(sandbox, workers=2, timeout=20.0, stateful=stateful) as pool:
-            for wave in range(20 if sandbox == "monty" else 12):
+            for wave in range(10 if sandbox == "monty" else 12):
                 threads = [threading.Thread(target=call, args=(10 * wave + i,), daemon=True) for i in range(6)]
                 for thread in threads:
                     thread.start()

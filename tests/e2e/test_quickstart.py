@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tests.support.commands import here
 
 import trimtab
 from trimtab.runs.directory import read_metrics
@@ -28,10 +26,8 @@ CONTRACT = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("quickstart") / "run"
     sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8"]
-    command = [sys.executable, "-m", "trimtab", "train", "quickstart", "--out", str(out)]
-    command += [word for item in sets for word in ("--set", item)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    words = [word for item in sets for word in ("--set", item)]
+    done = here("train", "quickstart", "--out", out, *words, cwd=out.parent)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -73,8 +69,7 @@ def test_trajectories_have_the_columns_of_the_contract(run: tuple[Path, str]) ->
 
 def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
     words = ["eval", str(run[0]), "--task", "arithmetic", "--problems", "8", "--json"]
-    command = [sys.executable, "-m", "trimtab", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = here(*words, cwd=run[0])
     assert done.returncode == 0, done.stderr
     [result] = json.loads(done.stdout)["results"]
     rows = read_metrics(run[0] / "metrics.jsonl")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.commands import here
 
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer.config import load_config
@@ -38,13 +37,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trimtab(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trimtab", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_json_says_what_the_runs_logged(runs: Path, tmp_path: Path) -> None:
-    done = trimtab("report", str(runs), "--out", str(tmp_path), "--json", "--target", "0.1")
+    done = here("report", runs, "--out", tmp_path, "--json", "--target", "0.1", cwd=runs)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert [group["name"] for group in data["groups"]] == ["seq-mis", "token-tis"]
@@ -64,7 +58,7 @@ def test_the_json_says_what_the_runs_logged(runs: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_and_what_the_terminal_says(runs: Path, tmp_path: Path) -> None:
-    done = trimtab("report", str(runs), "--out", str(tmp_path))
+    done = here("report", runs, "--out", tmp_path, cwd=runs)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
     assert "note: Unfinished: seq-mis seed 1 at step 4 of 6." in done.stderr
@@ -72,6 +66,6 @@ def test_the_page_and_what_the_terminal_says(runs: Path, tmp_path: Path) -> None
 
 
 def test_a_target_needs_something_to_compare(runs: Path) -> None:
-    done = trimtab("report", str(runs / "token-tis-seed0"), "--target", "0.5")
+    done = here("report", "token-tis-seed0", "--target", "0.5", cwd=runs)
     assert (done.returncode, done.stdout) == (2, "")
     assert "name several runs" in done.stderr

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Done, here, process
+
+from trimtab.errors import TrimtabWarning
 
 pytestmark = pytest.mark.e2e
 
@@ -19,20 +21,16 @@ SHOWN = "\\x1b]0;owned\\x07\\x9b31m\\u202e[red]x[link=http:e]y"
 RAW = ("\x1b", "\x07", "\x9b", "\u202e")
 
 
-def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trimtab", *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, timeout=300, check=False)
-    texts = done.stdout.decode(), done.stderr.decode()
-    assert not [mark for mark in RAW if any(mark in text for text in texts)]
-    return subprocess.CompletedProcess(command, done.returncode, *texts)
+def harmless(done: Done) -> Done:
+    assert not [mark for mark in RAW if mark in done.stdout + done.stderr]
+    return done
 
 
 def test_an_error_shows_names_of_a_file_escaped(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(f"{json.dumps(HARMFUL)} = 1\n")
     (tmp_path / "columns.jsonl").write_text(json.dumps({HARMFUL: [0.1], "response_ids": [1]}) + "\n")
-    assert SHOWN in trimtab("train", "recipe.toml", cwd=tmp_path).stderr
-    assert SHOWN in trimtab("diagnose", "columns.jsonl", cwd=tmp_path).stderr
+    assert SHOWN in harmless(here("train", "recipe.toml", cwd=tmp_path)).stderr
+    assert SHOWN in harmless(here("diagnose", "columns.jsonl", cwd=tmp_path)).stderr
 
 
 def test_a_warning_a_table_and_json_show_the_name_of_a_task_escaped(tmp_path: Path) -> None:
@@ -41,13 +39,14 @@ def test_a_warning_a_table_and_json_show_the_name_of_a_task_escaped(tmp_path: Pa
     name = json.dumps(f"{HARMFUL}.jsonl")
     task = f"file:path={name},test_path={name},style='plain'"
     words = ("eval", "laboratory", "--task", task, "--problems", "2", "--max-tokens", "2")
-    done = trimtab(*words, cwd=tmp_path)
+    done = harmless(process(*words, cwd=tmp_path))
     assert done.stderr == (
         f"trimtab: warning: {SHOWN}.jsonl: 6 training rows are also in the test split and are left out of training\n"
     )
     assert "\\x1b]0;owned" in done.stdout
     assert "[red]x" in done.stdout
-    data = trimtab(*words, "--json", cwd=tmp_path)
+    with pytest.warns(TrimtabWarning, match="6 training rows are also in the test split"):
+        data = harmless(here(*words, "--json", cwd=tmp_path))
     assert json.loads(data.stdout)["results"][0]["task"] == HARMFUL
 
 

@@ -3,9 +3,9 @@
 DEVICE is `pretended`, or `cuda` for the first GPU.
 
 CASE is a recipe, which is trained on the device and on the CPU; `continued`: a run on the device, the same resumed
-from its first checkpoint, and the exported model evaluated on both devices; `presets`: loss and gradient of every
-preset; `outside`: whether log-probs are NaN, of three tokens of which the second is outside its sampling mask; or
-`refusals`: the messages of two operations that no GPU does.
+from its first checkpoint, and the exported model evaluated on both devices; or `everything`: under `run` the laboratory
+trained on both; `presets`: loss and gradient of every preset; `outside`: whether log-probs are NaN, of three tokens of
+which the second is outside its sampling mask; and `refusals`: the messages of two operations that no GPU does.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def outside() -> list[list[bool]]:
 def main() -> None:
     _, out, case, *overrides = sys.argv[1:]
     torch.set_num_threads(1)
-    known = {"presets": presets, "outside": outside, "refusals": refusals}
-    if case in known:
-        result = known[case]()
+    if case == "everything":
+        result = {"run": trained("laboratory", Path(out), overrides)}
+        result |= {"presets": presets(), "outside": outside(), "refusals": refusals()}
     elif case == "continued":
         result = continued(Path(out), overrides)
     else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from trimtab.trainer.lab import runner
 from trimtab.trainer.lab.experiment import plan_experiment
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.lab.runner import read_result, write_results
-from trimtab.trainer.processes import Message, Parent, WorkerProcess
+from trimtab.trainer.processes import WorkerProcess
 
 DONE = RunSummary("done", steps=3, seconds=1.25, accuracy=0.6, curve_steps=(0, 3), curve=(0.4, 0.6), k3_worst=0.5)
 
@@ -35,7 +33,7 @@ class Steps(runner.ExperimentObserver):
 @pytest.mark.e2e
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess(__name__))
+    monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.support.two_step_worker"))
     cells = {str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)}
     observer = Steps()
     results = runner.run_cells(cells, workers=1, observer=observer)
@@ -110,20 +108,3 @@ def test_the_table_has_a_row_for_every_cell_that_ended_and_every_pair_left_out(t
         None,
         None,
     )
-
-
-def work() -> None:
-    """In the place of `trainer/lab/worker.py`: two steps a run; seed 1 is killed after them."""
-    jobs: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    parent = Parent(jobs.put)
-    while True:
-        config, _, _ = jobs.get().content
-        for step in (1, 2):
-            parent.send(step)
-        if config.seed == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        parent.send(RunSummary("done", ""))
-
-
-if __name__ == "__main__":
-    work()
