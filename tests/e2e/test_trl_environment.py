@@ -17,8 +17,8 @@ PEERS = os.environ.get("TRIMTAB_PEERS")
 pytestmark = [pytest.mark.slow, needs_bench]
 
 
-def test_one_class_trains_in_trl_and_here(bench: forked.Run, tmp_path: Path) -> None:
-    counts = result_of(bench(Path(__file__).with_name("trl_environment.py"), bundled.folder(), tmp_path))
+def test_one_class_trains_in_trl_and_here(bench: forked.Run, tiny: Path, tmp_path: Path) -> None:
+    counts = result_of(bench(Path(__file__).with_name("trl_environment.py"), tiny, tmp_path))
     assert counts["trl"]["reset"] == counts["trl"]["get_reward"] == 4
     # One step of 2 x 4 responses, and the evaluation of one problem before and after it.
     assert counts["trimtab"]["reset"] == counts["trimtab"]["get_reward"] == 8 + 2

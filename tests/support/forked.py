@@ -23,9 +23,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-if __name__ != "__main__":
-    from tests.support.ports import free_port
-
 
 class Run(Protocol):
     """Runs `python WORDS`, a script or `-m MODULE` with its arguments, and waits; kills it after `timeout` seconds.
@@ -64,6 +61,8 @@ def starter(
         ) -> subprocess.CompletedProcess[str]:
             given = [str(word) for word in words]
             if ranks > 1:
+                from tests.support.ports import free_port  # not where this file is the program
+
                 port = str(free_port())
                 variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             request = [given, str(cwd or Path.cwd()), variables, [str(stream) for stream in streams], timeout, ranks]
