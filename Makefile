@@ -94,7 +94,7 @@ test: install
 	$(BIN)/pyright & types=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-slow: install
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow tests/e2e tests/contract $$(grep -rl 'mark\.slow' tests/unit)
 
 test-all: test test-slow
 
