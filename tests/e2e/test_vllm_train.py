@@ -45,6 +45,7 @@ def test_turns_of_a_run_begin_in_the_prefix_cache(tmp_path: Path) -> None:
         for a, b in ((412, 739), (127, 856))
     ]
     sets = [f"environment.instructions={json.dumps(''.join(shown))}", "trainer.prompts=2", "trainer.steps=1"]
+    sets += ["trainer.samples=4"]
     config = load_config("quickstart-tools-vllm", [*sets, "eval.problems=2"])
     train(config, out=tmp_path / "run", observer=NullObserver())
     [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
