@@ -16,7 +16,8 @@ from string import Template
 
 import pytest
 import torch
-from tests.support import forked
+from tests.e2e.test_vllm_environment import PYTHON as VLLM_PYTHON
+from tests.support import bench_environment, forked
 
 pytestmark = pytest.mark.slow
 
@@ -24,15 +25,10 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def python_of(variable: str, default: str) -> Path:
-    """The interpreter of an environment that the Makefile makes under this name."""
-    return ROOT / os.environ.get(variable, default) / "bin" / "python"
-
-
 ENVIRONMENTS = {
     "install": Path(sys.executable),
-    "bench-install": python_of("BENCH", ".venv-bench"),
-    "vllm-cpu": python_of("VLLM", ".venv-vllm"),
+    "bench-install": bench_environment.PYTHON,
+    "vllm-cpu": VLLM_PYTHON,
 }
 """Interpreters by the target of the Makefile that makes their environment."""
 STARTED = {"install": "python", "bench-install": "bench"}

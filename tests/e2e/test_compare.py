@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 GRID = ("--methods", "dapo", "token-tis:weight_max=3", "--regimes", "on-policy", "stale-32+int3", "--seeds", "2")
 TINY = ("--set", "trainer.steps=3", "--set", "trainer.prompts=4", "--set", "eval.problems=16", "--workers", "2")
+ONE = (*TINY[:-1], "1")  # a worker more imports as long as few runs take
 
 
 def command(out: Path, *words: str) -> list[str]:
@@ -142,7 +143,7 @@ def test_more_seeds_are_added_and_a_changed_setting_is_refused(run: Grid, whole:
 def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(run: Grid, tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text(json.dumps({"prompt": "1=", "response": "1."}) + "\n")
     methods = ("dapo", f"luffy:demonstrations.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")
-    done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *TINY, "--json")
+    done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *ONE, "--json")
     values = json.loads(done.stdout)
     assert done.returncode == 1
     assert [(row["method"], row["diverged"]) for row in values["scores"]] == [("dapo", 0), (methods[2], 1)]
@@ -188,7 +189,7 @@ def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(run: Grid, tmp_path: P
     (tmp_path / "my_methods.py").write_text(surrogate)
     methods = ["my_masks:floor", "my_masks:floor:floor_min=0.1", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
     out = tmp_path / "grid"
-    done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *TINY, folder=tmp_path)
+    done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *ONE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["method"] for row in rows(out)] == methods
 

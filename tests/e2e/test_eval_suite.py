@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,20 +30,12 @@ WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", 
 PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
 
 
-class Command(Protocol):
-    """`trimtab WORDS` in a folder; with a killer, through `eval_killed.py`."""
-
-    def __call__(
-        self, *words: str, cwd: Path, killer: tuple[str, int] | None = None
-    ) -> subprocess.CompletedProcess[str]: ...
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def trimtab(python: forked.Run) -> Command:
-    def run(*words: str, cwd: Path, killer: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
-        return python(*(["-m", "trimtab"] if killer is None else [KILLER, *killer]), *words, cwd=cwd)
-
-    return run
+    return lambda *words, cwd, program=("-m", "trimtab"): python(*program, *words, cwd=cwd)
 
 
 def without_seconds(text: str) -> Any:
@@ -69,7 +62,7 @@ def test_a_kill_costs_one_batch_and_changes_no_bit(
     trimtab: Command, tmp_path: Path, whole: Any, killer: tuple[str, int]
 ) -> None:
     moment, number = killer
-    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, killer=killer)
+    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, program=(KILLER, moment, number))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert batches(tmp_path / "kept") == number - (moment == "inside")
     assert not (tmp_path / "kept" / "results.json").exists()

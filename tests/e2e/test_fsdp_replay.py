@@ -21,7 +21,7 @@ from trimtab.trainer.checkpoint import store
 from trimtab.trainer.models.load import load
 from trimtab.trainer.sft import laboratory_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 # 12 groups of about 55 tokens in micro-batches of at most 250: three micro-batches, so that 2 ranks need one that is
@@ -137,7 +137,6 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory, python: fork
     return {item.name: item for item in root.iterdir()}
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path], ranks: int) -> None:
     assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 8
@@ -145,7 +144,6 @@ def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path
     assert difference(runs["plain-1"], runs[f"plain-{ranks}"], steps=2) < ROUNDING / 10  # measured 2e-6
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nor_how_far_the_policy_moved(runs: dict[str, Path], ranks: int) -> None:
     """Empty micro-batches take part in its forwards and count nothing."""
@@ -158,7 +156,6 @@ def test_nor_how_far_the_policy_moved(runs: dict[str, Path], ranks: int) -> None
     assert one[8] > 1e-7
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "ranks"), RESUMED)
 def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], name: str, ranks: int) -> None:
     """Half of the steps were made by two ranks, half by another number; the last checkpoints hold the same."""
@@ -174,7 +171,6 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], na
             torch.testing.assert_close(other.tensors[section][key], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("variant", [*VARIANTS, "tied"])
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
     """In their numbers, and in the weights that the engine is given (adapters merged, a tied head once)."""
@@ -184,7 +180,6 @@ def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str)
     assert two == pytest.approx({name: one[name] for name in two}, rel=1e-6)
 
 
-@pytest.mark.timeout(1800)
 def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> None:
     """A layer's weights are gathered in bfloat16, so that those of its norms are rounded, too."""
     one, two = (numbers(runs[f"mixed-{ranks}"], "loss/policy", "optim/grad_norm") for ranks in (1, 2))
@@ -193,7 +188,6 @@ def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> No
     assert not torch.equal(one["optim/grad_norm"], two["optim/grad_norm"])
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", ["average", "twice"])
 def test_a_fault_in_the_sharing_would_be_seen(runs: dict[str, Path], fault: str) -> None:
     plain, broken = (numbers(runs[name], "optim/grad_norm")["optim/grad_norm"] for name in ("plain-1", fault))

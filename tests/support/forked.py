@@ -20,19 +20,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 
-class Run(Protocol):
+@dataclass(frozen=True)
+class Run:
     """Runs `python WORDS`, a script or `-m MODULE` with its arguments, and waits; kills it after `timeout` seconds.
 
     With `ranks` there are that many processes, with the variables that torchrun sets; what they print is in this order.
     """
 
+    server: subprocess.Popen[str]
+    folder: Path
+
     def __call__(
         self, *words: object, cwd: Path | None = None, timeout: int = 600, ranks: int = 1, **variables: str
-    ) -> subprocess.CompletedProcess[str]: ...
+    ) -> subprocess.CompletedProcess[str]:
+        given, streams = [str(word) for word in words], [f"{self.folder}/{name}" for name in ("out", "err")]
+        if ranks > 1:
+            from tests.support.ports import free_port  # not where this file is the program
+
+            port = str(free_port())
+            variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps([given, str(cwd or Path.cwd()), variables, streams, timeout, ranks]) + "\n")
+        self.server.stdin.flush()
+        code = int(self.server.stdout.readline())
+        printed = ("".join(Path(f"{stream}{rank}").read_text() for rank in range(ranks)) for stream in streams)
+        return subprocess.CompletedProcess(given, code, *printed)
 
 
 @contextlib.contextmanager
@@ -45,35 +62,17 @@ def starter(
         RuntimeError: a module cannot be imported.
     """
     base = {**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"}
-    command = [str(python), str(Path(__file__)), *modules]
+    command = [str(python), __file__, *modules]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=base) as server,
     ):
         assert server.stdin is not None
         assert server.stdout is not None
-        requests, answers, streams = server.stdin, server.stdout, [Path(folder, name) for name in ("out", "err")]
-        if answers.readline() != "ready\n":
+        if server.stdout.readline() != "ready\n":
             raise RuntimeError(f"{python} ended with {server.wait()} when it imported {', '.join(modules)}")
-
-        def run(
-            *words: object, cwd: Path | None = None, timeout: int = 600, ranks: int = 1, **variables: str
-        ) -> subprocess.CompletedProcess[str]:
-            given = [str(word) for word in words]
-            if ranks > 1:
-                from tests.support.ports import free_port  # not where this file is the program
-
-                port = str(free_port())
-                variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            request = [given, str(cwd or Path.cwd()), variables, [str(stream) for stream in streams], timeout, ranks]
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            code = int(answers.readline())
-            printed = ("".join(Path(f"{stream}{rank}").read_text() for rank in range(ranks)) for stream in streams)
-            return subprocess.CompletedProcess(given, code, *printed)
-
-        yield run
-        requests.close()
+        yield Run(server, Path(folder))
+        server.stdin.close()
 
 
 def main() -> None:
