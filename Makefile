@@ -6,7 +6,7 @@
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own; quickstart-tools-vllm likewise
 #   test-unit          unit tests: one to three minutes on two cores
 #   test               ruff, pyright, unit and end-to-end tests: 10 minutes and more on two cores
-#   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, every printed command: 30 to 45 minutes
+#   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, every printed command: 20 minutes and more
 #   test-all           test and test-slow, as continuous integration runs them
 #   docs               the documentation site, in build/site
 #   openenv            an OpenEnv server for tests, in an environment of its own
@@ -98,7 +98,7 @@ test: install
 	$(TYPES) & types=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-slow: install
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow tests/e2e tests/contract $$(grep -rl 'mark\.slow' tests/unit)
 
 test-all: test test-slow
 

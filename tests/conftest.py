@@ -45,8 +45,12 @@ settings.register_profile("many", max_examples=100, deadline=None)
 settings.load_profile("few")
 
 
+FIRST = "test_vllm_environment.py"  # which takes longest: so that both processes of `make test-slow` end together
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that claims no other tier is a unit test."""
+    items.sort(key=lambda item: item.path.name != FIRST)
     for item in items:
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
             item.add_marker(pytest.mark.unit)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import bench_environment, forked
 
 from trimtab.trainer.models import bundled
 
@@ -31,3 +33,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[forked.Run]:
+    """Runs programs that find imported what a run of the trainer imports."""
+    ours = ("trimtab.cli.main", "trimtab.trainer.run", "trimtab.report", "trimtab.diagnosis")
+    others = ("matplotlib.figure", "rich.console", "rich.table", "transformers.models.llama.modeling_llama")
+    with forked.starter(*ours, *others) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def bench() -> Iterator[forked.Run]:
+    """Runs programs in the environment of `make bench-install`, with this checkout's package and TRL imported."""
+    peers = ("tensordict", "ray", "trl.trainer.grpo_trainer", "trl.experimental.async_grpo.async_grpo_trainer")
+    variables = os.environ | {"PYTHONPATH": bench_environment.PATH, "TRL_EXPERIMENTAL_SILENCE": "1"}
+    with forked.starter(*peers, python=bench_environment.PYTHON, environment=variables) as run:
+        yield run

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from tests.support import forked
+from tests.support.processes import gone
 
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
@@ -22,17 +24,19 @@ pytestmark = pytest.mark.slow
 
 GRID = ("--methods", "dapo", "token-tis:weight_max=3", "--regimes", "on-policy", "stale-32+int3", "--seeds", "2")
 TINY = ("--set", "trainer.steps=3", "--set", "trainer.prompts=4", "--set", "eval.problems=16", "--workers", "2")
+ONE = (*TINY[:-1], "1")  # a worker more imports as long as few runs take
 
 
 def command(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "trimtab", "compare", *words, "--out", str(out)]
 
 
-def run(out: Path, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(out, *words), capture_output=True, text=True, check=False, env=environment, cwd=folder
-    )
+Grid = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(python: forked.Run) -> Grid:
+    return lambda out, *words, folder=None: python(*command(out, *words)[1:], cwd=folder)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -44,7 +48,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(run: Grid, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("grid") / "whole"
     done = run(out, *GRID, *TINY, "--markdown", str(out) + ".md")
     assert done.returncode == 0, done.stderr
@@ -75,7 +79,7 @@ def test_a_grid_leaves_a_table_a_page_and_small_run_directories(whole: Path) -> 
     }
 
 
-def test_killed_in_the_middle_it_goes_on_and_ends_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_goes_on_and_ends_bit_for_bit_the_same(run: Grid, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     with subprocess.Popen(command(out, *GRID, *TINY), stdout=subprocess.PIPE, text=True) as grid:
         assert grid.stdout is not None
@@ -91,22 +95,19 @@ def test_killed_in_the_middle_it_goes_on_and_ends_bit_for_bit_the_same(whole: Pa
     assert kept.items() <= {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}.items()
 
 
-def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_workers_die_with_the_process_that_started_them(run: Grid, tmp_path: Path) -> None:
     long = ("--methods", "dapo", "--regimes", "on-policy", "--seeds", "1", "--set", "trainer.steps=10000")
     with subprocess.Popen(command(tmp_path / "long", *long), stdout=subprocess.PIPE, text=True) as grid:
         metrics = tmp_path / "long/on-policy/dapo/seed0/metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-            os.sched_yield()
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert grid.poll() is None
+            time.sleep(0.05)
         grid.send_signal(signal.SIGKILL)
     # The run's lock is free again only when the worker is gone; a second grid in the folder takes it.
     done = run(tmp_path / "long", *long[:-1], "trainer.steps=10000", "--set", "optim.lr=1e-3")
     assert done.returncode == 2
     assert "optim.lr" in done.stderr
-    owner = int((metrics.parent / ".lock").read_text().split()[1])
-    while time.monotonic() < deadline and Path(f"/proc/{owner}").exists():
-        os.sched_yield()
-    assert not Path(f"/proc/{owner}").exists()
+    assert gone(int((metrics.parent / ".lock").read_text().split()[1]))
 
 
 def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: 
         known = len(steps)
 
 
-def test_more_seeds_are_added_and_a_changed_setting_is_refused(whole: Path) -> None:
+def test_more_seeds_are_added_and_a_changed_setting_is_refused(run: Grid, whole: Path) -> None:
     before = (whole / "results.parquet").read_bytes()
     other = run(whole, *GRID, *TINY, "--set", "optim.lr=1e-3")
     assert other.returncode == 2
@@ -139,10 +140,10 @@ def test_more_seeds_are_added_and_a_changed_setting_is_refused(whole: Path) -> N
     assert (whole / "results.parquet").read_bytes() == before
 
 
-def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(run: Grid, tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text(json.dumps({"prompt": "1=", "response": "1."}) + "\n")
     methods = ("dapo", f"luffy:demonstrations.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")
-    done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *TINY, "--json")
+    done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *ONE, "--json")
     values = json.loads(done.stdout)
     assert done.returncode == 1
     assert [(row["method"], row["diverged"]) for row in values["scores"]] == [("dapo", 0), (methods[2], 1)]
@@ -154,14 +155,13 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(tm
     assert status == {"dapo": "done", methods[1]: "failed", methods[2]: "diverged"}
 
 
-def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(python: forked.Run, tmp_path: Path) -> None:
     out = tmp_path / "stale"
     sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8", "compare.seeds=[0]", "compare.workers=1"]
     words = ["train", "quickstart-stale", *(word for change in sets for word in ("--set", change)), "--out", str(out)]
 
-    def train(*more: str) -> str:
-        command = [sys.executable, "-m", "trimtab", *words, *more]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    def train(*more: str) -> None:
+        assert python("-m", "trimtab", *words, *more).returncode == 0
 
     train()
     assert {(row["method"], row["regime"], row["status"]) for row in rows(out)} >= {
@@ -181,7 +181,7 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -
     assert [row["reward/mean"] for row in again] == [row["reward/mean"] for row in before]
 
 
-def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(tmp_path: Path) -> None:
+def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(run: Grid, tmp_path: Path) -> None:
     """The two files of CONTRIBUTING, in the folder where the command is typed, each with two values of its keyword."""
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     mask, surrogate = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -189,7 +189,7 @@ def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(tmp_path: Path) -> Non
     (tmp_path / "my_methods.py").write_text(surrogate)
     methods = ["my_masks:floor", "my_masks:floor:floor_min=0.1", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
     out = tmp_path / "grid"
-    done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *TINY, folder=tmp_path)
+    done = run(out, "--methods", *methods, "--regimes", "stale-32", "--seeds", "1", *ONE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["method"] for row in rows(out)] == methods
 
@@ -200,7 +200,7 @@ def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(tmp_path: Path) -> Non
     assert 0 < largest("clip/half", "my_methods_tanh_gap") < largest("clip/half", "my_methods_tanh_gap_tau_0.1")
 
 
-def test_tuned_rows_stand_beside_the_published_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+def test_tuned_rows_stand_beside_the_published_and_nothing_is_trained_twice(run: Grid, tmp_path: Path) -> None:
     out, few = tmp_path / "out", ("--regimes", "on-policy", "--seeds", "1", "--tune", "1")
     words = ("--methods", "grpo", "token-tis", *few, *TINY[:-2], "--set", "trainer.steps=1", "--workers", "2")
     done = run(out, *words, "--markdown", str(tmp_path / "table.md"), "--json")

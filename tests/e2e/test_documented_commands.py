@@ -1,4 +1,4 @@
-"""Every command that README, three pages and `--help` print runs as printed, in a fresh folder, through a shell.
+"""Every command that README, three pages and `--help` print runs as printed, in a fresh folder.
 
 `PLANS` says for each what is added so that it takes seconds: fewer steps, a tiny model, the laboratory. A command that
 is printed and not in the table fails the test, and so does a row that nothing prints. The pages' Python runs as well.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 import trimtab
 from trimtab.cli.main import app
@@ -181,24 +182,30 @@ def test_every_subcommand_that_the_pages_name_exists() -> None:
 
 
 @pytest.mark.slow
-def test_every_option_of_a_recipe_between_backticks_is_one(tmp_path: Path) -> None:
+def test_every_option_of_a_recipe_between_backticks_is_one(python: forked.Run, tmp_path: Path) -> None:
     spans = [span for span in re.findall(r"`(--set [^`\n]+)`", PAGES) if not span.endswith("=...")]
     assert len(spans) > 3
     for span in spans:
-        done = shell(f"trimtab show quickstart {span}", tmp_path)
+        done = typed(f"trimtab show quickstart {span}", tmp_path, python)
         assert done.returncode == 0, (span, done.stderr)
 
 
+BIN = Path(sys.executable).parent
+
+
 def shell(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def typed(command: str, folder: Path, python: forked.Run, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as the shell would, which splits it into words: `trimtab` without importing everything anew."""
+    if not command.startswith("trimtab "):
+        return shell(command, folder, **variables)
+    words = shell(f"printf '%s\\0' {command}", folder, **variables).stdout.split("\0")[:-1]
+    return python(BIN / words[0], *words[1:], cwd=folder, timeout=300, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +221,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def icepop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+def icepop(tmp_path_factory: pytest.TempPathFactory, tiny: Path, python: forked.Run) -> Path:
     """The run that the quickstart page trains and then evaluates, reports and exports."""
     folder = tmp_path_factory.mktemp("icepop")
     printed = "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop"
-    run_printed(printed, PLANS[printed], folder, tiny)
+    run_printed(printed, PLANS[printed], folder, tiny, python)
     return folder / "runs" / "icepop"
 
 
@@ -275,10 +282,10 @@ def prepare(folder: Path, needs: tuple[str, ...], request: pytest.FixtureRequest
             shutil.copytree(source, folder / need)
 
 
-def run_printed(command: str, plan: Plan, folder: Path, tiny: Path) -> None:
+def run_printed(command: str, plan: Plan, folder: Path, tiny: Path, python: forked.Run) -> None:
     for old, new in plan.instead:
         command = command.replace(old, new)
-    done = shell(f"{command} {plan.extra}", folder, TINY=str(tiny))
+    done = typed(f"{command} {plan.extra}", folder, python, TINY=str(tiny))
     assert done.returncode == plan.code, f"{command} {plan.extra}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
     for path in plan.leaves:
@@ -288,21 +295,25 @@ def run_printed(command: str, plan: Plan, folder: Path, tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", PLANS)
-def test_a_printed_command_runs(command: str, tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_printed_command_runs(
+    command: str, tiny: Path, tmp_path: Path, python: forked.Run, request: pytest.FixtureRequest
+) -> None:
     plan = PLANS[command]
     prepare(tmp_path, plan.needs, request)
-    run_printed(command, plan, tmp_path, tiny)
+    run_printed(command, plan, tmp_path, tiny, python)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TARGETS)
-def test_a_printed_target_exists_and_what_it_runs_does(command: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_printed_target_exists_and_what_it_runs_does(
+    command: str, tiny: Path, tmp_path: Path, python: forked.Run
+) -> None:
     done = shell(command.replace("make", "make -n"), ROOT)
     assert done.returncode == 0, done.stderr
     extra = TARGETS[command]
     if extra is not None:
         [line] = [line for line in done.stdout.splitlines() if "/trimtab train" in line]
-        run_printed(re.sub(r"^\S*/trimtab", "trimtab", line), Plan(extra), tmp_path, tiny)
+        run_printed(re.sub(r"^\S*/trimtab", "trimtab", line), Plan(extra), tmp_path, tiny, python)
         assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
 
 
@@ -360,10 +371,12 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
     ],
 )
 @pytest.mark.slow
-def test_python_of_the_pages_runs(index: int, before: str, after: str, tiny: Path, tmp_path: Path) -> None:
+def test_python_of_the_pages_runs(
+    index: int, before: str, after: str, tiny: Path, tmp_path: Path, python: forked.Run
+) -> None:
     problems = [{"problem": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(40)]
     write_rows(tmp_path / "train.jsonl", problems)
     (tmp_path / "mymodule.py").write_text("def politeness(completion, problem):\n    return len(completion) % 2\n")
     (tmp_path / "block.py").write_text(f"{before}\n{python_blocks()[index]}\n{after}\n")
-    done = shell("python block.py", tmp_path, TINY=str(tiny))
+    done = python(tmp_path / "block.py", cwd=tmp_path, TINY=str(tiny))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import forked
 
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer.config import load_config
@@ -26,12 +26,12 @@ WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", 
 PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
 
 
-def trimtab(*words: str, cwd: Path, killer: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
-    program = ["-m", "trimtab"] if killer is None else [str(KILLER), killer[0], str(killer[1])]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *program, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def trimtab(python: forked.Run) -> Command:
+    return lambda *words, cwd, program=("-m", "trimtab"): python(*program, *words, cwd=cwd)
 
 
 def without_seconds(text: str) -> Any:
@@ -45,7 +45,7 @@ def batches(folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def whole(trimtab: Command, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The uninterrupted evaluation, without --out."""
     laboratory_folder()
     done = trimtab(*WORDS, "--json", cwd=tmp_path_factory.mktemp("whole"))
@@ -54,9 +54,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("killer", [("inside", 1), ("between", 3), ("inside", 5), ("between", PARTS)])
-def test_a_kill_costs_one_batch_and_changes_no_bit(tmp_path: Path, whole: Any, killer: tuple[str, int]) -> None:
+def test_a_kill_costs_one_batch_and_changes_no_bit(
+    trimtab: Command, tmp_path: Path, whole: Any, killer: tuple[str, int]
+) -> None:
     moment, number = killer
-    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, killer=killer)
+    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, program=(KILLER, moment, number))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert batches(tmp_path / "kept") == number - (moment == "inside")
     assert not (tmp_path / "kept" / "results.json").exists()
@@ -68,7 +70,7 @@ def test_a_kill_costs_one_batch_and_changes_no_bit(tmp_path: Path, whole: Any, k
     assert batches(tmp_path / "kept") == PARTS
 
 
-def test_other_settings_and_other_weights_are_refused(tmp_path: Path) -> None:
+def test_other_settings_and_other_weights_are_refused(trimtab: Command, tmp_path: Path) -> None:
     words = ["--task", "sort:holdout=100", "--problems", "8", "--samples", "2", "--out", "kept"]
     done = trimtab("eval", "laboratory", *words, "--markdown", "first.md", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -109,7 +111,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(load_config(RECIPE), out=tmp_path_factory.mktemp("runs") / "run").run
 
 
-def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_path: Path) -> None:
+def test_a_run_its_checkpoints_and_its_start_side_by_side(trimtab: Command, trained: Path, tmp_path: Path) -> None:
     steps = [f"{trained}/checkpoints/step-{step:06d}" for step in (1, 2, 3)]
     done = trimtab("eval", str(trained), *steps, "--problems", "48", "--out", "kept", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -127,7 +129,7 @@ def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_pat
     assert "step-000009" in absent.stderr
 
 
-def test_the_same_name_with_new_weights_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_the_same_name_with_new_weights_is_refused(trimtab: Command, trained: Path, tmp_path: Path) -> None:
     """A run that trained on is another model; the kept counts are not its own."""
     shutil.copytree(trained, tmp_path / "run")
     words = ["eval", "run", "--problems", "8", "--out", "kept"]
@@ -139,7 +141,7 @@ def test_the_same_name_with_new_weights_is_refused(trained: Path, tmp_path: Path
     assert "model.weights" in done.stderr
 
 
-def test_relaying_by_a_run_says_which_helps(trained: Path, tmp_path: Path) -> None:
+def test_relaying_by_a_run_says_which_helps(trimtab: Command, trained: Path, tmp_path: Path) -> None:
     """A checkpoint that begins worse answers than the model must cost accuracy, and the table must say so."""
     words = ["--task", "sort", "--problems", "32", "--samples", "16", "--dtype", "float32", "--json"]
     done = trimtab("eval", "laboratory", *words, "--relay", f"{trained}/checkpoints/step-000003", cwd=tmp_path)

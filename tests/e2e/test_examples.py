@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 from trimtab.runs.directory import read_metrics
 
@@ -29,16 +30,13 @@ def commands(file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_an_example_runs_as_it_says(file: str, tmp_path: Path) -> None:
+def test_an_example_runs_as_it_says(file: str, python: forked.Run, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     assert commands(file), f"{file} does not begin with a command that runs it"
     for command in commands(file):
-        words = ["bash", "-c", command + SHORT * command.startswith("trimtab train laboratory")]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        words = shlex.split(command + SHORT * command.startswith("trimtab train laboratory"))
+        program = [Path(sys.executable).with_name("trimtab")] if words[0] == "trimtab" else []
+        done = python(*program, *words[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
         assert done.stdout, command
     for run in (tmp_path / "runs").glob("*"):
@@ -62,13 +60,12 @@ def test_grpo_from_scratch_is_short_and_learns() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_prints_what_it_shows(path: Path, python: forked.Run, tmp_path: Path) -> None:
     """Its code runs from top to bottom, and prints lines that begin as those that are committed."""
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     code = "\n".join("".join(cell["source"]) + '\nprint("---")' for cell in cells)
     (tmp_path / "cells.py").write_text(code)
-    words = [sys.executable, "cells.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = python(tmp_path / "cells.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [part.split("\n") for part in done.stdout.split("---\n")][:-1]
     assert len(printed) == len(cells)

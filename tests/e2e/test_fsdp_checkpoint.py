@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.programs.shards_worker import DAMAGES, whole
+from tests.support import forked
 
 from trimtab.trainer.checkpoint import state_tensors, store
 
@@ -19,17 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(300)
-def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+def test_three_ranks_write_one_checkpoint(python: forked.Run, tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
-    command += [
-        str(Path(__file__).parents[1] / "programs" / "shards_worker.py"),
-        str(tmp_path / "checkpoints"),
-        str(results),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = python(
+        Path(__file__).parents[1] / "programs" / "shards_worker.py", tmp_path / "checkpoints", results, ranks=3
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     reports = [json.loads(file.read_text()) for file in results.iterdir()]
     assert len(reports) == 3

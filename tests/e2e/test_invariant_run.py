@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support import forked
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
@@ -104,14 +102,11 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_score_the_bits_of_one(tmp_path: Path) -> None:
+def test_two_ranks_score_the_bits_of_one(python: forked.Run, tmp_path: Path) -> None:
     sets = [*SMALL, INVARIANT, *MIXED, "trainer.steps=2"]
     run(tmp_path / "one", *sets)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
-    command += ["train", "laboratory", "--out", str(tmp_path / "two"), *(f"--set={entry}" for entry in sets)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    changes = [f"--set={entry}" for entry in sets]
+    done = python("-m", "trimtab", "train", "laboratory", "--out", tmp_path / "two", *changes, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_exact(read_metrics(tmp_path / "two" / METRICS))
     one, two = (trajectories.read(tmp_path / name / "trajectories" / "step-000001.parquet") for name in ("one", "two"))

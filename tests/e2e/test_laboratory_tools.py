@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.commands import here
+from tests.support import forked
 from tests.support.run_results import untimed
 
 from trimtab.runs.trajectories import read
@@ -111,19 +111,19 @@ if __name__ == "__main__":
 """
 
 
-def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(tmp_path: Path) -> None:
+def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(
+    python: forked.Run, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-
-    script = [sys.executable, "mine.py", "run", *SMALL]
-    trained = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    trained = python(tmp_path / "mine.py", "run", *SMALL, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    evaluate = ["eval", "run", "--problems", "4", "--json"]
-    refused = here(*evaluate, cwd=tmp_path)
+    evaluate = ["-m", "trimtab", "eval", "run", "--problems", "4", "--json"]
+    refused = python(*evaluate, cwd=tmp_path)
     assert refused.returncode != 0
     said = " ".join(refused.stderr.split())
     assert "environment '__main__:Half' was given in Python" in said
     assert "--set environment.name=MODULE:Half" in said
-    named = here(*evaluate, "--set", "environment.name=mine:Half", cwd=tmp_path)
+    named = python(*evaluate, "--set", "environment.name=mine:Half", cwd=tmp_path)
     assert named.returncode == 0, named.stderr
     [result] = json.loads(named.stdout)["results"]
     assert result["episodes"]["calls"] > 0

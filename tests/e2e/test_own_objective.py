@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
 from tests.support.run_results import untimed
 
 import trimtab
@@ -148,9 +148,9 @@ def test_explain_takes_a_function_with_its_keywords(capsys: pytest.CaptureFixtur
     assert "did you mean 'tv_max'" in capsys.readouterr().err
 
 
-def test_the_example_runs_as_it_says(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/own_objective.py", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+def test_the_example_runs_as_it_says(python: forked.Run, tmp_path: Path) -> None:
+    done = python(ROOT / "examples" / "own_objective.py", tmp_path / "run", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     assert "keep where |π(y_t) − μ(y_t)| ≤ 0.1" in done.stdout
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert f"{last['reject/gap']:.1%} of the tokens left out" in done.stdout

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import bench_environment, forked
+from tests.support.bench_environment import needs_bench, result_of
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no peers here: make bench-install installs them"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
 
 
-def run(trainer: str) -> dict[str, Any]:
-    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "printed_lines.py"), trainer]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+def cases_of(bench: forked.Run, trainer: str) -> Any:
+    path = os.pathsep.join([bench_environment.PATH, os.environ.get("PYTHONPATH", "")])
+    ended = bench(Path(__file__).parents[1] / "programs" / "printed_lines.py", trainer, timeout=900, PYTHONPATH=path)
     if "No module named 'hydra'" in ended.stderr:
         pytest.skip("no hydra here: make bench-install installs it")
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    return result_of(ended)
 
 
 def check_equal(case: dict[str, Any], name: str) -> None:
@@ -36,8 +27,8 @@ def check_equal(case: dict[str, Any], name: str) -> None:
     assert case["gradient"] <= 1e-6, name
 
 
-def test_overrides_for_verl_are_its_own_loss_or_say_what_differs() -> None:
-    cases = run("verl")
+def test_overrides_for_verl_are_its_own_loss_or_say_what_differs(bench: forked.Run) -> None:
+    cases = cases_of(bench, "verl")
     equal = {name for name, case in cases.items() if "loss" in case}
     own = {name for name in equal if "loss_mode=trimtab-" not in cases[name]["text"]}
     for name, case in cases.items():
@@ -50,8 +41,8 @@ def test_overrides_for_verl_are_its_own_loss_or_say_what_differs() -> None:
     assert {"m2po", "geo-mask", "gmpo", "oapl", "luffy", "soup", "token-alp"} <= cases.keys() - equal
 
 
-def test_calls_for_trl_are_its_own_loss_or_name_the_adapter() -> None:
-    cases = run("trl")
+def test_calls_for_trl_are_its_own_loss_or_name_the_adapter(bench: forked.Run) -> None:
+    cases = cases_of(bench, "trl")
     for name, case in cases.items():
         if "loss" in case:
             check_equal(case, name)

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_killed_and_a_resumed_start_are_both_known(tmp_path: Path) -> None:
+def test_a_killed_and_a_resumed_start_are_both_known(python: forked.Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = ["trainer.steps=40", "trainer.prompts=2", "eval.every=0", "eval.problems=4", "checkpoint.every=1"]
     words = ["train", "laboratory", *(word for change in sets for word in ("--set", change)), "--out", str(out)]
@@ -24,17 +25,14 @@ def test_a_killed_and_a_resumed_start_are_both_known(tmp_path: Path) -> None:
         assert run.stdout is not None
         next(line for line in run.stdout if line.startswith("step 3/"))
         run.send_signal(signal.SIGKILL)
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert python(*command[1:], "--resume").returncode == 0
     first, second = json.loads((out / "provenance.json").read_text())
     assert (first["first_step"], first["ended"], first["last_step"]) == (1, None, None)
     assert 3 <= second["first_step"] <= 40
     assert second["last_step"] == 40
     assert second["command"].endswith(f"--out {out} --resume")
     assert first["command"].startswith("trimtab train laboratory --set trainer.steps=40")
-    words = [sys.executable, "-m", "trimtab", "report", str(out), "--json"]
-    report = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(report.stdout)["provenance"] == [first, second]
+    assert json.loads(python("-m", "trimtab", "report", out, "--json").stdout)["provenance"] == [first, second]
     page = (out / "report.html").read_text()
     assert "Resumed" in page
     assert second["hardware"]["cpu"] in page

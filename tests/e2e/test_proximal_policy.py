@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import forked
 from tests.support.run_results import untimed, weights
 from torch import nn
 
@@ -117,18 +116,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lora: int, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_ranks_score_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_score_as_one_does(python: forked.Run, tmp_path: Path) -> None:
     """Micro-batches of several versions or of none of them on a rank; copies are sharded, also in a checkpoint."""
     sets = (STALE, SNAPSHOT, "trainer.minibatches=2", "trainer.micro_batch_tokens=100", "trainer.steps=4")
     sets += ("checkpoint.every=2",)
     alone = run(tmp_path / "one", *sets, steps=4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
-    command += ["train", "laboratory", "--out", str(tmp_path / "two"), *(f"--set={key}" for key in (*SMALL, *sets))]
-    subprocess.run(command, check=True, capture_output=True)
+    command = ["-m", "trimtab", "train", "laboratory", "--out", str(tmp_path / "two")]
+    command += [f"--set={key}" for key in (*SMALL, *sets)]
+    assert python(*command, ranks=2).returncode == 0
     both = untimed(tmp_path / "two", "eval/")
     for mine, its in zip(both, alone, strict=True):
         for key in ("mismatch/k3", "drift/staleness_q05", "optim/grad_norm", "lag/max"):
             assert mine[key] == pytest.approx(its[key], rel=1e-3, abs=ROUNDING), (mine["step"], key)
     shutil.rmtree(list_checkpoints(tmp_path / "two" / "checkpoints")[-1])
-    subprocess.run([*command, "--resume"], check=True, capture_output=True)
+    assert python(*command, "--resume", ranks=2).returncode == 0
     assert untimed(tmp_path / "two", "eval/") == both

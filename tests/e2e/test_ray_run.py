@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.support.ray_support import Cluster, free_port, local_cluster
+from tests.support.ports import free_port
+from tests.support.ray_support import Cluster, local_cluster
 from tests.support.turns import check_episodes
 
 pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")

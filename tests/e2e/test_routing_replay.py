@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.programs import fsdp_worker
+from tests.support import forked
 from tests.support.run_results import untimed, weights
 
 from trimtab.errors import TrimtabError
@@ -210,7 +208,7 @@ def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_replay_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_replay_what_one_does(python: forked.Run, tmp_path: Path) -> None:
     """Micro-batches are small, so that each rank has some and one of them an empty one."""
     sets = [*SMALL, COARSE, "trainer.steps=2", "trainer.micro_batch_tokens=90", "eval.problems=4"]
     both = {
@@ -227,14 +225,7 @@ def test_two_ranks_replay_what_one_does(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     fsdp_worker.main(jobs(1))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs(2)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    done = subprocess.run(
-        [*command, str(tmp_path / "jobs.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = python(WORKER, tmp_path / "jobs.json", ranks=2)
     assert done.returncode == 0, done.stderr[-30000:]
     keys = ("loss/policy", "optim/grad_norm", "mismatch/k3", "mismatch/abs_diff_max", "routing/agreement")
     for name in ("rollout", "proximal"):

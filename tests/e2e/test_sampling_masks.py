@@ -5,9 +5,6 @@ Sampler and trainer are both float32 here, so that what the sets do not explain 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import forked
 
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
@@ -79,12 +77,9 @@ def test_a_resumed_run_has_the_sets_of_what_was_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ratios_are_one_on_two_ranks(tmp_path: Path) -> None:
+def test_ratios_are_one_on_two_ranks(python: forked.Run, tmp_path: Path) -> None:
     sets = [f"--set={entry}" for entry in (*SMALL, *CUT, "trainer.steps=1", "trainer.micro_batch_tokens=200")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
-    command += ["train", "laboratory", "--out", str(tmp_path / "run"), *sets]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = python("-m", "trimtab", "train", "laboratory", "--out", tmp_path / "run", *sets, ranks=2)
     assert done.returncode == 0, done.stderr[-2000:]
     [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert row["mismatch/abs_diff_max"] < FLOAT_ERROR

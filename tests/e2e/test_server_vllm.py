@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
+from tests.support.ports import free_port
 from tests.support.turns import check_episodes
 from torch import nn
 
@@ -79,9 +79,7 @@ def prompts(smollm: LoadedModel) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server and its URL; the engine waits for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(PYTHON), *SERVE, "--model", str(bundled.folder()), "--port", str(port)]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as file:

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support import forked
+from tests.support.bench_environment import needs_bench, result_of
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no tinker here: make bench-install installs it"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
 
 
-def test_the_weights_of_the_backward_pass_are_the_gradient() -> None:
-    ended = subprocess.run(
-        [str(PYTHON), str(ROOT / "tests" / "programs" / "tinker_loss.py")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    results = json.loads(ended.stdout)
+def test_the_weights_of_the_backward_pass_are_the_gradient(bench: forked.Run) -> None:
+    results = result_of(bench(Path(__file__).parents[1] / "programs" / "tinker_loss.py"))
     assert set(results) == {"icepop", "seq-tis", "m2po", "token-bypass"}
     for gaps in results.values():
         assert gaps["largest"] > 0.01

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
+from tests.support.bench_environment import needs_bench, result_of
 
 import trimtab
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+pytestmark = [pytest.mark.slow, needs_bench]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
-]
+PROGRAM = Path(__file__).parents[1] / "programs" / "trl_async.py"
+Part = Callable[[str], Any]
 
 
-def start(what: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_async.py"), what, str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"} | variables
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+@pytest.fixture
+def run(bench: forked.Run, tmp_path: Path) -> Part:
+    """Calls a function of `trl_async.py` with this test's folder, in a process of its own."""
+    return lambda part: result_of(bench(PROGRAM, part, tmp_path, timeout=900))
 
 
-def result(process: subprocess.Popen[str]) -> Any:
-    output, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, errors[-2000:]
-    return json.loads(output.splitlines()[-1])
-
-
-def test_token_bypass_is_the_loss_of_trl_and_whole_updates_have_one_denominator(tmp_path: Path) -> None:
-    cases = result(start("parity", tmp_path))
+def test_token_bypass_is_the_loss_of_trl_and_whole_updates_have_one_denominator(run: Part) -> None:
+    cases = run("parity")
     for name in ("one micro-batch", "three, weighted by tokens", "mixture"):
         assert cases[name]["scale"] > 0.1, name
         assert cases[name]["loss"] <= 1e-6, name
@@ -48,9 +39,9 @@ def test_token_bypass_is_the_loss_of_trl_and_whole_updates_have_one_denominator(
     assert not any(name.startswith("clip_ratio") for name in cases["metrics"])
 
 
-def test_every_preset_has_the_loss_and_gradient_of_the_library_however_samples_are_packed(tmp_path: Path) -> None:
+def test_every_preset_has_the_loss_and_gradient_of_the_library_however_samples_are_packed(run: Part) -> None:
     """Samples of one and two turns with shared prompts and different ages, in one, two and four rows."""
-    cases = result(start("presets", tmp_path))
+    cases = run("presets")
     planted = {name: case for name, case in cases.items() if name.startswith("planted")}
     assert len(planted) == 3
     assert {"token-bypass, 4", "seq-mis, 4", "turn-tis, 4", "opsm, 4", "m2po, 4", "a3po, 4", "kept, 4"} <= cases.keys()
@@ -67,28 +58,29 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library_however_samples_a
         assert abs(cases[f"{one}, 1"]["value"] - cases[f"{other}, 1"]["value"]) > 1e-4, one
 
 
-def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) -> None:
-    run = result(start("own", tmp_path))
-    plain, watched, alone = run["log"]
+def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(run: Part) -> None:
+    found = run("own")
+    plain, watched, alone = found["log"]
     assert plain == watched == alone
-    assert {"loss", "grad_norm", "kl", "clip_ratio/high_mean"} <= set(run["names"])
-    assert len({row[run["names"].index("loss")] for row in plain}) == 4
-    assert run["weights"]
-    assert run["random"]
-    assert all(key.startswith("trimtab/") for key in run["added"])
-    assert run["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
-    assert run["observed"] == [0.0, 1.0, 2.0, 3.0]
-    assert run["sample"]
+    assert {"loss", "grad_norm", "kl", "clip_ratio/high_mean"} <= set(found["names"])
+    assert len({row[found["names"].index("loss")] for row in plain}) == 4
+    assert found["weights"]
+    assert found["random"]
+    assert all(key.startswith("trimtab/") for key in found["added"])
+    assert found["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
+    assert found["observed"] == [0.0, 1.0, 2.0, 3.0]
+    assert found["page"]  # The monitor that was given is closed.
 
 
-def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(tmp_path: Path) -> None:
-    cases = result(start("whole", tmp_path))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start("whole", tmp_path, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
-    first, second = (result(rank)["trimtab, 2"] for rank in ranks)
+def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(
+    bench: forked.Run, run: Part, tmp_path: Path
+) -> None:
+    cases = run("whole")
+    both = bench(PROGRAM, "whole", tmp_path, ranks=2)
+    assert both.returncode == 0, both.stderr[-2000:]
+    first, second = (
+        json.loads(line)["trimtab, 2"] for line in both.stdout.splitlines() if line.startswith('{"trimtab')
+    )
     expected = cases["trimtab, 1"]["weights"]
     for found in (cases["trimtab, 4"], first, second):
         assert found["weights"] == pytest.approx(expected, abs=1e-5)
@@ -97,22 +89,22 @@ def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(tmp_p
     assert max(abs(one - other) for one, other in plain) > 0.05
 
 
-def test_icepop_trains_and_its_log_probs_are_written_with_the_versions_of_the_weights(tmp_path: Path) -> None:
+def test_icepop_trains_and_its_log_probs_are_written_with_their_versions(run: Part, tmp_path: Path) -> None:
     """All samples are of the first version; the first one has a token that the sampler did not score."""
-    run = result(start("train", tmp_path))
-    assert (run["rows"], run["wrong"]) == (32, 0)
-    assert run["logp"] <= 2e-6
-    assert run["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
-    assert run["age"] == [0.0, 1.0, 2.0, 3.0]
-    assert run["unscored"] == [0.125, 0.0, 0.0, 0.0]  # One of eight responses: a random token is never certain.
-    assert run["forwarded"][0] == run["unique"]  # The forward pass that looks for such tokens is not counted.
-    assert {"trimtab/reject/tokens", "trimtab/weight/mean", "trimtab/mismatch/k3"} <= set(run["metrics"])
+    found = run("train")
+    assert (found["rows"], found["wrong"]) == (32, 0)
+    assert found["logp"] <= 2e-6
+    assert found["versions"] == [[1, 0, 0], [2, 0, 1], [3, 0, 2], [4, 0, 3]]
+    assert found["age"] == [0.0, 1.0, 2.0, 3.0]
+    assert found["unscored"] == [0.125, 0.0, 0.0, 0.0]  # One of eight responses: a random token is never certain.
+    assert found["forwarded"][0] == found["unique"]  # The forward pass that looks for such tokens is not counted.
+    assert {"trimtab/reject/tokens", "trimtab/weight/mean", "trimtab/mismatch/k3"} <= set(found["metrics"])
     measured = trimtab.diagnose(tmp_path / "logps").measured
     assert [row["k3"] > 0 for row in measured.size.by_step] == [True] * 4
 
 
-def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_path: Path) -> None:
-    assert result(start("refusals", tmp_path)) == [
+def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(run: Part) -> None:
+    assert run("refusals") == [
         "AsyncGRPO cannot train oapl: its advantages are those of OAPL's regression, which Trimtab's trainer computes "
         "from rewards",
         "AsyncGRPO cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this "

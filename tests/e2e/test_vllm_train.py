@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +13,9 @@ from trimtab.cli.doctor import vllm
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.trajectories import read
+from trimtab.trainer.config import load_config
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train
 from trimtab.trainer.sandbox.python_pool import sandbox_unavailable
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -24,20 +23,10 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 SETS = ["engine.type=vllm", "engine.vllm.memory=0.05", "eval.problems=16", "eval.every=0", "checkpoint.every=2"]
 
 
-def train(out: Path, *more: str, recipe: str = "laboratory", sets: Sequence[str] = SETS) -> str:
-    command = [sys.executable, "-m", "trimtab", "train", recipe, "--out", str(out), *more]
-    command += [word for item in sets for word in ("--set", item)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 def test_a_run_and_its_continuation_agree_with_the_trainer_at_every_step(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    train(out, "--set", "trainer.steps=4")
-    train(out, "--resume", "--set", "trainer.steps=6")
+    train(load_config("laboratory", [*SETS, "trainer.steps=4"]), out=out, observer=NullObserver())
+    train(load_config("laboratory", [*SETS, "trainer.steps=6"]), out=out, observer=NullObserver(), resume=True)
     rows = read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 7))
     for row in rows:
@@ -56,7 +45,9 @@ def test_turns_of_a_run_begin_in_the_prefix_cache(tmp_path: Path) -> None:
         for a, b in ((412, 739), (127, 856))
     ]
     sets = [f"environment.instructions={json.dumps(''.join(shown))}", "trainer.prompts=2", "trainer.steps=1"]
-    train(tmp_path / "run", recipe="quickstart-tools-vllm", sets=[*sets, "eval.problems=2"])
+    sets += ["trainer.samples=4"]
+    config = load_config("quickstart-tools-vllm", [*sets, "eval.problems=2"])
+    train(config, out=tmp_path / "run", observer=NullObserver())
     [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert row["episode/calls"] > 0.3
     assert row["mismatch/k3"] < 0.01

@@ -1,7 +1,7 @@
 """Trains one step with TRL's GRPOTrainer and one with Trimtab, with the same class as environment.
 
-Run by the interpreter of `make bench-install`: `python trl_environment.py MODEL OUT`. Prints what each of the two did
-with the class, as JSON.
+Run by the interpreter of `make bench-install`: `python trl_environment.py MODEL OUT`. TRL trains MODEL, Trimtab the
+bundled one. Prints what each of the two did with the class, as JSON.
 """
 
 from __future__ import annotations

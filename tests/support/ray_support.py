@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from tests.support.ports import free_port
 
 STORE = 128 << 20  # bytes; Ray's smallest is 75 MiB
 # No process before it is needed, no reports home, no metrics: two cores are few.
@@ -28,12 +28,6 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ |= QUIET  # Ray reads some of them when it is imported, in this process too
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)

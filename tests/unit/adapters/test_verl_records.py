@@ -219,6 +219,7 @@ def arguments(tree: ast.AST, function: str) -> list[str]:
     return [argument.arg for argument in result.args.args]
 
 
+@pytest.mark.slow  # it reads an environment that continuous integration makes beside `make test`
 def test_verls_own_source_still_matches() -> None:
     root = source()
     v1 = (root / "trainer/ppo/v1/trainer_base.py").read_text()
