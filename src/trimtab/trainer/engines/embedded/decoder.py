@@ -204,7 +204,8 @@ class CachedDecoder:
         self._mask[rows] = F.pad(self._mask[rows, :-1], (1, 0))
         left = int(self._mask.any(0).int().argmax())
         self._mask = self._mask[:, left:]
-        for layer in self._cache.layers:
+        layers: list[Any] = self._cache.layers
+        for layer in layers:
             for states in (layer.keys, layer.values):
                 states[rows, :, 1:] = states[rows, :, :-1]
             layer.keys, layer.values = layer.keys[:, :, left:], layer.values[:, :, left:]

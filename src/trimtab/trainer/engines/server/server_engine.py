@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.decoding_rows import (
     DecodingRow,
