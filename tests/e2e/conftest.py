@@ -12,7 +12,7 @@ from tests.support import bench_environment, forked
 from trimtab.trainer.models import bundled
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_prompts_measured() -> Iterator[None]:
     """Of up to 2,000 prompts a run measures the lengths, which takes as long as two steps of the laboratory."""
     with pytest.MonkeyPatch.context() as patch:

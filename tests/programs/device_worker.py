@@ -25,7 +25,7 @@ from tests.support.device_events import LOG, Event
 from tests.support.run_results import untimed, weights
 
 from trimtab.runs.layout import list_checkpoints
-from trimtab.trainer import run
+from trimtab.trainer import build_model, run
 from trimtab.trainer.config import load_config
 from trimtab.trainer.evaluation import Settings, compare
 from trimtab.trainer.export import export
@@ -56,9 +56,9 @@ def phase(event: Event) -> str:
 
 def trained(recipe: str, out: Path, overrides: list[str]) -> dict[str, Any]:
     config = load_config(recipe, overrides)
-    run.default_device = lambda: torch.device("cpu")
+    build_model.default_device = lambda: torch.device("cpu")
     run.train(config, out=out / "cpu")
-    run.default_device = lambda: DEVICE
+    build_model.default_device = lambda: DEVICE
     LOG.events.clear()
     run.train(config, out=out / "device")
     rows = {name: untimed(out / name) for name in ("cpu", "device")}
@@ -78,7 +78,7 @@ def largest(values: Iterable[torch.Tensor]) -> float:
 
 def continued(out: Path, overrides: list[str]) -> dict[str, Any]:
     """Whether the resumed run is the same, and accuracies of its exported model on the CPU and on the device."""
-    load.default_device = run.default_device = lambda: DEVICE
+    load.default_device = build_model.default_device = lambda: DEVICE
     config = load_config("laboratory", overrides)
     run.train(config, out=out / "whole")
     shutil.copytree(out / "whole", out / "resumed")

@@ -15,7 +15,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ class LlamaBlocks:
         self.captures = Captures()
         self.is_dense = not any(isinstance(block.mlp, Qwen3MoeSparseMoeBlock) for block in self.layers)
         # Weight and bias of linear layers that have one input, by these layers.
-        self._packed: Mapping[tuple[Any, ...], tuple[Tensor, Tensor | None]] = MappingProxyType({})
+        self._packed: Mapping[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
 
     def packed(self, rows: int) -> LlamaBlocks:
         """Returns a copy with weights packed for products of about `rows` rows; it does not follow later updates.
