@@ -58,7 +58,7 @@ def test_no_run_with_samples_this_stale_is_called_healthy_and_a_correction_is_na
     [
         ("lag-8", "Healthy over 40 steps, but k3 is ", "of samples up to 8 updates old, for which token-tis corrects"),
         ("int3", "Not healthy over 20 steps: ", "too much for a dense model"),
-        ("collapse", "Not healthy over 24 steps: ", "held-out accuracy on sort fell from "),  # trainer and sampler agree
+        ("collapse", "Not healthy over 24 steps: ", "held-out accuracy on sort fell from "),
         (
             "cut",
             "Not healthy over 6 steps: nothing was learned in 6 of 6 steps: every response got reward 0,",
