@@ -12,14 +12,6 @@ from tests.support import bench_environment, forked
 from trimtab.trainer.models import bundled
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_prompts_measured() -> Iterator[None]:
-    """Of up to 2,000 prompts a run measures the lengths, which takes as long as two steps of the laboratory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trimtab.trainer.rollout.prompts.MAX_SURVEYED", 64)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model of two layers with the tokenizer of SmolLM2; vLLM has no kernels for heads below 32."""

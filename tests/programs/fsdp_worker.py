@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.runs import trajectories
-from trimtab.trainer import batching, followers, run
+from trimtab.trainer import batching, build_model, run
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models import sharding
@@ -80,7 +80,7 @@ def plant(fault: str | None) -> None:
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(float(mesh.size()))
 
-        followers.apply_fsdp = averaged
+        build_model.apply_fsdp = averaged
     elif fault == "twice":
         assign_micro_batches = batching.assign_micro_batches
 
