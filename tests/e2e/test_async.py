@@ -168,4 +168,6 @@ def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path
     assert killed["trainer"] + killed["engine"] > 0
     assert consumed(out) == in_order(STEPS)
     state = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["feed"]
-    assert (state["drawn"], state["unfinished"]) == (STEPS * PROMPTS, [])
+    assert (state["consumed"], state["drawn"]) == (STEPS * PROMPTS, STEPS * PROMPTS)
+    assert not state["dropped"]
+    assert not state["unfinished"]

@@ -4,7 +4,7 @@ Groups are numbered in the order of the prompt stream. Each number is assigned o
 
     pending -> running -> ready -> consumed       in exactly one batch
       ^__________/   \\        \\
-      (engine lost)   \\________\\-> dropped
+      (engine lost)   \\________\\-> dropped       with a reason, counted
 
 `no_signal` is the state of a ready group without reward variance under dynamic sampling: it is used in a batch only if
 no other group is left.
@@ -17,8 +17,9 @@ groups before it are consumed first:
 `latest` is the largest version at which the next batch can be taken. A batch is made of finished groups among `window`
 consecutive numbers from the oldest unfinished one on, so that at most `window` - 1 younger groups pass a slow one. The
 number of groups before it only decreases and updates may be skipped but not added, so the left side only decreases
-after the admission. There is one exception: a batch of groups without signal advances the version without consuming
-admitted groups; groups that are then too old expire.
+after the admission. There is one exception: a
+batch of groups without signal advances the version without consuming admitted groups; groups that are then too old
+expire.
 
 Without `ahead` groups are admitted only for the batch that the trainer is waiting for: generation and training take
 turns.
@@ -27,11 +28,14 @@ turns.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 State = Literal["pending", "running", "ready", "no_signal"]
+
+STALE, NO_SIGNAL = "stale", "no_signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Schedule:
     latest: float = math.inf  # nothing is admitted before the first call of `wait`
     waiting: bool = False
     batches_left: int | None = None
+    consumed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
     _live: dict[int, GroupEntry] = field(default_factory=dict)
 
     def reserve(self, count: int, version: int) -> GroupRange:
@@ -142,8 +148,9 @@ class Schedule:
                     f"group {number} is {self.age(number, now):g} updates old, the bound is {self.max_lag:g}"
                 )
             del self._live[number]
+            self.consumed += 1
         for number in self._numbers_in_state("no_signal"):
-            del self._live[number]
+            self.drop(number, NO_SIGNAL)
         self.latest, self.waiting = now + self.updates, False
         if self.batches_left is not None:
             self.batches_left -= 1
@@ -157,8 +164,12 @@ class Schedule:
         stale = [number for number, entry in self._entries() if self.latest - entry.oldest > self.max_lag]
         stale = [number for number in stale if self._live[number].state in ("running", "ready")]
         for number in stale:
-            del self._live[number]
+            self.drop(number, STALE)
         return stale
+
+    def drop(self, number: int, reason: str) -> None:
+        del self._live[number]
+        self.dropped[reason] += 1
 
     def age(self, number: int, now: int) -> float:
         """Returns the age in updates of the oldest token of a live group."""
@@ -175,13 +186,24 @@ class Schedule:
         """Whether a number is live."""
         return number in self._live
 
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON. Running groups are generated again, groups without signal are not."""
-        return {"drawn": self.drawn, "ready": self.ready(), "unfinished": self.unfinished()}
+        dropped = self.dropped + Counter({NO_SIGNAL: len(self._numbers_in_state("no_signal"))})
+        return {
+            "drawn": self.drawn,
+            "consumed": self.consumed,
+            "dropped": dict(dropped),
+            "ready": self.ready(),
+            "unfinished": self.unfinished(),
+        }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
         """Restores `state()`; `oldest` is the oldest version of each ready group."""
-        self.drawn = state["drawn"]
+        self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], Counter(state["dropped"])
         self._live = {number: GroupEntry("pending") for number in state["unfinished"]}
         self._live |= {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
 

@@ -20,6 +20,7 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
+from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
 
@@ -199,7 +200,7 @@ def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) 
     stats = RolloutStats()
     one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     groups = source.collector.score_groups(request, [prompt], [[one, one]], stats)
-    del source.buffer.schedule._live[request.first]  # pyright: ignore[reportPrivateUsage]
+    source.buffer.schedule.drop(request.first, STALE)
     source.buffer.deliver(request, groups, stats)
     assert stats.discarded_lengths == [3, 3]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.trainer.rollout.schedule import GroupRange, Schedule
+from trimtab.trainer.rollout.schedule import NO_SIGNAL, STALE, GroupRange, Schedule
 
 STEPS = 8
 EXAMPLES = max(30, settings().max_examples)
@@ -132,10 +132,10 @@ class World:
         self.waiting = False
 
     def _balance(self) -> None:
-        """No number is both consumed and live, and none is live that was not drawn."""
-        live = self.schedule._live.keys()  # pyright: ignore[reportPrivateUsage]
-        assert live.isdisjoint(number for batch in self.batches for number in batch)
-        assert max(live, default=-1) < self.schedule.drawn
+        """Every number is consumed, dropped with a reason, or live."""
+        books = self.schedule
+        assert books.consumed == sum(len(batch) for batch in self.batches)
+        assert books.drawn == books.consumed + books.dropped.total() + books.live
 
 
 SIZES = {
@@ -156,6 +156,7 @@ def test_in_order_every_batch_is_the_next_groups_and_young_enough(
     world = World(chance, prompts, updates, lag, lanes, sync_every)
     world.live()
     assert world.batches == [list(range(i * prompts, (i + 1) * prompts)) for i in range(STEPS)]
+    assert not world.schedule.dropped
     assert world.schedule.drawn == STEPS * prompts  # nothing is generated for batches after the last
 
 
@@ -169,20 +170,20 @@ def test_within_a_window_few_younger_groups_pass_a_slow_one_and_none_is_too_old(
     world.live()
     order = [number for batch in world.batches for number in batch]
     assert len(set(order)) == STEPS * prompts
-    live = world.schedule._live  # pyright: ignore[reportPrivateUsage]
-    assert world.schedule.drawn == len(order) + len(live), "none was dropped"
+    assert not world.schedule.dropped
     for place, number in enumerate(order):
         assert sum(other > number for other in order[:place]) < window
 
 
 @given(**SIZES)
 @settings(max_examples=EXAMPLES)
-def test_out_of_order_what_is_too_old_is_dropped(
+def test_out_of_order_what_is_too_old_is_dropped_and_counted(
     chance: Random, prompts: int, updates: int, spare: int, lanes: int
 ) -> None:
     world = World(chance, prompts, updates, updates + spare, lanes, window=math.inf)
     world.live()
     assert all(len(batch) == prompts for batch in world.batches)
+    assert set(world.schedule.dropped) <= {STALE}
 
 
 @given(**SIZES, signal=st.floats(0.0, 1.0), in_order=st.booleans())
@@ -195,6 +196,7 @@ def test_groups_without_signal_are_replaced_within_bounds(
     )
     world.live()
     assert all(1 <= len(batch) <= prompts for batch in world.batches)
+    assert set(world.schedule.dropped) <= {STALE, NO_SIGNAL}
 
 
 @given(**{name: SIZES[name] for name in ("chance", "prompts", "updates", "lanes")})
@@ -260,6 +262,7 @@ def test_a_batch_of_spares_makes_what_was_generated_ahead_too_old() -> None:
     assert books.age(3, 3) == 3
     assert books.expire() == [3]
     assert books.batch() is None
+    assert books.dropped == {STALE: 1}
 
 
 def test_lost_requests_come_first_and_in_order() -> None:
