@@ -108,13 +108,13 @@ def examine(out: Path) -> None:
     books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["feed"]
     twice = [group for group, times in groups.items() if times > 1]
     pending = len(books["ready"] + books["unfinished"])
-    lost = books["drawn"] - len(groups) - sum(books["dropped"].values()) - pending
+    lost = books["drawn"] - books["consumed"] - sum(books["dropped"].values()) - pending
     print(f"steps {len(rows)}, groups {len(groups)}, restarts of engines {sum(row['engine/restarts'] for row in rows)}")
     print(f"groups in more than one batch: {len(twice)}; neither consumed, pending nor dropped: {lost}")
     print(f"dropped {books['dropped']}, pending {pending}")
     total = ages.total()
     print("age of consumed tokens: " + ", ".join(f"{age}: {ages[age] / total:.1%}" for age in sorted(ages)))
-    if twice or lost or max(ages) > LAG:
+    if twice or lost or max(ages) > LAG or len(groups) != books["consumed"]:
         raise SystemExit("FAILED")
     print(f"no token was older than {LAG} updates")
 
