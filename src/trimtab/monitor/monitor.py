@@ -6,9 +6,8 @@ import atexit
 import json
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, Status, TrimtabWarning
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
-from trimtab.monitor.response_sample import Sample
+from trimtab.monitor.response_sample import Sample, plain
 from trimtab.objectives import Metrics
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
@@ -215,8 +214,9 @@ class Monitor:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
             names = [alarm.name for alarm in found]
+            metrics = {name: plain(value) for name, value in step.metrics.items()}
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": number, **_json_numbers(step.metrics), "alarms": names}) + "\n")
+                file.write(json.dumps({"step": number, **metrics, "alarms": names}) + "\n")
 
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
@@ -260,15 +260,12 @@ def _on_cpu(ratio: MeanRatio) -> MeanRatio:
     return MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()})
 
 
-def _json_numbers(metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-
-
 def warn(alarm: Alarm) -> None:
     """Warns of an alarm in one line."""
     _say(f"step {alarm.step}: {alarm.name}: {alarm.text}")
 
 
 def _say(text: str) -> None:
-    # The line of the training loop: behind `warn`, `_finish`, `observe` and the decorator of `observe`.
+    # The line of the training loop: behind `warn`, `_finish`, `observe` and the decorator of `observe`. Behind the
+    # callback `LogAlarms` it is one of transformers, since that calls the callbacks.
     warnings.warn(text, TrimtabWarning, stacklevel=6)

@@ -41,7 +41,7 @@ LOSSES = {
     "metrics/nonfinite": "figures logged as not finite",
 }
 ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradient-explosion": "gradient norm"}
-"""Alarms of the monitor's rules that are repeated, by the name of the check; what the others judge has a range here."""
+"""Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
 State = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 MANY_CLIPPED = 0.5
@@ -446,12 +446,12 @@ def judge_metric(run: Run, key: str) -> JudgedMetric | None:
         return None
     outside = np.array([state == "outside" for state in states])
     phases = [
-        Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
-        for part in equal_parts(len(values))
+        Phase(int(steps[at[0]]), int(steps[at[-1]]), int(outside[at].sum()), len(at), float(np.median(values[at])))
+        for at in equal_parts(len(values))
     ]
     worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
-    return JudgedMetric(key, state, int(outside.sum()), len(values), _median(values), worst)
+    return JudgedMetric(key, state, int(outside.sum()), len(values), float(np.median(values)), worst)
 
 
 def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -470,10 +470,6 @@ def _excess(key: str, value: float) -> float:
     assert row is not None
     low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
     return max(value - high, low - value, 0.0)
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values))
 
 
 def equal_parts(count: int) -> list[np.ndarray]:

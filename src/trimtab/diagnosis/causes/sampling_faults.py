@@ -29,6 +29,7 @@ from trimtab.diagnosis.causes.detector import (
     confidence,
     correlation,
     logit,
+    robust_scale,
     share,
     z_of,
 )
@@ -102,11 +103,11 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         fit = None  # truncation explains the line
     # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
     # trainer's is that with noise, which makes the mean of the inverse a little larger.
-    drawn_by_trainer = inverse.contract != "outside" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
+    drawn_by_trainer = inverse.mean_is_one != "no" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
     if truncation is not None or mirrored is not None:
         drawn_by_sampler = mirrored is None
     else:
-        drawn_by_sampler = residual.contract != "outside" and not _follows_trainer(tokens, residual, context)
+        drawn_by_sampler = residual.mean_is_one != "no" and not _follows_trainer(tokens, residual, context)
 
     declared = declared_raw(tokens.table)
     found = [] if declared is None else [("raw-logprobs", *declared)]
@@ -206,7 +207,7 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
     log_ratio = tokens.log_ratio[tokens.undecided]
     if len(log_ratio) < 20:
         return False
-    scale = 1.48 * float(np.median(np.abs(log_ratio)))
+    scale = robust_scale(log_ratio)
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
     return z_of(clipped) < -BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
