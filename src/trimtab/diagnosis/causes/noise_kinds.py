@@ -43,7 +43,7 @@ from trimtab.diagnosis.records import Cause, Settings
 from trimtab.runs.metric_catalog import k3_ranges
 
 MAX_K3 = 0.6  # largest k3 that is called noise [4 bits in exact streams: .1]
-MAX_DIRECTION = 0.35  # largest share of the variance of shifts that the probability decides [8 bits: .3; T: .5]
+MAX_DIRECTION = 0.35  # largest share of the variance of shifts by probability [8 bits: .3, temperature: .5]
 MAX_UNEVEN = 0.2  # largest share of the variance of log sizes that a group decides [8 bits, trained: .08, bases: .02]
 MIN_GROUP_TOKENS = 40  # fewest undecided tokens of a group that is compared
 MIN_GROUPS = 2  # fewest groups with so many tokens that are compared

@@ -53,7 +53,7 @@ MAX_UP = 0.6  # most tokens that move up for each that moves down
 MAX_FAR = 0.002  # share of ratios below 1/e that truncation may have
 MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
 MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
-MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base .94]
+MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base: .94]
 
 ENTROPY_RANGE = (-3.0, 8.0)
 CERTAIN, UNCERTAIN = -1e-6, -0.01
