@@ -132,8 +132,8 @@ class Monitor:
             mask,
             age=None if version is None else step - _column(version, mask),
             **{
-                "reward/mean": _double(reward),
-                "response/truncated": _double(truncated),
+                "reward/mean": None if reward is None else reward.double(),
+                "response/truncated": None if truncated is None else truncated.double(),
                 "grad_norm": None if grad_norm is None else torch.tensor([_number(grad_norm)], device=mask.device),
             },
         )
@@ -199,7 +199,7 @@ class Monitor:
         self._current = None
         ratio = merged.parts["mean_ratio"]
         assert isinstance(ratio, MeanRatio)
-        step = Step(number, metrics, _on_cpu(ratio))
+        step = Step(number, metrics, MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()}))
         self._history.add(step)
         found = alarms(self._history.steps())
         for alarm in found:
@@ -252,20 +252,8 @@ def _number(grad_norm: float) -> float:
         raise ValueError(f"grad_norm must be one number that a float can hold, and not this {kind}") from None
 
 
-def _double(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.double()
-
-
-def _on_cpu(ratio: MeanRatio) -> MeanRatio:
-    return MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()})
-
-
 def warn(alarm: Alarm) -> None:
     """Warns of an alarm in one line."""
-    _say(f"step {alarm.step}: {alarm.name}: {alarm.text}")
-
-
-def _say(text: str) -> None:
-    # The line of the training loop: behind `warn`, `_finish`, `observe` and the decorator of `observe`. Behind the
-    # callback `LogAlarms` it is one of transformers, since that calls the callbacks.
-    warnings.warn(text, TrimtabWarning, stacklevel=6)
+    # The line of the training loop: behind `_finish`, `observe` and the decorator of `observe`. Behind `LogAlarms` it
+    # is one of transformers, which calls that.
+    warnings.warn(f"step {alarm.step}: {alarm.name}: {alarm.text}", TrimtabWarning, stacklevel=5)

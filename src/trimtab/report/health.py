@@ -182,7 +182,8 @@ def learned(run: Run) -> list[Change]:
 
     Empty for a run that is too short to tell.
     """
-    if measured := _held_out(run):
+    # Where it was measured before training and later.
+    if measured := {task: one for task, one in run.accuracy().items() if None not in (one.before, one.after)}:
         changes = [_accuracy_change(run, task, found, named=len(measured) > 1) for task, found in measured.items()]
         return sorted(changes, key=lambda change: not change.fault)
     steps, rewards = run.series("reward/mean")
@@ -196,11 +197,6 @@ def learned(run: Run) -> list[Change]:
     start, *_, end = ends
     fault = f"the reward fell from {start} to {end}" if fell else ""
     return [Change(f"The reward {word}: {first.mean():.3f} → {last.mean():.3f}", fault)]
-
-
-def _held_out(run: Run) -> dict[str, Accuracy]:
-    """Returns the tasks whose held-out accuracy was measured before training and later."""
-    return {task: found for task, found in run.accuracy().items() if None not in (found.before, found.after)}
 
 
 def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) -> Change:
@@ -378,8 +374,7 @@ def _healthy_low(key: str) -> float:
 
 def _losses(run: Run) -> Iterator[Finding]:
     for key, words in LOSSES.items():
-        total = int(run.series(key)[1].sum())
-        if total:
+        if total := int(run.series(key)[1].sum()):
             yield Finding("note", "lost data", f"{words}: {total:,}")
 
 
