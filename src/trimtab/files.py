@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 import zlib
@@ -55,6 +56,12 @@ def limit(bound: int) -> int:
     if not 1 <= factor <= 1e6:
         raise TrimtabError(f"{LIMITS}={given!r} is not a number from 1 to 1e6: set one, or unset it")
     return int(bound * factor)
+
+
+def natural_key(text: str) -> list[tuple[bool, int, str]]:
+    """Returns a sort key with numbers by size: seed2 before seed10, and numbers before words."""
+    parts = re.split(r"(\d+)", text)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def regular_file(path: Path) -> Path:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
+from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.tokens import DECILES
 from trimtab.intervals import Interval, cluster_intervals
@@ -26,8 +27,6 @@ FEWEST = 50
 """Fewest tokens of a place, on each side, for which its k3 is compared."""
 _FEWEST_CLUSTERS = 5
 """Fewest clusters of a side for which intervals are given."""
-_CLUSTERS = 2048
-"""Largest number of clusters that are resampled; more are merged evenly."""
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 _AGREE = ("exact", "rounding")
@@ -89,7 +88,7 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
     clusters, paired, pairs = _clusters(*sides)
     few = min(len(np.unique(side)) for side in clusters) < _FEWEST_CLUSTERS
-    sums = np.hstack([_sums(side, cluster % _CLUSTERS) for side, cluster in zip(sides, clusters, strict=True)])
+    sums = np.hstack([_sums(side, cluster % CLUSTERS) for side, cluster in zip(sides, clusters, strict=True)])
     sums = sums[sums.any(axis=1)]
     whole = _statistics(torch.from_numpy(sums.sum(axis=0)))
     known = [name for name, value in whole.items() if value.isfinite()]
@@ -149,7 +148,7 @@ def _sums(tokens: TrainedTokens, cluster: np.ndarray) -> np.ndarray:
     """Returns of each cluster (clusters, 4) the sums of tokens, ratio - 1, k3, and k3 of the tail."""
     far = tokens.size >= np.quantile(tokens.size, 1 - TAIL)
     columns = (tokens.lengths, *(map(tokens.over, (tokens.excess, tokens.k3, np.where(far, tokens.k3, 0.0)))))
-    return np.stack([np.bincount(cluster, weights=column, minlength=_CLUSTERS) for column in columns], axis=1)
+    return np.stack([np.bincount(cluster, weights=column, minlength=CLUSTERS) for column in columns], axis=1)
 
 
 def _statistics(sums: Tensor) -> dict[str, Tensor]:

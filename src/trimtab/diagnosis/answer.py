@@ -28,7 +28,6 @@ from trimtab.diagnosis.figures import (
     with_interval,
 )
 from trimtab.diagnosis.reading.layouts import LAYOUTS
-from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
 from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
@@ -333,8 +332,7 @@ def _bin(view: View, tokens: np.ndarray, k3: np.ndarray, texts: Mapping[int, str
         return None
     best = int(np.argmax(np.where(candidates, k3 - tokens, -np.inf)))
     text = texts.get(int(view.columns["id"][best])) if "id" in view.columns else None
-    label = view.labels[best]
-    what = f"{SINGLE[view.name]} {label.translate(VISIBLE_WHITESPACE) if view.name == 'token' else label}"
+    what = f"{SINGLE[view.name]} {view.labels[best]}"
     return f"{what} ({text})" if text else what, slice(best, best + 1)
 
 

@@ -37,7 +37,7 @@ def diagnose(
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
-    framework: trimtab, verl, trl, miles, prime-rl, nemo-rl or columns; None detects it from the files.
+    framework: trimtab, verl, trl, miles, slime, prime-rl, nemo-rl or open-instruct; None detects it by the columns.
     columns: column names of the files by those of this package (`logp_behavior`, ...).
     tokenizer: for the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in
         the local Hugging Face cache; None uses that of the run.
@@ -60,7 +60,8 @@ def diagnose(
         view = measured.views.get("token")
         texts, problem = {}, ""
         if tokenizer_file is not None and view is not None and not redaction:
-            texts, problem = token_texts(tokenizer_file, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
+            ids = [int(id_) for id_ in view.columns["id"] if id_ >= 0]
+            texts, problem = token_texts(tokenizer_file, ids, visible=True)
         if vocabulary is not None and problem:
             raise TrimtabError(problem)
     tokens = measured.origin.tokens

@@ -11,6 +11,7 @@ import importlib.resources
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -65,15 +66,14 @@ class Placeholder:
 class DataSummary:
     """A summary of the data read, complete after the last table.
 
-    framework: trimtab, verl, trl, miles, prime-rl, nemo-rl or columns. anchor: proximal or current, whichever is the
-    trainer's.
-    dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
-    finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
-    analysis that each would allow. findings: other anomalies of the data. settings: numerics from the run's recipe, if
-    it is found beside the files. masked: responses left out of the loss, if there are any. engine: the sampler (vllm,
-    transformers), "" if unknown. versions: of packages, by name, where they are found beside the files. model: its name
-    or folder, "" if unknown. assumes_current: whether versions of the weights that the files lack are taken to be those
-    of a synchronous trainer.
+    framework: its name in layouts.toml, or columns where none fits. anchor: proximal or current, whichever is the
+    trainer's. dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a
+    value is not finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns,
+    with the analysis that each would allow. findings: other anomalies of the data. settings: numerics from the run's
+    recipe, if it is found beside the files. masked: responses left out of the loss, if there are any. engine: the
+    sampler (vllm, transformers), "" if unknown. versions: of packages, by name, where they are found beside the files.
+    model: its name or folder, "" if unknown. assumes_current: whether versions of the weights that the files lack are
+    taken to be those of a synchronous trainer.
     """
 
     framework: str
@@ -239,6 +239,7 @@ class CauseKind:
     intended: str = ""
 
 
+@cache
 def read_table(name: str) -> dict[str, Any]:
     """Returns the content of a TOML file of this package."""
     return tomllib.loads((importlib.resources.files("trimtab.diagnosis") / name).read_text(encoding="utf-8"))

@@ -119,7 +119,8 @@ class Watch:
     """A folder that is read again and again while a training writes into it; `poll` yields what is new.
 
     A file is read once it is the same at two polls and has no unfinished last line, so that files may be watched while
-    they are written. A step is reported again when its files change.
+    they are written. A step is reported again when its files and figures change; `steps`, `calls` and `alarms` count it
+    once.
     """
 
     folder: Path
@@ -130,7 +131,8 @@ class Watch:
     calls: int = 0
     alarms: int = 0
     _files: dict[str, _StepFiles] = field(default_factory=dict)
-    _printed: dict[tuple[str, float], float] = field(default_factory=dict)
+    _printed: dict[tuple[str, float], list[str]] = field(default_factory=dict)
+    _crossed: set[tuple[str, float]] = field(default_factory=set)
 
     def poll(self) -> Iterator[StepReport | str]:
         """Yields a report of each step that is complete and new, or the reason why files cannot be read.
@@ -155,13 +157,17 @@ class Watch:
             known.reported = state
             for report in reports:
                 key = (name, report.figures["step"])
-                if self._printed.get(key) == report.figures["tokens"]:
+                # Sums of a file that grows are rounded elsewhere than before.
+                figures = [f"{value:.6g}" for value in report.figures.values()]
+                if self._printed.get(key) == figures:
                     continue
-                self._printed[key] = report.figures["tokens"]
-                self.steps += report.unit == "step"
-                self.calls += report.unit == "call"
+                is_new = key not in self._printed
+                self._printed[key] = figures
+                self.steps += is_new and report.unit == "step"
+                self.calls += is_new and report.unit == "call"
                 if report.crossed:
-                    self.alarms += 1
+                    self._crossed.add(key)
+                    self.alarms = len(self._crossed)
                     content = plain({"alarms_so_far": self.alarms, "latest": report.as_dict()})
                     write_text(self.folder / ALARM_FILE, json.dumps(content, indent=2) + "\n")
                 yield report

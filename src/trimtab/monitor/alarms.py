@@ -234,8 +234,8 @@ def _candidates(steps: Sequence[Step]) -> dict[Judge, np.ndarray]:
     missing, finite = column("nonfinite"), column("mismatch/tokens")
     grew = LEAST_SPREAD * SHIFT_ERRORS / math.sqrt(SHIFT_STEPS)
     found = {
-        # Half of the distance, since sums of many logarithms are rounded.
-        weights_do_not_arrive: (k3 > JUMP * before) | (last - middle > grew / 2),
+        # Half of the distance, since sums of many logarithms are rounded; NaN in one of them is in all later ones.
+        weights_do_not_arrive: ~((k3 <= JUMP * before) & (last - middle <= grew / 2)),
         k3_rises: medians("mismatch/k3", WINDOW) > RISE * max(first("mismatch/k3", WINDOW), EXACT),
         k3_is_large: medians("mismatch/k3", RECENT) > LARGE_K3,
         mean_ratio_is_off: [step.ratio is not None for step in steps],
@@ -270,10 +270,11 @@ def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
 
 def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     """Two steps in a row far above all before them; their status, number and description."""
-    k3 = [max(step["mismatch/k3"], EXACT) for step in steps[-WINDOW:]]
-    if not min(k3[-2:]) > JUMP * max(k3[:-2]):
+    k3 = np.maximum(_values(steps[-WINDOW:], "mismatch/k3"), EXACT)
+    before = np.fmax.reduce(k3[:-2])  # of the steps that have it; NaN without any
+    if not k3[-2:].min() > JUMP * before:
         return None
-    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {max(k3[:-2]):.1e} before the last two"
+    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {before:.1e} before the last two"
     return "fail", 2, detail
 
 
@@ -320,7 +321,7 @@ def mean_ratio_is_off(steps: Sequence[Step]) -> Alarm | None:
     """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
     recent = steps[-RATIO_STEPS:]
     ratios = [step.ratio for step in recent if step.ratio is not None]
-    if not ratios or min(step["mismatch/ess_token"] for step in recent) < LOW_ESS:
+    if not ratios or any(step["mismatch/ess_token"] < LOW_ESS for step in recent):
         return None
     ratio = reduce(add, ratios)
     detail = wrong_mean(ratio)

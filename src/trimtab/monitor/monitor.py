@@ -6,9 +6,8 @@ import atexit
 import json
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, Status, TrimtabWarning
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
-from trimtab.monitor.response_sample import Sample
+from trimtab.monitor.response_sample import Sample, plain
 from trimtab.objectives import Metrics
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
@@ -133,8 +132,8 @@ class Monitor:
             mask,
             age=None if version is None else step - _column(version, mask),
             **{
-                "reward/mean": _double(reward),
-                "response/truncated": _double(truncated),
+                "reward/mean": None if reward is None else reward.double(),
+                "response/truncated": None if truncated is None else truncated.double(),
                 "grad_norm": None if grad_norm is None else torch.tensor([_number(grad_norm)], device=mask.device),
             },
         )
@@ -200,7 +199,7 @@ class Monitor:
         self._current = None
         ratio = merged.parts["mean_ratio"]
         assert isinstance(ratio, MeanRatio)
-        step = Step(number, metrics, _on_cpu(ratio))
+        step = Step(number, metrics, MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()}))
         self._history.add(step)
         found = alarms(self._history.steps())
         for alarm in found:
@@ -215,8 +214,9 @@ class Monitor:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
             names = [alarm.name for alarm in found]
+            metrics = {name: plain(value) for name, value in step.metrics.items()}
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": number, **_json_numbers(step.metrics), "alarms": names}) + "\n")
+                file.write(json.dumps({"step": number, **metrics, "alarms": names}) + "\n")
 
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
@@ -252,23 +252,8 @@ def _number(grad_norm: float) -> float:
         raise ValueError(f"grad_norm must be one number that a float can hold, and not this {kind}") from None
 
 
-def _double(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.double()
-
-
-def _on_cpu(ratio: MeanRatio) -> MeanRatio:
-    return MeanRatio(**{name: value.cpu() for name, value in vars(ratio).items()})
-
-
-def _json_numbers(metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-
-
 def warn(alarm: Alarm) -> None:
     """Warns of an alarm in one line."""
-    _say(f"step {alarm.step}: {alarm.name}: {alarm.text}")
-
-
-def _say(text: str) -> None:
-    # The line of the training loop: behind `warn`, `_finish`, `observe` and the decorator of `observe`.
-    warnings.warn(text, TrimtabWarning, stacklevel=6)
+    # The line of the training loop: behind `_finish`, `observe` and the decorator of `observe`. Behind `LogAlarms` it
+    # is one of transformers, which calls that.
+    warnings.warn(f"step {alarm.step}: {alarm.name}: {alarm.text}", TrimtabWarning, stacklevel=5)

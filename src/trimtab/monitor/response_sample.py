@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Sample:
         for row in np.flatnonzero(ends):  # A response without a trained token is none.
             record = {name: column[row, : ends[row]] for name, column in tokens.items()}
             record |= {name: column[row] for name, column in rows.items()}
-            line = json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
+            line = json.dumps({name: plain(value) for name, value in record.items()}) + "\n"
             count = int(trained[row].sum())
             self._kept.append(_Response(int(record["step"]), float(drawn[chosen[row]]), count, line))
             self._tokens += count
@@ -78,12 +79,15 @@ class Sample:
 
     def write(self, path: Path) -> None:
         """Writes JSON lines in the columns of Trimtab's trajectory files, under a temporary name that is renamed."""
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(_lines(self._kept))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # which nobody can have put a link at
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.writelines(_lines(self._kept))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._written = len(self._kept)
 
     def flush(self, path: Path) -> None:
@@ -109,8 +113,8 @@ def _by_response(value: Any, chosen: np.ndarray) -> np.ndarray:
     return np.broadcast_to(values, len(chosen)) if values.ndim == 0 else values[chosen]
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+def plain(value: Any) -> Any:
+    """Returns a number or an array for JSON, which has no NaN and no infinity: null."""
     if isinstance(value, np.ndarray):
         numbers = value.astype(np.float64) if value.dtype.kind == "f" else value
         return [None if isinstance(one, float) and not math.isfinite(one) else one for one in numbers.tolist()]

@@ -41,15 +41,12 @@ class Scalar:
     note: str = ""
 
 
-def _half_square(value: float) -> float:
-    return value * value / 2  # `value**2` raises an error where it is not finite
-
-
+# `value * value`, since `value**2` raises an error where it is too large.
 K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
     "k3": ("", lambda value: value),
     "k1": ("the same expectation as k3, with more noise", abs),
     "k2": ("about k3 without a tail", lambda value: value),
-    "abs_difference": ("k3 is about half of its square, and more with a tail", _half_square),
+    "abs_difference": ("k3 is about half of its square, and more with a tail", lambda value: value * value / 2),
     "mult_prob_error": (
         "k3 is about half of the square of its distance from 1",
         lambda value: (value - 1) * (value - 1) / 2,

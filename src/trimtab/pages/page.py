@@ -146,9 +146,14 @@ class Page:
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        environment.globals["refuse"] = _refuse
         template = environment.get_template("page.html.j2")
         # Escaped here, once: figures have text of others too.
         return clean(template.render(page=self, version=importlib.metadata.version("trimtab")))
+
+
+def _refuse(part: object) -> None:
+    raise TypeError(f"a page has no part of type {type(part).__name__}: add it to `Part` and to page.html.j2")
 
 
 def charts(shown: Sequence[Chart], absent: Sequence[str], why: str = "Not shown") -> list[Part]:

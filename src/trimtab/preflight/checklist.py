@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.causes import NOISES, find_causes
-from trimtab.diagnosis.causes.detector import contract
+from trimtab.diagnosis.causes.detector import judge_mean
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
@@ -194,7 +194,7 @@ def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check
     figures |= {f"ratio_mean/{name}": mean for name, mean in means.items()}
     detail = "; ".join(f"{name} k3 {short(sizes[name])}, mean ratio {means[name]:.5g}" for name in sizes)
     decode = next(iter(PARTS))
-    shifted = [name for name in (decode, WHOLE) if contract(excess(np.asarray(every[name]))) == "outside"]
+    shifted = [name for name in (decode, WHOLE) if judge_mean(excess(np.asarray(every[name]))) == "no"]
     if all(size <= bound for size in sizes.values()) and not shifted:
         return Check("ok", "prefill", detail, "", figures)
     beyond = [name for name in PARTS if not sizes[name] <= bound or name in shifted]

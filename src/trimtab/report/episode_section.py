@@ -125,7 +125,7 @@ def sample_block(reward: float, facts: str, text: Markup) -> Markup:
 
 def _token(id_: int, texts: dict[int, str], ratio: float, full: float) -> Markup:
     """Returns the text of a token, shaded by its log-ratio where that is known."""
-    text = texts.get(id_, f"{id_} ").replace("␣", " ").replace("↵", "↵\n")
+    text = texts.get(id_, f"{id_} ").replace("\n", "↵\n")
     if not np.isfinite(ratio):
         return escape(text)
     shade = min(abs(ratio) / full, 1.0) if full > 0 else 0.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, neighbors
+from trimtab.files import natural_key
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
@@ -195,9 +196,3 @@ def _unique(names: Sequence[str]) -> list[str]:
         candidates = (name if count == 1 else f"{name} #{count}" for count in itertools.count(1))
         labels.append(next(label for label in candidates if label not in labels))
     return labels
-
-
-def natural_key(text: str) -> list[tuple[bool, int, str]]:
-    """Returns a sort key with numbers by size: seed2 before seed10, and numbers before words."""
-    parts = re.split(r"(\d+)", text)
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

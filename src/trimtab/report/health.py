@@ -41,7 +41,7 @@ LOSSES = {
     "metrics/nonfinite": "figures logged as not finite",
 }
 ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradient-explosion": "gradient norm"}
-"""Alarms of the monitor's rules that are repeated, by the name of the check; what the others judge has a range here."""
+"""Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
 State = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 MANY_CLIPPED = 0.5
@@ -182,7 +182,8 @@ def learned(run: Run) -> list[Change]:
 
     Empty for a run that is too short to tell.
     """
-    if measured := _held_out(run):
+    # Where it was measured before training and later.
+    if measured := {task: one for task, one in run.accuracy().items() if None not in (one.before, one.after)}:
         changes = [_accuracy_change(run, task, found, named=len(measured) > 1) for task, found in measured.items()]
         return sorted(changes, key=lambda change: not change.fault)
     steps, rewards = run.series("reward/mean")
@@ -196,11 +197,6 @@ def learned(run: Run) -> list[Change]:
     start, *_, end = ends
     fault = f"the reward fell from {start} to {end}" if fell else ""
     return [Change(f"The reward {word}: {first.mean():.3f} → {last.mean():.3f}", fault)]
-
-
-def _held_out(run: Run) -> dict[str, Accuracy]:
-    """Returns the tasks whose held-out accuracy was measured before training and later."""
-    return {task: found for task, found in run.accuracy().items() if None not in (found.before, found.after)}
 
 
 def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) -> Change:
@@ -378,8 +374,7 @@ def _healthy_low(key: str) -> float:
 
 def _losses(run: Run) -> Iterator[Finding]:
     for key, words in LOSSES.items():
-        total = int(run.series(key)[1].sum())
-        if total:
+        if total := int(run.series(key)[1].sum()):
             yield Finding("note", "lost data", f"{words}: {total:,}")
 
 
@@ -446,12 +441,12 @@ def judge_metric(run: Run, key: str) -> JudgedMetric | None:
         return None
     outside = np.array([state == "outside" for state in states])
     phases = [
-        Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
-        for part in equal_parts(len(values))
+        Phase(int(steps[at[0]]), int(steps[at[-1]]), int(outside[at].sum()), len(at), float(np.median(values[at])))
+        for at in equal_parts(len(values))
     ]
     worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
-    return JudgedMetric(key, state, int(outside.sum()), len(values), _median(values), worst)
+    return JudgedMetric(key, state, int(outside.sum()), len(values), float(np.median(values)), worst)
 
 
 def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -470,10 +465,6 @@ def _excess(key: str, value: float) -> float:
     assert row is not None
     low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
     return max(value - high, low - value, 0.0)
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values))
 
 
 def equal_parts(count: int) -> list[np.ndarray]:

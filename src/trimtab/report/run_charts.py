@@ -10,6 +10,7 @@ from functools import reduce
 import numpy as np
 from matplotlib.axes import Axes
 
+from trimtab.files import natural_key
 from trimtab.pages.charts import (
     AVERAGED_FROM,
     CYCLE,
@@ -27,7 +28,6 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.numbers import number
 from trimtab.pages.page import Chart, Charts, Note, Section
-from trimtab.report.groups import natural_key
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
 

@@ -32,7 +32,7 @@ from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clip
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_catalog import bounds, metric
+from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import describe_start, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
 
@@ -178,8 +178,6 @@ def _mismatch_views(run: Run) -> list[Part]:
 
 def _in_documented_order(keys: Iterable[str]) -> list[str]:
     """Returns documented keys in the order of the documentation, then the others."""
-    from trimtab.runs.metric_catalog import sections
-
     order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
     return sorted(keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key))
 

@@ -113,7 +113,7 @@ def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> 
 
 
 def choose_target(groups: Sequence[Group], requested: float | None) -> Target:
-    """Returns `wanted`, or by default the initial accuracy plus 80% of the gain of the best group."""
+    """Returns `requested`, or by default the initial accuracy plus 80% of the gain of the best group."""
     accuracies = [[accuracy_of(run) for run in group.runs] for group in groups]
     evaluations = max(
         (len(accuracy.steps[accuracy.steps > 0]) for seeds in accuracies for accuracy in seeds if accuracy), default=0

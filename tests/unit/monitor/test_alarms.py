@@ -68,6 +68,12 @@ def test_one_step_or_a_smaller_jump_is_noise() -> None:
     assert names(history([1e-4] * 9 + [2e-4, 7e-4, 7e-4], age=[0.0] * 12)) == []
 
 
+def test_a_step_without_k3_is_no_second_step_of_a_jump() -> None:
+    steps = history([1e-4] * 10 + [5.0, math.nan], age=[0.0] * 12)
+    assert names(steps) == []
+    assert names(history([1e-4] * 8 + [math.nan, 1e-4, 1e-3, 3e-3], age=[0.0] * 12)) == ["undelivered"]
+
+
 def shifted(distance: float, ages: Sequence[float], steps: int = 3) -> list[Step]:
     """k3 of logarithms 0 and .6 in turn, and steps above its mean by `distance`."""
     before = [1e-3, 1e-3 * math.exp(0.6)] * 20

@@ -357,7 +357,7 @@ def planted(seed: int) -> list[Step]:
             level[name] *= factor
         row = {name: value * draw.uniform(0.8, 1.2) for name, value in level.items() if draw.random() < 0.999}
         row |= {
-            "mismatch/k3": k3 * math.exp(draw.gauss(0, 0.2)),
+            "mismatch/k3": math.nan if draw.random() < 0.01 else k3 * math.exp(draw.gauss(0, 0.2)),
             "mismatch/ess_token": draw.choice([0.9, 1 - min(k3, 1)]),
         }
         row |= {"nonfinite": draw.choice([0.0, 0.0, 2.0]), "mismatch/tokens": 1500.0}

@@ -47,6 +47,12 @@ PARTS: list[Part] = [
 ]
 
 
+def test_a_column_may_be_numeric_and_of_a_fixed_width_and_an_unknown_part_is_refused() -> None:
+    assert '<td class="num mono">' in Page("", "", [Section("", [Table([], [["1"]], numeric=[0], mono=[0])])]).html()
+    with pytest.raises(TypeError, match="Chart"):
+        Page("", "", [Section("", [Chart("", Markup(""))])]).html()  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: type(part).__name__)
 def test_every_part_shows_text_of_others_as_text(part: Part) -> None:
     html = Page(EVIL, EVIL, [Section(EVIL, [part])], [(EVIL, EVIL)], [EVIL]).html()

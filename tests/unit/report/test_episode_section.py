@@ -98,6 +98,12 @@ def test_a_run_without_results_has_no_section(run: Path) -> None:
     assert episode_section(read_run(save(run, [plain]))) == []
 
 
+def test_signs_and_tabs_that_a_model_wrote_stay(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "token_texts", lambda _path, ids: (dict.fromkeys(ids, "␣\t\n"), ""))
+    (text,) = responses(save(run, [row("a.b", [0.2, 0.1])]))
+    assert "␣\t↵\n" in text
+
+
 def test_the_page_escapes_what_a_model_wrote(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "token_texts", lambda _path, ids: (dict.fromkeys(ids, "<script>"), ""))
     page = write_report(save(run, [row("a.b", [0.2, 0.1])])).read_text()

@@ -4,7 +4,7 @@ Differences of log-probs are converted to logits, which noise moves by about one
 
 If tokens are drawn from the reported distribution, E[trainer / sampler] = 1, whatever the rounding. The sample mean of
 heavy-tailed ratios is unreliable: it is below 1 while large ratios are missing, and one token may move it. So a mean
-above 1 counts only if an e-value exceeds `CONTRACT_BET` (the product of 1 + λ (ratio - 1), whose expectation is 1,
+above 1 counts only if an e-value exceeds `MEAN_LOG_E_VALUE` (the product of 1 + λ (ratio - 1), whose expectation is 1,
 averaged over λ), and a mean below 1 only if further tokens with large ratios would leave it below. Where the standard
 error is large, the test says nothing.
 """
@@ -213,9 +213,14 @@ def rms_of(shift: np.ndarray) -> float:
     return float(np.sqrt(np.square(shift).mean()))
 
 
+def robust_scale(values: np.ndarray) -> float:
+    """Returns the standard deviation that normal values around 0 of the same median size have."""
+    return 1.48 * float(np.median(np.abs(values)))
+
+
 def usual_rms(shift: np.ndarray) -> float:
     """Returns the root mean square with values bounded at five usual ones, so that a few outliers do not decide it."""
-    bound = 5 * 1.48 * float(np.median(np.abs(shift)))
+    bound = 5 * robust_scale(shift)
     return rms_of(np.clip(shift, -bound, bound))
 
 
@@ -234,16 +239,15 @@ def growth_of(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
 
 def confidence(strength: float, needed: float) -> float:
     """Returns a confidence in (0.5, 0.99] that grows with the ratio of a statistic to its threshold."""
-    excess = max(strength / needed, 1.0)
-    return round(float(min(0.99, 1.0 - 0.45 / excess)), 2)
+    return round(float(min(0.99, 1.0 - 0.45 / max(strength / needed, 1.0))), 2)
 
 
 LEAST_RMS = 4e-4  # logits: two float32 forwards, or the rounding of the file, move less
 LEAST_K3 = 1e-8  # k3 of two float32 forwards
-CONTRACT_Z = 5.0  # standard errors of the mean ratio from 1 beyond which it is wrong
-CONTRACT_BET = 9.2  # log of the e-value beyond which the mean is above 1 [Ville's inequality: 1e-4]
-CONTRACT_CLOSE = 0.001  # a mean this close to 1 is always accepted
-CONTRACT_SILENT = 0.2  # standard error beyond which the mean ratio says nothing
+MEAN_Z = 5.0  # standard errors of the mean ratio from 1 beyond which it is wrong
+MEAN_LOG_E_VALUE = 9.2  # log of the e-value beyond which the mean is above 1 [Ville's inequality: 1e-4]
+MEAN_CLOSE = 0.001  # a mean this close to 1 is always accepted
+MAX_MEAN_ERROR = 0.2  # standard error beyond which the mean ratio says nothing
 CONFIDENCE_OUTSIDE = 0.45  # where the mean ratio stays wrong; plus half the squared share of k3 that was removed
 
 _LAMBDAS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
@@ -253,30 +257,30 @@ UNSEEN_FACTOR = 2
 """How many times the largest excess that was seen theirs may be."""
 
 
-Contract = Literal["inside", "outside", "silent"]
+MeanIsOne = Literal["yes", "no", "unknown"]
 
 
 @dataclass(frozen=True)
 class Residual:
     """The mismatch of some tokens: its size, and whether they follow the log-probs that the sampler reports.
 
-    z: standard errors of the mean ratio from 1 (tokens are a martingale, so that responses are no clusters). contract:
-    whether the mean ratio can be 1: inside, outside, or silent where it says nothing.
+    z: standard errors of the mean ratio from 1 (tokens are a martingale, so that responses are no clusters).
+    mean_is_one: whether the mean ratio can be 1, as that of correct log-probs; unknown where a few tokens decide it.
     """
 
     tokens: int
     k3: float
     ratio_mean: float
     z: float
-    contract: Contract
+    mean_is_one: MeanIsOne
 
     @classmethod
     def of(cls, tokens: LogprobPairs) -> Residual:
         if not len(tokens):
-            return cls(0, 0.0, 1.0, 0.0, "silent")
+            return cls(0, 0.0, 1.0, 0.0, "unknown")
         of_tokens = excess(tokens.log_ratio)
         mean = float(of_tokens.mean())
-        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), contract(of_tokens))
+        return cls(len(tokens), float(tokens.k3.mean()), 1 + mean, z_of(of_tokens), judge_mean(of_tokens))
 
     @property
     def total(self) -> float:
@@ -284,24 +288,24 @@ class Residual:
 
     @property
     def text(self) -> str:
-        says = {"inside": "", "outside": ", too far off", "silent": ", but a few tokens decide it"}
-        return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.contract]})"
+        says = {"yes": "", "no": ", too far off", "unknown": ", but a few tokens decide it"}
+        return f"mean ratio {self.ratio_mean:.4g} (expected: 1{says[self.mean_is_one]})"
 
 
-def contract(excess: np.ndarray) -> Contract:
+def judge_mean(above: np.ndarray) -> MeanIsOne:
     """Judges the mean of ratio - 1 over tokens of which the denominator sampled."""
-    mean = float(excess.mean())
-    error = max(float(excess.std()) / np.sqrt(len(excess)), 1e-12)
-    smallest = max(CONTRACT_CLOSE, CONTRACT_Z * error)
+    mean = float(above.mean())
+    error = max(float(above.std()) / np.sqrt(len(above)), 1e-12)
+    smallest = max(MEAN_CLOSE, MEAN_Z * error)
     if mean > smallest:
-        log_wealth = np.log1p(_LAMBDAS[:, None] * excess).sum(1)
-        log_e_value = np.logaddexp.reduce(log_wealth) - np.log(len(_LAMBDAS))
-        if log_e_value > CONTRACT_BET or excess.max() < 0.5:
-            return "outside"
-    unseen = UNSEEN_TOKENS * UNSEEN_FACTOR * max(float(excess.max()), 0.0) / len(excess)
+        log_products = np.log1p(_LAMBDAS[:, None] * above).sum(1)
+        log_e_value = np.logaddexp.reduce(log_products) - np.log(len(_LAMBDAS))
+        if log_e_value > MEAN_LOG_E_VALUE or above.max() < 0.5:
+            return "no"
+    unseen = UNSEEN_TOKENS * UNSEEN_FACTOR * max(float(above.max()), 0.0) / len(above)
     if mean + unseen < -smallest:
-        return "outside"
-    return "silent" if error > CONTRACT_SILENT else "inside"
+        return "no"
+    return "unknown" if error > MAX_MEAN_ERROR else "yes"
 
 
 @dataclass(frozen=True, eq=False)

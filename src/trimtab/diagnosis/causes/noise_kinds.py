@@ -34,6 +34,7 @@ from trimtab.diagnosis.causes.detector import (
     growth_of,
     log_size,
     rms_of,
+    robust_scale,
     share,
     usual_rms,
 )
@@ -42,7 +43,7 @@ from trimtab.diagnosis.records import Cause, Settings
 from trimtab.runs.metric_catalog import k3_ranges
 
 MAX_K3 = 0.6  # largest k3 that is called noise [4 bits in exact streams: .1]
-MAX_DIRECTION = 0.35  # largest share of the variance of shifts that the probability decides [8 bits: .3; T: .5]
+MAX_DIRECTION = 0.35  # largest share of the variance of shifts by probability [8 bits: .3, temperature: .5]
 MAX_UNEVEN = 0.2  # largest share of the variance of log sizes that a group decides [8 bits, trained: .08, bases: .02]
 MIN_GROUP_TOKENS = 40  # fewest undecided tokens of a group that is compared
 MIN_GROUPS = 2  # fewest groups with so many tokens that are compared
@@ -52,7 +53,7 @@ MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest t
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
-UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share right in the zoo]
+UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share of such findings that is right: zoo]
 MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
 MIN_GROUP_LIFT = 2.0  # least ratio of a group's share of k3 to its share of the tokens
 
@@ -64,13 +65,13 @@ PARTS = 8
 
 def objection(tokens: LogprobPairs, residual: Residual) -> str:
     """Returns why a difference cannot be noise, empty if it can: noise has mean ratio 1, no direction and one size."""
-    if residual.contract == "outside":
+    if residual.mean_is_one == "no":
         return "rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
-    if residual.contract == "silent":
+    if residual.mean_is_one == "unknown":
         return "a few tokens decide the mean, so noise can be neither named nor excluded"
     if residual.k3 > MAX_K3:
         return f"beyond {MAX_K3:g} quantized weights are not told from other damage"
-    if (part := direction(tokens)) > MAX_DIRECTION:
+    if (part := part_by_probability(tokens)) > MAX_DIRECTION:
         return f"the probability of a token decides where its logit moves ({part:.0%} of the variance), unlike noise"
     steps = drift_between_steps(tokens)
     if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
@@ -82,13 +83,13 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
     return ""
 
 
-def direction(tokens: LogprobPairs) -> float:
+def part_by_probability(tokens: LogprobPairs) -> float:
     """Returns the share of the variance of shifts that the token's probability explains: near 0 for noise."""
     undecided = tokens.undecided
     if undecided.sum() < MIN_GROUP_TOKENS:
         return 0.0
     shift = tokens.shift[undecided]
-    scale = 1.48 * float(np.median(np.abs(shift)))
+    scale = robust_scale(shift)
     return explained(np.clip(shift, -5 * scale, 5 * scale), _parts(tokens.mean[undecided]))
 
 
@@ -174,14 +175,14 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
 
 def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_rest: bool) -> Cause | None:
     """Returns the cause, None within the noise floor; `is_rest`: whether other causes were found and undone."""
-    if left.contract == "inside" and left.k3 < max(LEAST_K3, 3 * floor):
+    if left.mean_is_one == "yes" and left.k3 < max(LEAST_K3, 3 * floor):
         return None
     related = correlation(np.exp(tokens.behavior), np.exp(tokens.trainer))
     evidence = "after the causes above are undone, " if is_rest else ""
     evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
     if reason := objection(tokens, left):
         evidence += f": {reason}"
-    if left.contract != "outside":
+    if left.mean_is_one != "no":
         evidence += _size_text(tokens)
     return Cause("unexplained", UNEXPLAINED_CONFIDENCE, evidence + _where(tokens), share_of_k3=1.0, tokens=left.tokens)
 
@@ -286,7 +287,7 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
     shift, k3 = tokens.shift[undecided], tokens.k3
     if len(shift) < 10:
         return Noise(0.0, 0.0, len(shift))
-    scale = 1.48 * float(np.median(np.abs(shift)))
+    scale = robust_scale(shift)
     far = np.abs(shift) > 5 * scale
     return Noise(
         usual_rms(shift),
@@ -352,7 +353,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
             return []
         if known is None and (evidence := _routing_by_prompt(tokens, residual)):
             return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
-        if objection(tokens, residual) if known is None else residual.contract != "inside":
+        if objection(tokens, residual) if known is None else residual.mean_is_one != "yes":
             return []
         text += f", {residual.text}"
     if noise.rms < LEAST_RMS:
@@ -383,7 +384,7 @@ def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
     by_prompt, prompts = found.pop("prompt", 0.0), tokens.prompt
     if prompts is None or by_prompt < MIN_PROMPT_PART or by_prompt < 2 * max(found.values(), default=0.0):
         return ""
-    if residual.contract != "inside" or direction(tokens) > MAX_DIRECTION:
+    if residual.mean_is_one != "yes" or part_by_probability(tokens) > MAX_DIRECTION:
         return ""
     _, prompt, count = np.unique(prompts, return_inverse=True, return_counts=True)
     k3 = np.bincount(prompt, tokens.k3)

@@ -29,6 +29,7 @@ from trimtab.diagnosis.causes.detector import (
     confidence,
     correlation,
     logit,
+    robust_scale,
     share,
     z_of,
 )
@@ -52,7 +53,7 @@ MAX_UP = 0.6  # most tokens that move up for each that moves down
 MAX_FAR = 0.002  # share of ratios below 1/e that truncation may have
 MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
 MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
-MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base .94]
+MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base: .94]
 
 ENTROPY_RANGE = (-3.0, 8.0)
 CERTAIN, UNCERTAIN = -1e-6, -0.01
@@ -102,11 +103,11 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         fit = None  # truncation explains the line
     # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
     # trainer's is that with noise, which makes the mean of the inverse a little larger.
-    drawn_by_trainer = inverse.contract != "outside" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
+    drawn_by_trainer = inverse.mean_is_one != "no" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
     if truncation is not None or mirrored is not None:
         drawn_by_sampler = mirrored is None
     else:
-        drawn_by_sampler = residual.contract != "outside" and not _follows_trainer(tokens, residual, context)
+        drawn_by_sampler = residual.mean_is_one != "no" and not _follows_trainer(tokens, residual, context)
 
     declared = declared_raw(tokens.table)
     found = [] if declared is None else [("raw-logprobs", *declared)]
@@ -206,7 +207,7 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
     log_ratio = tokens.log_ratio[tokens.undecided]
     if len(log_ratio) < 20:
         return False
-    scale = 1.48 * float(np.median(np.abs(log_ratio)))
+    scale = robust_scale(log_ratio)
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
     return z_of(clipped) < -BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 

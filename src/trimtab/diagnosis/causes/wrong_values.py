@@ -69,7 +69,7 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     if noise > MAX_NOISE or far.sum() < MIN_FAR:
         return []
     residual = Residual.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
-    if residual.contract != "outside" or residual.ratio_mean > 1:
+    if residual.mean_is_one != "no" or residual.ratio_mean > 1:
         return []
     # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)

@@ -6,7 +6,8 @@
   placeholders    constants in place of log-probs
   other_logprobs  checks of what a prefill or a teacher scored
 
-Another view is one more `Axis` in views; another figure comes from `corrections/statistics.py`.
+Another view is one more `Axis` in views, with its chart in texts.toml (`views`) and, to be named as the place of a
+mismatch, its name in `answer.ORDERED` or in texts.toml (`bins`). Another figure comes from `corrections/statistics.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from trimtab.diagnosis.figures import (
 )
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.output.text import markdown
-from trimtab.diagnosis.reading.run_files import VISIBLE_WHITESPACE
 from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import (
     Card,
@@ -154,7 +153,7 @@ def top_tokens(diagnosis: Diagnosis) -> list[Sequence[str | Cell]]:
     ranked: list[int] = [index for index in np.argsort(-k3, kind="stable").tolist() if view.count[index] > 0]
     return [
         (
-            view.labels[index].translate(VISIBLE_WHITESPACE),
+            view.labels[index],
             diagnosis.texts.get(int(ids[index]), ""),
             f"{int(view.count[index]):,}",
             format_percent(tokens[index]),

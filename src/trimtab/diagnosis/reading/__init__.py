@@ -8,8 +8,9 @@
   normalize     makes a `TokenTable` of rows: aligned lists without padding and prompt
   run_files     what lies beside the files of a run: recipe, versions, tokenizer
 
-Another framework is one more row of layouts.toml; another format is one more branch of `file_formats.open_table`, and a
-class with `path`, `names` and `batches` as `ArrowFile` has.
+Another framework is one more row of layouts.toml, and a name in the help of `--framework`. Another format is one more
+branch of `file_formats.open_table`, its suffix in `_READABLE` and its name in the messages there, and a class with
+`path`, `names` and `batches` as `ArrowFile` has.
 """
 
 from trimtab.diagnosis.reading.log_source import open_log

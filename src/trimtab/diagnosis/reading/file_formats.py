@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from trimtab.diagnosis.reading.row_files import (
 )
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
-from trimtab.files import Unpacked, opened
+from trimtab.files import Unpacked, natural_key, opened
 
 Table = ArrowFile | RowFile
 """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
@@ -69,8 +68,10 @@ def _of_folder(folder: Path) -> list[Path]:
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
     for suffixes in (_READABLE, _CSV):
         if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:
-            return sorted(files, key=_by_number)
-    raise TrimtabError(f"{folder} holds no parquet, arrow, JSONL, CSV or torch file")
+            return sorted(files, key=lambda file: natural_key(str(file)))
+    raise TrimtabError(
+        f"{folder} holds no parquet, arrow, JSONL, CSV or torch file: name the folder with the tokens of the training"
+    )
 
 
 def _suffix(path: Path) -> str:
@@ -80,11 +81,6 @@ def _suffix(path: Path) -> str:
         return suffix
     inner = Path(path.stem).suffix.lower()
     return inner if inner in _JSONL + _CSV else suffix
-
-
-def _by_number(path: Path) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"(\d+)", str(path))
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def open_table(path: Path) -> Table | None:

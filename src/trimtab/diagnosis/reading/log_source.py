@@ -405,7 +405,8 @@ def open_log(
             by_path.setdefault(table.path, table)
     tables = list(by_path.values())
     if not tables:
-        raise TrimtabError(f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty")
+        empty = f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty"
+        raise TrimtabError(f"{empty}: name files that the training has written")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
     return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts)
 

@@ -218,7 +218,7 @@ def _clear_nonfinite(tokens: _Tokens, trained: np.ndarray, tally: ReadCounts) ->
     (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
-    for name in (*LOGPS, "logp_prefill", "logp_teacher", "entropy"):
+    for name in (LOGPS[0], *_LOGPS.values()):
         if name not in tokens.values:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such

@@ -164,7 +164,7 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
 
 PACKED = re.compile(r"_trainer_logprobs_step\d+(?:_rank(?P<rank>\d+))?\.jsonl(?:\.gz)?$")
 """Names of these files."""
-_SLICES = re.compile(rb'"sp_size": (\d{1,4}),')
+_MOST_SLICES = 9999
 _SLICED = ("trainer_logprobs", "vllm_logprobs", "response_mask", "token_ids", "model_steps")
 
 
@@ -173,9 +173,9 @@ def slices_of(path: Path) -> list[Path]:
     found = PACKED.search(path.name)
     if not found or not found["rank"]:
         return [path]
-    with opened(path) as file:
-        size = _SLICES.search(file.read(4096))
-    count, (start, end) = (int(size[1]) if size else 0) or 1, found.span("rank")
+    _, row = next(json_lines(path, ReadCounts()), (0, {}))
+    size, (start, end) = row.get("sp_size"), found.span("rank")
+    count = size if isinstance(size, int) and 1 <= size <= _MOST_SLICES else 1
     first = int(found["rank"]) // count * count
     names = [f"{path.name[:start]}{rank:0{end - start}d}{path.name[end:]}" for rank in range(first, first + count)]
     return [path.with_name(name) for name in names]

@@ -127,14 +127,15 @@ def _coarse(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(f"{key} = {value}" for key, value, plain in settings if value not in plain)
 
 
-VISIBLE_WHITESPACE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
+_VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FILE = "tokenizer.json"
 
 
-def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-    """Returns the text of each id with visible whitespace, and an empty string, or no texts and the reason.
+def token_texts(path: Path, ids: Iterable[int], *, visible: bool = False) -> tuple[dict[int, str], str]:
+    """Returns the text of each id, and an empty string, or no texts and the reason.
 
-    path: a tokenizer.json, or a run that saved one in its folder `model`.
+    path: a tokenizer.json, or a run that saved one in its folder `model`. visible: whether whitespace is replaced by
+    signs, and other signs that cannot be printed by their numbers.
     """
     from tokenizers import Tokenizer
 
@@ -143,9 +144,8 @@ def token_texts(path: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower type
         return {}, f"only ids are shown: {file.parent.name}/{file.name} cannot be read ({error})"
-    return {
-        id_: _text(tokenizer.decode([id_], skip_special_tokens=False), tokenizer.id_to_token(id_)) for id_ in ids
-    }, ""
+    pieces = {id_: (tokenizer.decode([id_], skip_special_tokens=False), tokenizer.id_to_token(id_)) for id_ in ids}
+    return {id_: _text(*piece, visible=visible) for id_, piece in pieces.items()}, ""
 
 
 def tokenizer_of(files: Iterable[Path]) -> Path | None:
@@ -193,8 +193,8 @@ def _cached(name: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
-def _text(decoded: str, piece: str | None) -> str:
-    """Returns the displayed text of a token.
+def _text(decoded: str, piece: str | None, *, visible: bool) -> str:
+    """Returns the text of a token.
 
     Part of a character decodes to the replacement character, and some decoders drop a leading space.
     """
@@ -202,5 +202,6 @@ def _text(decoded: str, piece: str | None) -> str:
         return "(not in the vocabulary)"
     lost_space = piece.startswith("▁") and not decoded.startswith(" ")
     text = piece if not decoded or "\ufffd" in decoded else (" " + decoded if lost_space else decoded)
-    shown = text.translate(VISIBLE_WHITESPACE)
-    return "".join(sign if sign.isprintable() else f"\\u{ord(sign):04x}" for sign in shown)
+    if not visible:
+        return text
+    return "".join(sign if sign.isprintable() else f"\\u{ord(sign):04x}" for sign in text.translate(_VISIBLE))

@@ -64,7 +64,7 @@ def _columns(path: Path) -> dict[str, Sequence[Any]]:
     samples, lists = payload.get("samples"), payload.get("rollout_data")
     if isinstance(samples, list):
         if not all(isinstance(sample, dict) for sample in samples):
-            raise TrimtabError(f"{path}: samples is not a list of dictionaries")
+            raise TrimtabError(f"{path}: samples is not a list of dictionaries: save one for each response")
         names = dict.fromkeys(name for sample in samples for name in sample)
         given: Mapping[Any, Any] = {"raw_reward": payload.get("raw_reward")}
         given = {**given, **{name: [sample.get(name) for sample in samples] for name in names}}

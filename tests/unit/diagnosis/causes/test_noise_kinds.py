@@ -19,7 +19,7 @@ import trimtab
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.causes.detector import LogprobPairs
-from trimtab.diagnosis.causes.noise_kinds import Steps, direction, uneven_by
+from trimtab.diagnosis.causes.noise_kinds import Steps, part_by_probability, uneven_by
 from trimtab.diagnosis.causes.wrong_values import find_above_zero
 from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import Cause
@@ -84,9 +84,9 @@ def test_explained_by_hand() -> None:
 
 def test_noise_has_no_direction_and_another_temperature_has() -> None:
     noise = LogprobPairs.of(drawn(np.full(120, 0.3)))
-    assert direction(noise) < 0.03
+    assert part_by_probability(noise) < 0.03
     assert max(uneven_by(noise).values()) < 0.03
-    assert direction(LogprobPairs.of(drawn(np.full(120, 0.05), temperature=1.3))) > 0.3
+    assert part_by_probability(LogprobPairs.of(drawn(np.full(120, 0.05), temperature=1.3))) > 0.3
 
 
 def test_a_temperature_that_is_not_known_is_not_called_quantized() -> None:

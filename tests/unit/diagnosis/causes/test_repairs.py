@@ -66,20 +66,20 @@ def residual(log_ratio: np.ndarray) -> Residual:
     return Residual.of(LogprobPairs.of(table(log_ratio[None], behavior=-9.0)))
 
 
-def test_the_contract_by_hand() -> None:
+def test_whether_the_mean_ratio_can_be_1_by_hand() -> None:
     """Two ratios that occur equally often: e^.1 = 1.105 and 2 - e^.1 = .895 have mean 1; both halved have not."""
     fair = np.log(np.tile([np.exp(0.1), 2 - np.exp(0.1)], 500))
-    assert residual(fair).contract == "inside"
+    assert residual(fair).mean_is_one == "yes"
     assert residual(fair).ratio_mean == pytest.approx(1, abs=1e-6)
-    assert residual(fair - 0.1).contract == "outside"
-    assert residual(fair + 0.1).contract == "outside"
+    assert residual(fair - 0.1).mean_is_one == "no"
+    assert residual(fair + 0.1).mean_is_one == "no"
     # One token in a thousand of ratio e^7 = 1097 makes the mean 2.1: it says nothing.
     heavy = fair.copy()
     heavy[0] = 2.9
     heavy[1:8] = 2.9
-    assert residual(heavy).contract != "outside"
+    assert residual(heavy).mean_is_one != "no"
     heavy[0] = 7.0
-    assert residual(heavy).contract == "silent"
+    assert residual(heavy).mean_is_one == "unknown"
 
 
 def test_unrelated_values_are_unexplained(tmp_path: Path) -> None:

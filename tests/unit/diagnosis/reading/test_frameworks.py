@@ -464,6 +464,17 @@ def test_slices_of_the_ranks_are_joined() -> None:
     assert values(table, "group") == [0, 0, 1, 1]
 
 
+def test_slices_of_compact_json_are_joined(run: Path) -> None:
+    for rank in range(4):
+        path = run / NAME.format(rank)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [dict(sorted(row.items(), key=lambda item: item[0] == "sp_size")) for row in rows]  # as the last key
+        path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    source = open_log([run])
+    assert sum(table.responses for table in source.tables()) == 4
+    assert source.summary().dropped == {}
+
+
 def test_one_rank_stands_for_all_of_its_rows(run: Path) -> None:
     for ranks in ((3,), (2, 3), (3, 2)):
         source = open_log([run / NAME.format(rank) for rank in ranks])

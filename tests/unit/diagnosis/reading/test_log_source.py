@@ -14,8 +14,10 @@ import pytest
 from tests.support.token_tables import values
 from tests.support.trajectories import multi_turn
 
+from trimtab.cli.diagnose import Framework
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.reading.layouts import LAYOUTS
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
@@ -281,3 +283,8 @@ def test_negative_turns_are_dropped_and_counted(tmp_path: Path) -> None:
     good = {"logp_behavior": [-1.0, -1.0], "logp_proximal": [-1.0, -1.1], "turn": [0, 1]}
     path.write_text("\n".join(json.dumps(line) for line in (good, {**good, "turn": [-1, 0]})))
     assert dict(diagnose(path).measured.origin.dropped) == {"turn is negative": 1}
+
+
+def test_every_framework_is_named_where_one_is_asked_for() -> None:
+    for text in (diagnose.__doc__, Framework.__metadata__[0].help):
+        assert [name for name in (*LAYOUTS, "slime") if name not in str(text)] == []

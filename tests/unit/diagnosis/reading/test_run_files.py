@@ -144,4 +144,4 @@ def test_spaces_are_visible_and_signs_that_cannot_be_printed_are_named(
     tmp_path: Path, words: dict[str, int], decoder: decoders.Decoder, shown: dict[int, str]
 ) -> None:
     file = tokenizer(tmp_path / "model" / "tokenizer.json", words, decoder)
-    assert token_texts(file, shown) == token_texts(tmp_path, shown) == (shown, "")
+    assert token_texts(file, shown, visible=True) == token_texts(tmp_path, shown, visible=True) == (shown, "")
