@@ -44,8 +44,8 @@ OWN_RUN = {
 """Presets of which another trainer would get the loss only, with the reason."""
 
 METRICS = (
-    *("clip/low", "clip/high", "clip/weight", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences"),
-    *("ratio/bounded", "update/kl", "unscored", "unscored_tokens", *OBSERVED),
+    *("clip/low", "clip/high", "clip/dual", "clip/turned", "clip/weight", "kl/mean", "weight/mean", "weight/changed"),
+    *("reject/tokens", "reject/sequences", "ratio/bounded", "update/kl", "unscored", "unscored_tokens", *OBSERVED),
 )
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -110,7 +110,7 @@ def run(
     for name, check in CHECKS.items():
         on_progress(name)
         try:
-            found.append(check(pair, samples))
+            found.append(check.run(pair, samples))
         except TrimtabError as error:
             found.append(Check("fail", name, str(error)))
         on_check(found[-1])
@@ -420,14 +420,21 @@ def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Che
     return Check("fail" if share > MANY_CLIPPED else "note", "null update", detail, advice, figures)
 
 
-CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
-    "mismatch": mismatch,
-    "prefill": prefill,
-    "distribution": distribution,
-    "batch sizes": batch_sizes,
-    "prefix cache": prefix_cache,
-    "sampling settings": sampling_settings,
-    "weights": weights,
-    "end tokens": end_tokens,
-    "null update": null_update,
+class CheckOfPair(NamedTuple):
+    """The question that a check answers, as the page prints it, and the check."""
+
+    question: str
+    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]
+
+
+CHECKS: Mapping[str, CheckOfPair] = {
+    "mismatch": CheckOfPair("Do both sides give a sampled token the same probability?", mismatch),
+    "prefill": CheckOfPair("Is it the sampler's decoding that differs, or the engine?", prefill),
+    "distribution": CheckOfPair("And the tokens that were not sampled?", distribution),
+    "batch sizes": CheckOfPair("Does a response depend on what runs beside it?", batch_sizes),
+    "prefix cache": CheckOfPair("Does a cached prompt change the answer?", prefix_cache),
+    "sampling settings": CheckOfPair("Are the log-probs those of the distribution that is sampled?", sampling_settings),
+    "weights": CheckOfPair("Do all new weights arrive in the sampler?", weights),
+    "end tokens": CheckOfPair("Do both sides agree where a response ends, and on padding?", end_tokens),
+    "null update": CheckOfPair("What would a clip cut before the policy has moved?", null_update),
 }
