@@ -33,6 +33,7 @@ from trimtab.adapters.hooks import (
     evaluate,
     hook,
     peer_module,
+    refuse_standard_deviation,
     require_correction,
     turns_of,
     usable_tokens,
@@ -187,10 +188,8 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
             f"--advantage-estimator {estimator} names a loss, which this one replaces: set grpo, and {estimator} in "
             "trimtab_objective"
         )
-    if objective.advantage == "dr-grpo" and getattr(args, "grpo_std_normalization", False):
-        raise TrimtabError(
-            f"{objective.name} has advantages without the standard deviation: set --disable-grpo-std-normalization"
-        )
+    divides = getattr(args, "grpo_std_normalization", False)
+    refuse_standard_deviation(objective, divides, "set --disable-grpo-std-normalization")
     if objective.kl.coef == 0 and getattr(args, "use_kl_loss", False):
         raise TrimtabError(f"--use-kl-loss has no effect: {objective.name} has kl_coef = 0: set it, or leave this out")
     if objective.kl.coef > 0 and not batch.get("ref_log_probs"):

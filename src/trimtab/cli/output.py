@@ -53,7 +53,7 @@ class MultiValueCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option, word in itertools.pairwise([*args, "-"]):
-            # Without a value the defaults would apply.
+            # An option without a value would be dropped below, and its default would apply silently.
             if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
         expanded: list[str] = []

@@ -31,9 +31,9 @@ ADAPTER_NOISE = 0.02
 """That of the second matrix of an adapter, which starts at 0."""
 PROBES, PROBE_TOKENS = 32, 16
 SUSPECT = 3.0
-"""Standard errors, over responses, from which on a tensor is tried."""
+"""A tensor is tried if its mean inner product over responses is more than this many standard errors above 0."""
 TRIED, MOST_STALE = 3, 12
-"""Tensors that are tried at a time, and most that are found."""
+"""Tensors tried in each round, of which the best is put back, and rounds at most."""
 BETTER = 0.9
 """Part of k3 that may be left once a tensor is put back."""
 
