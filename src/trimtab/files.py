@@ -113,7 +113,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parses TOML. Raises `tomllib.TOMLDecodeError`, a `ValueError`, also where values are nested too deeply."""
+    """Parses TOML. Raises `ValueError`: a `tomllib.TOMLDecodeError` unless a number has too many digits."""
     try:
         return tomllib.loads(text)
     except RecursionError:

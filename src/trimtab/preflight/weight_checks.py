@@ -33,7 +33,7 @@ PROBES, PROBE_TOKENS = 32, 16
 SUSPECT = 3.0
 """A tensor is tried if its mean inner product over responses is more than this many standard errors above 0."""
 TRIED, MOST_STALE = 3, 12
-"""Tensors tried in each round, of which the best is put back, and rounds at most."""
+"""Tensors tried in each round, after which the best keeps its old value, and rounds at most."""
 BETTER = 0.9
 """Part of k3 that may be left once a tensor is put back."""
 

@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,18 +23,10 @@ import numpy as np
 from trimtab.errors import RESUME, TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.layout import (
-    CONFIG,
-    LOCK,
-    METRICS,
-    MODEL,
-    PROVENANCE,
-    TRAJECTORY_FILE,
-    list_checkpoints,
-    move_aside_after,
-)
+from trimtab.runs.layout import CONFIG, LOCK, METRICS, MODEL, PROVENANCE, list_checkpoints, move_aside_after
 
 NONFINITE = "metrics/nonfinite"
+_TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
 # POSIX locks belong to the process: children that outlive a killed trainer do not keep them. A second open in the same
 # process would succeed, however, and its close would release the lock; this set prevents that.
@@ -156,7 +149,7 @@ class RunDirectory:
         self._open_metrics()
         if self.trajectory_folder.is_dir():
             for item in self.trajectory_folder.iterdir():
-                match = TRAJECTORY_FILE.fullmatch(item.name)
+                match = _TRAJECTORIES.fullmatch(item.name)
                 if match and int(match[1]) > step:
                     item.unlink()
         move_aside_after(self.checkpoint_root, step)

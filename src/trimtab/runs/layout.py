@@ -12,7 +12,6 @@ from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
 BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
-TRAJECTORY_FILE = re.compile(r"step-(\d+)\.parquet")
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 
 
