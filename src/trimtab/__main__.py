@@ -8,7 +8,7 @@ import sys
 from trimtab.cli import starting
 from trimtab.errors import TrimtabError, require_extra
 
-TRAINING = ("compare", "eval", "export", "sft", "train")
+TRAINING = ("compare", "eval", "export", "preflight", "sft", "train")
 """Commands that need `trimtab[train]`; all others need `trimtab[diagnose]`."""
 
 

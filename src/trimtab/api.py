@@ -41,7 +41,7 @@ def train(
     the same objective.
     `environment` is the class of the environments of multi-turn episodes (docs/environments.md), in place of
     `environment.name`.
-    `overrides` are `section.key=value` strings.
+    `overrides` are `section.key=value` strings; a `Config` takes none.
     `progress` writes a line for each step, and other messages, to standard error, unless an `observer` is given.
 
     Ctrl-C and SIGTERM end the run after the current step with a checkpoint; a second signal ends it immediately.
@@ -90,6 +90,11 @@ def _resolve(
     config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str], environment: type | None
 ) -> Config:
     """Returns the recipe, with `environment.name` from the class."""
+    if isinstance(config, Config) and overrides:
+        raise TrimtabError(
+            f"overrides {list(overrides)} would not change a Config, which is complete: give the name, file or mapping "
+            "of the recipe in its place, or pass them to load_config"
+        )
     if environment is None:
         return config if isinstance(config, Config) else load_config(config, overrides)
     if not isinstance(environment, type):

@@ -99,8 +99,8 @@ def neighbors(path: Path) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Returns one line of text without user names and passwords in the addresses it quotes."""
-    return re.sub("://.*@", "://***@", text)
+    """Returns text without user names and passwords in its addresses, each of which ends at the next white space."""
+    return re.sub(r"://\S*@", "://***@", text)
 
 
 def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
@@ -117,7 +117,7 @@ def address_problem(key: str, url: object, instead: str, *, path: bool = False) 
         valid = False
     else:
         if "@" in parts.netloc:
-            shown = without_credentials(url)
+            shown = re.sub("(?s)://.*@", "://***@", url)  # a password may hold white space
             return f"{key} holds a user name or a password ({shown}), which a run would write to its files: {instead}"
         valid = valid and (path or (parts.path in ("", "/") and not parts.query and not parts.fragment))
     if valid and url.isprintable() and " " not in url:

@@ -120,7 +120,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parses TOML. Raises `tomllib.TOMLDecodeError`, also for values nested too deeply, and `ValueError`."""
+    """Parses TOML. Raises `ValueError`: a `tomllib.TOMLDecodeError` unless a number has too many digits."""
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -14,7 +14,9 @@ from typing import Any
 from trimtab.errors import TrimtabError, did_you_mean
 
 _allowed: Set[str] | None = None
-"""The functions that may be loaded; None: all."""
+"""The functions that may be loaded besides `SHIPPED`; None: all."""
+SHIPPED = frozenset({"trimtab.trainer.environments.swap_environment:SwapFormat"})
+"""Those that recipes of this package name. No other function of the package: some run commands or import modules."""
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """
     module_name, _, function_name = path.partition(":")
     folder = str(Path.cwd())
-    if _allowed is not None and path not in _allowed and not module_name.startswith("trimtab."):
+    if _allowed is not None and path not in _allowed | SHIPPED:
         raise TrimtabError(
             f"{what} {path!r} is code that a recipe or run names and this command line does not: it would import "
             f"{_source(module_name, folder)}; read that first, then add --allow-code"

@@ -1,6 +1,6 @@
 """Records of the data flow (problems, prompts, completions, trajectories) and the `Task` and `Engine` protocols.
 
-    Task -> Prompt -> Engine -> Completion -> Trajectory -> reward -> Group -> advantages -> Batch -> Objective
+    Task -> Problem -> Prompt -> Engine -> Completion -> reward -> Trajectory
 
 All records are frozen and need no torch, so that files, processes and tests can build one without loading a model.
 Per-token fields are numpy arrays of equal length.

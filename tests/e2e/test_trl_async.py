@@ -110,7 +110,7 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(run:
         "hook does not pass",
         "AsyncGRPO cannot train grpo: it reads reference (the reference policy's log-probs), which this hook does not "
         "pass: there is no reference model, leave kl_coef out",
-        "dr-grpo has advantages without the standard deviation, and TRL's rollout worker divides by it: pass a "
+        "dr-grpo has advantages without the standard deviation: TRL's rollout worker divides by it, pass a "
         "rollout_worker that does not",
         "epsilon, epsilon_high: only TRL's own loss reads this, leave it out. In the objective: epsilon is clip_low "
         "and clip_high; epsilon_high is clip_high",

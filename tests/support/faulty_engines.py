@@ -148,8 +148,8 @@ class StaleCache(Wrapped):
         if rest.get("prefixes") is not None:
             return groups
         kept = []
-        for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            key = (number, tuple(prompt.ids.tolist()), sampling)
+        for prompt, group in zip(prompts, groups, strict=True):
+            key = (tuple(prompt.ids.tolist()), sampling)
             old = self.known.setdefault(key, group[0])
             kept.append([replace(old, policy_version=group[0].policy_version[:1].repeat(len(old.response_ids)))])
         return kept

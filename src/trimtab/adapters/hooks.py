@@ -44,8 +44,8 @@ OWN_RUN = {
 """Presets of which another trainer would get the loss only, with the reason."""
 
 METRICS = (
-    *("clip/low", "clip/high", "clip/weight", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences"),
-    *("ratio/bounded", "update/kl", "unscored", "unscored_tokens", *OBSERVED),
+    *("clip/low", "clip/high", "clip/dual", "clip/turned", "clip/weight", "kl/mean", "weight/mean", "weight/changed"),
+    *("reject/tokens", "reject/sequences", "ratio/bounded", "update/kl", "unscored", "unscored_tokens", *OBSERVED),
 )
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 
@@ -56,10 +56,13 @@ OPTIMAL = "its advantages are those of OAPL's regression, which Trimtab's traine
 class Hook:
     """The loss hook of one trainer.
 
-    trainer: its name, as in messages. passes: fields of `PolicyLogps` besides current, mask and those that follow from
-    the mask. whole_update: whether statistics of the whole update (mean weights, kept denominators, second moments) can
-    be computed there. aggregations: kinds that the trainer's own denominators allow; empty for any. terms: whether the
-    loss may hold terms without an advantage (KL, entropy). remedies: by field, what makes the trainer pass it.
+    trainer: its name, as messages print it.
+    passes: the fields of `PolicyLogps` that the trainer gives the hook, besides current, mask and turn.
+    whole_update: whether the hook sees all micro-batches of an update before the first loss, as mean weights, kept
+        denominators and second moments need.
+    aggregations: the kinds that the trainer's own denominators allow; empty for any.
+    terms: whether the loss may hold terms without an advantage (KL, entropy).
+    remedies: field -> what makes the trainer pass it.
     """
 
     trainer: str
@@ -217,6 +220,12 @@ def require_correction(objective: Objective, where: str, remedy: str) -> None:
     if unread:
         names = " and ".join(sorted(unread))
         raise TrimtabError(f"{where}{objective.name} reads {names}, which this hook does not pass: {remedy}")
+
+
+def refuse_standard_deviation(objective: Objective, divides: object, remedy: str) -> None:
+    """Raises `TrimtabError` where the trainer divides advantages that the objective only centers."""
+    if objective.advantage == "dr-grpo" and divides:
+        raise TrimtabError(f"{objective.name} has advantages without the standard deviation: {remedy}")
 
 
 def turns_of(mask: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class Observations:
 
 
 def observations(monitor: MonitorChoice) -> Observations | None:
-    """Returns the observations of this process; losses reach it as copies, so that they hold the setting alone.
+    """Returns the observations of this process: the same object for each call with one setting.
+
+    A trainer may copy or pickle a loss, so a loss keeps the setting and looks the object up.
 
     monitor: True, or a folder; None and False are none. Raises `TrimtabError` for other values.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module
+from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module, refuse_standard_deviation
 from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
@@ -46,10 +46,10 @@ def register(
     none can be wrapped.
     """
     built = build("skyrl", objective, keywords)
-    chosen = name or f"trimtab-{built.name}"
+    registered = name or f"trimtab-{built.name}"
     utils = peer_module("SkyRL", "skyrl.backends.skyrl_train.utils.ppo_utils")
-    utils.PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump, monitor=monitor))
-    return chosen
+    utils.PolicyLossRegistry.register(registered, policy_loss(built, dump=dump, monitor=monitor))
+    return registered
 
 
 def policy_loss(
@@ -98,11 +98,8 @@ def policy_loss(
 
 def _check_config(objective: Objective, config: Any) -> None:
     refuse("SkyRL", SKYRL, chosen(SKYRL, config), "In register")
-    if objective.advantage == "dr-grpo" and getattr(config, "grpo_norm_by_std", False):
-        raise TrimtabError(
-            f"{objective.name} has advantages without the standard deviation: set "
-            "trainer.algorithm.grpo_norm_by_std=false"
-        )
+    divides = getattr(config, "grpo_norm_by_std", False)
+    refuse_standard_deviation(objective, divides, "set trainer.algorithm.grpo_norm_by_std=false")
     kind, reduction = objective.aggregation.kind, config.loss_reduction
     wanted = REDUCTIONS.get(kind)
     if wanted is None:

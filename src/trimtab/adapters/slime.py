@@ -15,9 +15,9 @@ with in trimtab.yaml the name of an objective, or a table of its keywords:
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +32,8 @@ from trimtab.adapters.hooks import (
     counted_state,
     evaluate,
     hook,
+    peer_module,
+    refuse_standard_deviation,
     require_correction,
     turns_of,
     usable_tokens,
@@ -50,7 +52,10 @@ IGNORED = {
 }
 """Options of the trainers' own policy loss that would have no effect beside `loss`, with what to do."""
 
-SCORING = ("miles.backends.training_utils.loss_hub.logit_processors", "slime.backends.megatron_utils.loss")
+SCORING = {
+    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
+    "slime": "slime.backends.megatron_utils.loss",
+}
 """Where `get_log_probs_and_entropy` is, in Miles and in slime."""
 
 
@@ -163,7 +168,9 @@ def _objective(args: Namespace, flag: str) -> Objective:
 
 
 def _trainer() -> str:
-    return "miles" if importlib.util.find_spec("miles") is not None else "slime"
+    """Returns which of the two runs: the one that is imported, where both are installed."""
+    installed = [name for name in SCORING if name in sys.modules or importlib.util.find_spec(name) is not None]
+    return next((name for name in installed if name in sys.modules), installed[0] if installed else "slime")
 
 
 def _monitor(args: Namespace) -> Observations | None:
@@ -181,10 +188,8 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
             f"--advantage-estimator {estimator} names a loss, which this one replaces: set grpo, and {estimator} in "
             "trimtab_objective"
         )
-    if objective.advantage == "dr-grpo" and getattr(args, "grpo_std_normalization", False):
-        raise TrimtabError(
-            f"{objective.name} has advantages without the standard deviation: set --disable-grpo-std-normalization"
-        )
+    divides = getattr(args, "grpo_std_normalization", False)
+    refuse_standard_deviation(objective, divides, "set --disable-grpo-std-normalization")
     if objective.kl.coef == 0 and getattr(args, "use_kl_loss", False):
         raise TrimtabError(f"--use-kl-loss has no effect: {objective.name} has kl_coef = 0: set it, or leave this out")
     if objective.kl.coef > 0 and not batch.get("ref_log_probs"):
@@ -238,10 +243,8 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
 
 
 def _score_function() -> Callable[..., Any]:
-    for name in SCORING:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return importlib.import_module(name).get_log_probs_and_entropy
-    raise TrimtabError("neither Miles nor slime is installed here: this function is called by their trainers")
+    trainer = _trainer()
+    return peer_module(hook(trainer).trainer, SCORING[trainer]).get_log_probs_and_entropy
 
 
 def _check_whole(logps: Sequence[Tensor], lengths: Sequence[int]) -> None:

@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import rows
-from trimtab.adapters.hooks import dropped_shares, missing_logps, peer_module, turns_of, usable_tokens
+from trimtab.adapters.hooks import (
+    dropped_shares,
+    missing_logps,
+    peer_module,
+    refuse_standard_deviation,
+    turns_of,
+    usable_tokens,
+)
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_ignored
 from trimtab.errors import TrimtabError
@@ -201,11 +208,8 @@ def _check_arguments(objective: Objective, given: Mapping[str, Any]) -> None:
     """Raises `TrimtabError` for arguments of TRL that would have no effect, or that the objective needs otherwise."""
     if given.get("args") is not None:
         check_ignored(given["args"], _TRL.AsyncGRPOConfig)
-    if objective.advantage == "dr-grpo" and given.get("rollout_worker") is None:
-        raise TrimtabError(
-            f"{objective.name} has advantages without the standard deviation, and TRL's rollout worker divides by it: "
-            "pass a rollout_worker that does not"
-        )
+    remedy = "TRL's rollout worker divides by it, pass a rollout_worker that does not"
+    refuse_standard_deviation(objective, given.get("rollout_worker") is None, remedy)
 
 
 def _dump_rows(part: PackedResponses, scored: dict[str, Tensor], sampled: Tensor, step: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, prefixed_metrics
+from trimtab.adapters.hooks import build, prefixed_metrics, refuse_standard_deviation
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
 from trimtab.adapters.monitoring import opened
 from trimtab.errors import TrimtabError
@@ -162,5 +162,4 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
             f'kl of the objective is "{objective.kl.kind}": set use_bias_correction_kl={unbiased} in GRPOConfig '
             f'(TRL\'s default is True), or kl="{other}" in the objective'
         )
-    if objective.advantage == "dr-grpo" and args.scale_rewards not in ("none", False):
-        raise TrimtabError(f'{objective.name} has advantages without the standard deviation: set scale_rewards="none"')
+    refuse_standard_deviation(objective, args.scale_rewards not in ("none", False), 'set scale_rewards="none"')

@@ -10,7 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, dropped_shares, prefixed_metrics, require_correction, turns_of, usable_tokens
+from trimtab.adapters.hooks import (
+    build,
+    dropped_shares,
+    prefixed_metrics,
+    refuse_standard_deviation,
+    require_correction,
+    turns_of,
+    usable_tokens,
+)
 from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
@@ -142,11 +150,8 @@ def _check_loss(mode: str, named: Mapping[str, PolicyLoss], config: Any, rollout
     actor = config.actor_rollout_ref.actor
     objective = _named_loss(mode, named).validated_objective(actor, actor.get("loss_agg_mode", "token-mean"))
     estimator, by_std = (config.algorithm.get(key, None) for key in ("adv_estimator", "norm_adv_by_std_in_grpo"))
-    if objective.advantage == "dr-grpo" and str(estimator).startswith("grpo") and by_std:
-        raise TrimtabError(
-            f"{objective.name} has advantages without the standard deviation: set "
-            "algorithm.norm_adv_by_std_in_grpo=False"
-        )
+    divides = str(estimator).startswith("grpo") and by_std
+    refuse_standard_deviation(objective, divides, "set algorithm.norm_adv_by_std_in_grpo=False")
     if correction.get("bypass_mode", False):
         raise TrimtabError(
             f"bypass_mode puts the sampler's log-probs in the place of those at the start of the update: with {mode} "

@@ -22,7 +22,7 @@ CARRY_LOGPS = "trimtab"
 KEYWORDS = "trimtab"
 """The key of `policy_loss`, and of `rollout_correction`, under which keywords of the objective are given."""
 SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
-"""What a keyword of the objective of the loss follows on verl's command line."""
+"""The key on verl's command line under which a keyword of the loss's objective is set: SET.KEYWORD=VALUE."""
 SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
 """Surrogates whose bounds mean what verl's bounds mean in its own losses of that kind."""
 MODES = {"constant": "seq-mean-token-sum-norm"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, usable_cores
+from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, unwritable, usable_cores
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def compare(
     from trimtab.trainer.lab import experiment as lab
     from trimtab.trainer.lab.regimes import regime
 
-    if page is not None and not page.absolute().parent.is_dir():
-        raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
+    if page is not None and (problem := unwritable(page)):
+        raise TrimtabError(f"cannot write {page}: {problem}; give --markdown another file")
     chosen = [regime(name) for name in regimes or lab.REGIMES]
     plan = lab.plan_experiment(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
     train = partial(_train, workers=workers or usable_cores(), keep=keep, as_json=as_json)
@@ -119,6 +120,7 @@ def _show(
 ) -> None:
     from trimtab.report.comparison_figures import write_figures
     from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
+    from trimtab.runs.atomic import write_text
     from trimtab.runs.summary import read_table
 
     out = plan.out
@@ -129,10 +131,7 @@ def _show(
     if notes:
         text += "\n" + "".join(f"- {line}\n" for line in notes)
     if page is not None:
-        try:
-            page.write_text(text)
-        except OSError as error:
-            raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
+        write_text(Path(os.path.realpath(page)), text)
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:

@@ -17,6 +17,7 @@ from rich.segment import Segment
 
 from trimtab.intervals import wilson
 from trimtab.runs.provenance import duration
+from trimtab.runs.reader import CLIPS
 from trimtab.safe_text import clean
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ FIGURES = (
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
     """Returns the metrics shown of a step as pairs of name and text; absent ones are left out."""
     values = dict(metrics)
-    clips = [clip for side in ("low", "high", "dual") if (clip := number(metrics, f"clip/{side}")) is not None]
+    clips = [clip for key in CLIPS if (clip := number(metrics, key)) is not None]
     if clips:
         values["clipped"] = sum(clips)
     if "mismatch/k3" in metrics:  # a reinforcement learning step; without rejection rules the share is 0

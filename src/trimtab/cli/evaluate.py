@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, echo, print_json
+from trimtab.cli.output import AllowCode, Json, echo, print_json, unwritable
 from trimtab.errors import TrimtabError, did_you_mean, require_extra
 from trimtab.plugins import allow_code
 
@@ -153,9 +153,9 @@ def _check_files(
     """Raises `TrimtabError` where what is to be written cannot be, before a long evaluation."""
     if as_json and markdown == STANDARD_OUTPUT:
         raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
-    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
+    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := unwritable(Path(markdown))):
         raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
-    if scores is not None and (problem := _unwritable(scores)):
+    if scores is not None and (problem := unwritable(scores)):
         raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
     if scores is not None and (len(models) > 1 or len(tasks) > 1):
         raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
@@ -170,15 +170,6 @@ def _write_scores(results: Results, path: Path) -> None:
     measured = results.measured[results.models[0], results.tasks[0], mode]
     rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
     write_text(Path(os.path.realpath(path)), "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _unwritable(path: Path) -> str:
-    """Returns why the file cannot be written; empty if it can."""
-    if path.exists() and not path.is_file():
-        return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it is not allowed"
 
 
 def _show(results: Results, markdown: str | None, as_json: bool) -> None:

@@ -27,7 +27,7 @@ from trimtab.safe_text import clean
 
 EXIT_USER_ERROR = 2
 # Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
-SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
+SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export", "preflight"})
 # Commands whose recipe is a program that the user runs. All others read what others may have written.
 PROGRAM_COMMANDS = frozenset({"train", "sft", "compare"})
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.

@@ -53,7 +53,7 @@ class MultiValueCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option, word in itertools.pairwise([*args, "-"]):
-            # Without a value the defaults would apply.
+            # An option without a value would be dropped below, and its default would apply silently.
             if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
         expanded: list[str] = []
@@ -109,6 +109,15 @@ def print_pairs(pairs: Mapping[str, Any]) -> None:
 def usable_cores() -> int:
     """Returns the number of cores this process may use, which may be limited by a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def unwritable(path: Path) -> str:
+    """Returns why a file cannot be written; empty if it can."""
+    if path.exists() and not path.is_file():
+        return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it is not allowed"
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.compare import MultiValueCommand
-from trimtab.cli.output import Json, Sets, echo, only_json, print_json
+from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError, require_extra
 from trimtab.safe_text import markdown_text
 

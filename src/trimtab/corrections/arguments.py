@@ -5,10 +5,13 @@ Each error names the argument, what it is and what it must be, in one line.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
+from trimtab.errors import did_you_mean
 
 TOKENS = "(batch, time)"
 _KINDS = {"sequence_ids": "integer", "turn": "integer", "age": "integer", "response_ids": "integer"}
@@ -64,10 +67,11 @@ def _is(kind: str, dtype: torch.dtype) -> bool:
     return {"integer": whole, "float": dtype.is_floating_point, "number": number, "real": not dtype.is_complex}[kind]
 
 
-def check_option(value: str, options: tuple[str, ...], part: str) -> None:
-    """Raises `ValueError` for an unknown option of a part."""
+def check_option(part: object, name: str, options: Iterable[str]) -> None:
+    """Raises `ValueError` where a field of a part, by name, is none of the options."""
+    value = getattr(part, name)
     if value not in options:
-        raise ValueError(f"{part}: unknown {value!r}, use one of {', '.join(options)}")
+        raise ValueError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:

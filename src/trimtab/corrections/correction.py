@@ -218,8 +218,8 @@ class _Block:
         if self.sequences.ids is None and self.advantage.shape[1] == 1:
             return {"positive": (None, self.advantage > 0), "negative": (None, self.advantage < 0)}
         at_tokens = select(self.advantage.expand(self.sequences.mask.shape), self.sequences.mask)
-        total = self.sequences.sum(at_tokens)
-        return {"positive": (at_tokens > 0, total > 0), "negative": (at_tokens < 0, total < 0)}
+        whole = self.sequences.sum(at_tokens)
+        return {"positive": (at_tokens > 0, whole > 0), "negative": (at_tokens < 0, whole < 0)}
 
 
 def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:

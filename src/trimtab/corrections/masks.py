@@ -45,7 +45,8 @@ READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 class Evidence:
     """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
-    A policy that no rule names in `reads` is not computed. Reading it raises `ValueError`.
+    mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. Those of a policy that no rule names in
+    `reads` are not computed; reading them raises `ValueError`.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class Band(Mask):
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_option(self.level, LEVELS, "Band")
-        check_option(self.over, OVER, "Band")
+        check_option(self, "level", LEVELS)
+        check_option(self, "over", OVER)
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -191,9 +192,9 @@ class Divergence(Mask):
     outward: bool = False
 
     def __post_init__(self) -> None:
-        check_option(self.kind, divergences.DIVERGENCES, "Divergence")
-        check_option(self.reduce, REDUCTIONS, "Divergence")
-        check_option(self.over, OVER, "Divergence")
+        check_option(self, "kind", divergences.DIVERGENCES)
+        check_option(self, "reduce", REDUCTIONS)
+        check_option(self, "over", OVER)
         if not 0 <= self.max < math.inf:
             raise ValueError(
                 f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
@@ -246,8 +247,8 @@ class Veto(Mask):
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_option(self.of, VETO_OF, "Veto")
-        check_option(self.over, OVER, "Veto")
+        check_option(self, "of", VETO_OF)
+        check_option(self, "over", OVER)
         if not 0 < self.min < 1:
             raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the {self.of}")
 
@@ -289,7 +290,7 @@ class OPSM(Mask):
     sign: str = "negative"
 
     def __post_init__(self) -> None:
-        check_option(self.sign, tuple(_REJECTED), "OPSM")
+        check_option(self, "sign", tuple(_REJECTED))
         if not 0 <= self.delta < math.inf:
             raise ValueError(
                 f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"

@@ -42,8 +42,8 @@ class Weight:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_option(self.level, LEVELS, "Weight")
-        check_option(self.bound, BOUNDS, "Weight")
+        check_option(self, "level", LEVELS)
+        check_option(self, "bound", BOUNDS)
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
             raise ValueError("Weight: truncate has no lower bound; use bound='clip' for min and max")

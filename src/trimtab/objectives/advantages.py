@@ -42,9 +42,9 @@ def advantages(
         batch-mean  r - mean over the batch, whatever the groups         FlashREINFORCE
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
-    A group of equal rewards, or of one response, gives exactly 0. Computed in float64 and returned in float64 for
-    such rewards, otherwise in float32. Raises `TrimtabError` for an unknown kind, rewards that are not finite numbers
-    of at most 1e18, ids that are missing, and `value_beta` of another kind.
+    A group of equal rewards, or of one response, gives exactly 0; with batch-mean, a batch of equal rewards. Computed
+    in float64 and returned in float64 for such rewards, otherwise in float32. Raises `TrimtabError` for an unknown
+    kind, rewards that are not finite numbers of at most 1e18, ids that are missing, and `value_beta` of another kind.
     """
     if not isinstance(kind, str) or kind not in ADVANTAGE_KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(str(kind), ADVANTAGE_KINDS)}")

@@ -129,7 +129,7 @@ class Objective:
     @property
     def learns_without_advantage(self) -> bool:
         """Whether the loss has a gradient where every advantage is 0: a regression, a KL or an entropy term."""
-        return self.surrogate.single_policy or self.kl.coef > 0 or self.entropy_coef > 0
+        return self.surrogate.learns_without_advantage or self.kl.coef > 0 or self.entropy_coef > 0
 
     @property
     def single_behavior(self) -> bool:

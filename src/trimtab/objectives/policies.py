@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_batch, check_tensor
+from trimtab.corrections.arguments import check_batch, check_option, check_tensor
 from trimtab.corrections.ratios import LEVELS
 from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
-from trimtab.corrections.weights import check_option
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Ratio:
     over: str = "proximal"
 
     def __post_init__(self) -> None:
-        check_option(self.level, LEVELS, "Ratio")
-        check_option(self.over, ("proximal", "behavior"), "Ratio")
+        check_option(self, "level", LEVELS)
+        check_option(self, "over", ("proximal", "behavior"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ class PolicyLogps:
     sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
     turn        (batch, time) int, number of the model turn of each token in its sequence, negative at padding; an
                 untrained observation may have any number. Read by levels of turns
-    age         (batch, time) int, training steps since the policy that sampled the token began a step, 1 for the newest
+    age         (batch, time) int, of the policy that sampled the token, in training steps: 1 for the newest policy
     head_current (batch, time, head) log-probs of the ids in the sampler's head at each position, with gradient
     head_behavior (batch, time, head) the sampler's log-probs of these ids, its most probable ones; -inf for none
 

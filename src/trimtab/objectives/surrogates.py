@@ -80,12 +80,14 @@ class Surrogate(ABC):
     reads: fields of `PolicyLogps` read besides `current` and the ratio's denominator.
     per_response: whether all tokens of a response must have the same advantage.
     single_policy: whether one policy must have sampled each whole response.
+    learns_without_advantage: whether it has a gradient where every advantage is 0, as a regression has.
     collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
     per_response: ClassVar[bool] = False
     single_policy: ClassVar[bool] = False
+    learns_without_advantage: ClassVar[bool] = False
     collects: ClassVar[bool] = False
 
     @abstractmethod
@@ -215,6 +217,7 @@ class Regression(Surrogate):
 
     per_response = True
     single_policy = True
+    learns_without_advantage = True
     beta: Number = 1e-3
 
     def __post_init__(self) -> None:

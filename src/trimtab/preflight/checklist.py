@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,11 +34,11 @@ CONFIDENT = 0.5
 """Least confidence of a cause that fails a check."""
 CLIP = 0.2
 CLIPPED, MANY_CLIPPED = 0.01, 0.05
-"""Shares of clipped tokens before any update that are remarked on, and that fail."""
+"""Shares of clipped tokens before any update above which the check is a note, and above which it fails."""
 OTHER_TEMPERATURE = 0.7
-"""Where the configured sampling is neutral, raw and processed log-probs are told apart at this temperature."""
+"""The temperature of the check of sampling settings where 1 is configured: there raw and processed log-probs agree."""
 END_MARGIN = 30
-"""How many times the bound, or the k3 of other tokens, that of the few end tokens may reach."""
+"""k3 of the end tokens, which are few, may be this many times the larger of the bound and the k3 of other tokens."""
 PARTS = {
     "decode/prefill": (
         "decode differs from prefill: cache or decode kernels",
@@ -110,7 +110,7 @@ def run(
     for name, check in CHECKS.items():
         on_progress(name)
         try:
-            found.append(check(pair, samples))
+            found.append(check.run(pair, samples))
         except TrimtabError as error:
             found.append(Check("fail", name, str(error)))
         on_check(found[-1])
@@ -150,11 +150,11 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
 
 
 def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
-    """Tells the sampler's decoding from its prefill: which of the two differs from the trainer.
+    """Compares the log-probs from decoding, from a prefill of the same ids in the sampler, and from the trainer.
 
-    The sampler scores the ids that it sampled once more, as a prompt. Decode against prefill shows what only decoding
-    has: the key-value cache and its kernels. Prefill against trainer shows the engine: its weights and its numerics.
-    At temperature 1, since inference engines ignore the temperature in a prefill.
+    Where decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. Where
+    prefill and trainer differ, it is in the weights or the numerics of the engine. All at temperature 1, since
+    inference engines ignore the temperature in a prefill.
     """
     score = getattr(pair.engine, "prefill_logps", None)
     if score is None:
@@ -420,14 +420,21 @@ def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Che
     return Check("fail" if share > MANY_CLIPPED else "note", "null update", detail, advice, figures)
 
 
-CHECKS: Mapping[str, Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]] = {
-    "mismatch": mismatch,
-    "prefill": prefill,
-    "distribution": distribution,
-    "batch sizes": batch_sizes,
-    "prefix cache": prefix_cache,
-    "sampling settings": sampling_settings,
-    "weights": weights,
-    "end tokens": end_tokens,
-    "null update": null_update,
+class CheckOfPair(NamedTuple):
+    """The question that a check answers, as the page prints it, and the check."""
+
+    question: str
+    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]
+
+
+CHECKS: Mapping[str, CheckOfPair] = {
+    "mismatch": CheckOfPair("Do both sides give a sampled token the same probability?", mismatch),
+    "prefill": CheckOfPair("Is it the sampler's decoding that differs, or the engine?", prefill),
+    "distribution": CheckOfPair("And the tokens that were not sampled?", distribution),
+    "batch sizes": CheckOfPair("Does a response depend on what runs beside it?", batch_sizes),
+    "prefix cache": CheckOfPair("Does a cached prompt change the answer?", prefix_cache),
+    "sampling settings": CheckOfPair("Are the log-probs those of the distribution that is sampled?", sampling_settings),
+    "weights": CheckOfPair("Do all new weights arrive in the sampler?", weights),
+    "end tokens": CheckOfPair("Do both sides agree where a response ends, and on padding?", end_tokens),
+    "null update": CheckOfPair("What would a clip cut before the policy has moved?", null_update),
 }

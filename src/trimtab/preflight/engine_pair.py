@@ -25,7 +25,7 @@ SEED = 0
 EXACT = 1e-8
 """k3 up to which two float32 computations agree."""
 MARGIN = 4.0
-"""How many times its usual size a mismatch may have."""
+"""A mismatch may be this many times that of the same pair in its usual state (weights unchanged, nothing cached)."""
 MAX_LOGITS = 1 << 27
 """Logits of one forward: half a GiB in float32."""
 

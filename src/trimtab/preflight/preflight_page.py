@@ -11,20 +11,9 @@ from trimtab.diagnosis.tokens import k3
 from trimtab.pages.charts import CYCLE, STYLES, VERMILLION, draw, log_scale, scatter_svg
 from trimtab.pages.numbers import short
 from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
-from trimtab.preflight.checklist import PARTS, WHOLE, Preflight, measured_of
+from trimtab.preflight.checklist import CHECKS, PARTS, WHOLE, Preflight, measured_of
 from trimtab.runs.atomic import write_output
 
-QUESTIONS = {
-    "mismatch": "Do both sides give a sampled token the same probability?",
-    "prefill": "Is it the sampler's decoding that differs, or the engine?",
-    "distribution": "And the tokens that were not sampled?",
-    "batch sizes": "Does a response depend on what runs beside it?",
-    "prefix cache": "Does a cached prompt change the answer?",
-    "sampling settings": "Are the log-probs those of the distribution that is sampled?",
-    "weights": "Do all new weights arrive in the sampler?",
-    "end tokens": "Do both sides agree where a response ends, and on padding?",
-    "null update": "What would a clip cut before the policy has moved?",
-}
 WORDS = (
     ("sampler", "the inference engine that writes responses and reports the log-prob of each token."),
     ("trainer", "the model that is trained. Here it only scores what the sampler wrote; nothing is trained."),
@@ -57,7 +46,7 @@ def page(result: Preflight, command: str) -> str:
     checks = [
         [
             Cell(check.status, tone=STATUS_TONES[check.status]),
-            Cell(check.name, note=QUESTIONS[check.name]),
+            Cell(check.name, note=CHECKS[check.name].question),
             check.detail,
         ]
         for check in result.checks

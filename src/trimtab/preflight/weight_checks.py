@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from trimtab.diagnosis.records import CAUSES
 from trimtab.pages.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
 from trimtab.trainer.models.lora import named_weights
+from trimtab.types import Prompt
 
 NOISE = 0.1
 """Standard deviation of the noise, relative to the root mean square of a tensor."""
@@ -29,16 +31,16 @@ ADAPTER_NOISE = 0.02
 """That of the second matrix of an adapter, which starts at 0."""
 PROBES, PROBE_TOKENS = 32, 16
 SUSPECT = 3.0
-"""Standard errors, over responses, from which on a tensor is tried."""
+"""A tensor is tried if its mean inner product over responses is more than this many standard errors above 0."""
 TRIED, MOST_STALE = 3, 12
-"""Tensors that are tried at a time, and most that are found."""
+"""Tensors tried in each round, after which the best keeps its old value, and rounds at most."""
 BETTER = 0.9
 """Part of k3 that may be left once a tensor is put back."""
 
 
 def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Publishes changed weights, and names what did not arrive. The first weights are published again at the end."""
-    seen, unseen = pair.prompts[:PROBES], pair.prompts[PROBES:]
+    seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
     limit = max(MARGIN * before, EXACT)
     try:
@@ -70,6 +72,14 @@ def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
         return Check("ok", "weights", f"{detail}{agree}", "", figures)
     status = "note" if withheld.k3 <= limit and not wrong else "fail"
     return Check(status, "weights", f"{detail}; {problem}", step, figures)
+
+
+def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns the last `PROBES` prompts after one more id, with which none begins, so that no cache holds a prefix."""
+    first = {int(prompt.ids[0]) for prompt in prompts}
+    inside = (int(id_) for prompt in prompts for id_ in reversed(prompt.ids))
+    other = next((id_ for id_ in inside if id_ not in first), int(prompts[0].ids[-1]))
+    return [replace(one, ids=np.concatenate([[other], one.ids])) for one in prompts[-PROBES:]]
 
 
 def _different(pair: EnginePair) -> list[str]:
@@ -117,7 +127,7 @@ def _verdict(
     versions = {int(version) for one in published.completions for version in one.policy_version}
     if versions != {pair.version}:
         return f"tokens carry version {sorted(versions)} and not {pair.version}", CAUSES["undelivered"].fix
-    stale, left = stale_tensors(pair, fresh, original) if fresh.k3 > EXACT else ([], 0.0)
+    stale, left = stale_tensors(pair, published, original) if published.k3 > EXACT else ([], 0.0)
     if stale:
         others = " and others" if left > limit else ""
         what = f"not published: {_listed(stale)}{others}; k3 {short(left)} with the old values in the trainer"

@@ -53,23 +53,21 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
         raise TrimtabError(f"{path} is damaged: delete it, the next evaluation marks a best checkpoint again") from None
 
 
-def move_aside_after(root: Path, step: int) -> list[Path]:
-    """Renames checkpoints newer than `step`, from which a run continues, and returns their new paths.
+def move_aside_after(root: Path, step: int) -> None:
+    """Renames checkpoints newer than `step`, from which a run continues.
 
     Those checkpoints are damaged. They remain as `step-000020.aside` for inspection; under their old name `delete_old`
     would count them as the newest.
     """
-    moved = []
     for folder in list_checkpoints(root):
         if checkpoint_step(folder) > step:
             target = folder.with_name(f"{folder.name}.aside")
             if target.exists():
                 atomic.remove_folder(target)
-            moved.append(folder.rename(target))
+            folder.rename(target)
     best = best_checkpoint(root)
     if best and best.step > step:
         (root / BEST).unlink()
-    return moved
 
 
 def checkpoint_step(folder: Path) -> int:

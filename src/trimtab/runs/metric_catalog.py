@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 # Restricted, so that a quantile row does not match other keys with its prefix.
@@ -59,11 +59,16 @@ class Metric:
         In the row's key `<quantile>` matches q01, q50, ..., `<tenth>` a number, `<sign>` positive or negative; any
         other `<name>` matches text without a slash.
         """
+        return self._pattern.fullmatch(key) is not None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
         parts = re.split(r"(<[a-z]+>)", self.key)
-        pattern = "".join(
-            _PLACEHOLDER_PATTERNS.get(part, "[^/]+") if part.startswith("<") else re.escape(part) for part in parts
+        return re.compile(
+            "".join(
+                _PLACEHOLDER_PATTERNS.get(part, "[^/]+") if part.startswith("<") else re.escape(part) for part in parts
+            )
         )
-        return re.fullmatch(pattern, key) is not None
 
     @property
     def is_pattern(self) -> bool:

@@ -168,6 +168,34 @@ def test_every_micro_batch_of_a_trainer_that_averages_gets_the_same_metrics() ->
     assert (logged[0]["trimtab/weight/mean"], logged[1]["trimtab/weight/mean"]) == (1.0, 0.0)
 
 
+def test_each_share_of_a_loss_is_logged_where_a_trainer_averages() -> None:
+    ones = torch.ones(2, 3)
+    logps = PolicyLogps(-ones, -2 * ones, ones.bool(), proximal=-2 * ones, reference=-ones)
+    for name, keywords, key in (
+        ("dapo", {"clip_dual": 3.0}, "clip/dual"),
+        ("grpo", {"kl_coef": 0.1}, "kl/mean"),
+        ("drpo", {}, "clip/turned"),
+    ):
+        assert f"trimtab/{key}" in averaged(objective(name, **keywords)(logps, ones).metrics.finalize())
+
+
+@pytest.mark.parametrize("running", ["miles", "slime"])
+def test_the_trainer_is_the_one_that_runs_where_both_are_installed(
+    running: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("miles", "slime"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert slime._trainer() == "miles"
+    for module in slime.SCORING[running].split("."):
+        path = module if module == running else f"{path}.{module}"
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    sys.modules[path].get_log_probs_and_entropy = running  # type: ignore[attr-defined]
+    assert (slime._trainer(), slime._score_function()) == (running, running)
+
+
 def test_skyrl_must_reduce_as_the_objective_does() -> None:
     loss, zeros = skyrl.policy_loss("icepop"), torch.zeros(1, 2)
     plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None}

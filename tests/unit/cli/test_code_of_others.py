@@ -68,6 +68,21 @@ def test_explain_imports_what_its_command_line_names(words: list[str], imports: 
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_recipe_cannot_start_a_command_that_names_its_code() -> None:
+    command = 'name = "trimtab.cli.main:run"\narguments = ["explain", "planted:method"]\n'
+    Path("theirs.toml").write_text(f'base = "quickstart"\n[objective]\n{command}')
+    assert run(["explain", "theirs.toml"]) == 2
+    assert not Path("imported").exists()
+
+
+def test_the_recipe_that_names_code_of_the_package_needs_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with plugins.only_named(set()):
+        for path in plugins.SHIPPED:
+            assert plugins.load_function(path, "format")
+    assert run(["explain", "laboratory-tools"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_later_command_is_not_trusted_because_an_earlier_one_was() -> None:
     Path("theirs.toml").write_text(SECTIONS["objective"])
     assert run(["explain", "theirs.toml", "--allow-code"]) == 0

@@ -18,7 +18,7 @@ STEP: dict[str, float | str] = {
     "mismatch/k3": 0.00123,
     "mismatch/ess_token": 0.987,
     "clip/low": 0.01,
-    "clip/high": 0.02,
+    "clip/second_moment": 0.02,
     "reject/tokens": 0.25,
     "tokens_per_second/rollout": 1234.0,
     "tokens_per_second/train": 987.0,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import trimtab
+from trimtab import __main__
 from trimtab.cli import doctor, main
 from trimtab.cli.output import run_directory
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import EXTRAS, TrimtabError, address_problem, did_you_mean, without_credentials
 from trimtab.objectives import objectives
 from trimtab.trainer.config import load_config, recipe_names
 
@@ -54,6 +57,7 @@ def test_help_and_recipes_do_not_import_torch() -> None:
         ["eval", "laboratory", "--task", "sort"],
         ["diagnose", "x.parquet"],
         ["report", "runs/x"],
+        ["preflight", "laboratory"],
         ["compare"],
         ["export", "runs/x", "model"],
     ],
@@ -330,3 +334,27 @@ def test_explain_prints_the_settings_of_another_trainer(capsys: pytest.CaptureFi
     ):
         assert main.run(["explain", *arguments]) == 2
         assert capsys.readouterr().err.startswith(line)
+
+
+def test_addresses_are_printed_without_credentials_and_the_rest_of_the_line_stays() -> None:
+    line = "http://me:p@ss@one:1 refused, https://you@two is slow: write to a@b.org"
+    assert without_credentials(line) == "http://***@one:1 refused, https://***@two is slow: write to a@b.org"
+    problem = address_problem("url", "http://me:pass word\nagain@one", "leave it out")
+    assert problem is not None
+    assert "http://***@one" in problem
+    assert not {"me", "pass", "word", "again"} & set(re.findall(r"\w+", problem.partition("which")[0]))
+
+
+def test_overrides_of_a_resolved_recipe_are_refused() -> None:
+    for environment in (None, dict):
+        with pytest.raises(TrimtabError, match="would not change a Config"):
+            trimtab.train(load_config("laboratory"), environment=environment, overrides=["seed=1"])
+
+
+def test_where_packages_are_missing_the_extra_of_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in EXTRAS["diagnose"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for command in __main__.TRAINING:
+        with pytest.raises(TrimtabError, match=r"\[train\]"):
+            __main__._require_packages(command)
+    assert "preflight" in __main__.TRAINING

@@ -84,10 +84,10 @@ def test_each_line_is_printed_when_its_check_ends(
     def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
         printed = capsys.readouterr()
         seen.extend((printed.out.splitlines(), printed.err.splitlines()))
-        return real(pair, samples)
+        return real.run(pair, samples)
 
     real = checklist.CHECKS["distribution"]
-    monkeypatch.setattr(checklist, "CHECKS", {**checklist.CHECKS, "distribution": watched})
+    monkeypatch.setattr(checklist, "CHECKS", {**checklist.CHECKS, "distribution": real._replace(run=watched)})
     assert main.run(["preflight", "laboratory", "--lengths", "8"]) == 0
     before, steps = seen
     assert [line.split(maxsplit=2)[:2] for line in before[1:]] == [["ok", "mismatch"], ["ok", "prefill"]]

@@ -175,7 +175,7 @@ def test_parts_may_be_given_as_objects():
         ("composed", {"surrogate": {"kind": "cliped"}}, "unknown surrogate 'cliped' .did you mean 'clipped'"),
         ("composed", {"surrogate": {"high": 0.2}}, "surrogate is a table with a `kind`"),
         ("composed", {"surrogate": {"kind": "clipped", "hihg": 0.2}}, "has no 'hihg' .did you mean 'high'"),
-        ("composed", {"surrogate": CLIPPED, "ratio": {"level": "word"}}, "ratio: Ratio: unknown 'word'"),
+        ("composed", {"surrogate": CLIPPED, "ratio": {"level": "word"}}, "ratio: Ratio: unknown level 'word'"),
         ("composed", {"surrogate": CLIPPED, "ratio": {"over": 1}}, "over = 1 has the wrong type"),
         ("composed", {"surrogate": CLIPPED, "clip_high": 0.3}, "no keyword 'clip_high'"),
         ("composed", {"surrogate": CLIPPED, "wieght": {}}, "no keyword 'wieght' .did you mean 'weight'"),
@@ -251,7 +251,11 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
         ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
         ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
         # Tables of parts.
-        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': Divergence: unknown 'tokn'"),
+        (
+            "grpo",
+            {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]},
+            "mask 'k3': Divergence: unknown reduce 'tokn'",
+        ),
         ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan: the bo"),
         ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains proximal/behavior"),
         ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),

@@ -12,7 +12,7 @@ import torch
 
 from trimtab.adapters.config_lines import lines
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Band, Objective, PolicyLogps, keywords_of, objective, objectives
+from trimtab.objectives import KL, Band, Clipped, Objective, PolicyLogps, Ratio, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.lookup import from_section
 from trimtab.report.health import known_objective
@@ -160,3 +160,8 @@ def test_objectives_that_learn_without_advantages_declare_it():
     assert objective("grpo", kl_coef=0.1).learns_without_advantage
     assert objective("grpo", entropy_coef=0.1).learns_without_advantage
     assert objective("oapl").learns_without_advantage
+
+    class Whole(Clipped):
+        single_policy = True
+
+    assert not Objective("mine", Ratio("token", "behavior"), Whole()).learns_without_advantage

@@ -93,10 +93,20 @@ def test_a_planted_fault_is_named(
     make_pair: MakePair, fault: Callable[[Engine], Any], sets: Sequence[str], check: str, words: str, dtype: str
 ) -> None:
     pair = plant(make_pair(dtype, sets), fault)
-    found = checklist.CHECKS[check](pair, {20: pair.compare(pair.prompts, 20)})
+    found = checklist.CHECKS[check].run(pair, {20: pair.compare(pair.prompts, 20)})
     assert found.status == "fail"
     assert words in found.detail
     assert found.next_step
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_stale_cache_is_named_after_all_other_checks(make_pair: MakePair, tmp_path: Path, lines: int) -> None:
+    """They ask every prompt, and a file of few lines repeats them."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("3141592653=\n27=\n")
+    pair = plant(make_pair(file=file if lines else None), faults.StaleCache)
+    result = checklist.run(pair, [20], {"model": "laboratory"}, lambda _: None)
+    assert "(stale-cache)" in next(check.detail for check in result.checks if check.name == "weights")
 
 
 @pytest.mark.parametrize("sets", [(), (WARM,)])
@@ -256,7 +266,7 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
     def refuse(*_: object) -> None:
         raise TrimtabError("set top_p = 1")
 
-    monkeypatch.setitem(checklist.CHECKS, "sampling settings", refuse)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(checklist.CHECKS, "sampling settings", checklist.CheckOfPair("?", refuse))  # pyright: ignore[reportArgumentType]
     result = checklist.run(make_pair(), [8], {"model": "laboratory"}, lambda _: None)
     [failed] = [check for check in result.checks if check.status == "fail"]
     assert (failed.name, failed.detail) == ("sampling settings", "set top_p = 1")
