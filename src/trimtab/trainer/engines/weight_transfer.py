@@ -150,6 +150,15 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
         raise
 
 
+def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
+    """Raises `TrimtabError` if a worker of vLLM kept a parameter; `missing` are their names for each worker."""
+    if names := sorted({name for worker in missing for name in worker}):
+        raise TrimtabError(
+            f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "
+            "use another engine for this model"
+        )
+
+
 def _temporary_file() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -219,6 +219,11 @@ class ServerEngine:
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "
                 '= 1 and top_k = 0, or use engine.type = "vllm"'
             )
+        if sampling.top_logprobs:
+            raise TrimtabError(
+                "servers are not asked for their most probable ids: set top_logprobs = 0, or use engine.type = "
+                '"embedded" or "vllm"'
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
@@ -361,6 +363,18 @@ def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tm
     ):
         with pytest.raises(TrimtabError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
             asyncio.run(call())
+
+
+def test_a_parameter_that_vllm_did_not_load_is_an_error(scripted: Scripted, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    done = ("/pause?mode=abort", "/update_weight_version", "/resume")
+    scripted.results |= {path: (200, {}) for path in done} | {"/reset_prefix_cache": (200, {"success": True})}
+    for results in ([[], []], [[], ["layers.0.bias"]]):  # of two workers, as its api_router.py answers
+        scripted.results["/collective_rpc"] = (200, {"results": results})
+        with pytest.raises(TrimtabError, match=r"layers\.0\.bias") if any(results) else nullcontext():
+            asyncio.run(VllmProtocol(None).load(scripted.connection, tmp_path, "l"))
+    asked = [path for path, _ in scripted.asked]
+    assert (asked.count("/update_weight_version"), asked.count("/resume")) == (1, 2)
 
 
 def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:
