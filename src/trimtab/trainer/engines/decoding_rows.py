@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -215,6 +215,16 @@ def mark_aborted(rows: Iterable[DecodingRow]) -> None:
     for row in rows:
         row.finish = "abort"
         row.drop_partial_observation()
+
+
+def grouped_completions(
+    rows: Sequence[DecodingRow], samples: int, version: int, stop: StopChecker, *, entropies: bool = True
+) -> list[list[Completion]]:
+    """Returns the responses of each prompt. Rows that are not complete were aborted."""
+    mark_aborted(row for row in rows if not row.complete)
+    done = [row.completion(version, stop) for row in rows]
+    done = done if entropies else [replace(one, entropy=None) for one in done]
+    return [done[start : start + samples] for start in range(0, len(done), samples)]
 
 
 def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:

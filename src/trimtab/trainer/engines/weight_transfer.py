@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.files import sync
 
 ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
@@ -231,9 +232,9 @@ class WeightFolder:
             # safetensors creates it with mode 0600; the servers may run as another user.
             (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
-                _sync(path)
+                sync(path)
             temporary.rename(folder)
-            _sync(self._base)
+            sync(self._base)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             message = getattr(error, "strerror", None) or error
@@ -293,11 +294,3 @@ def _remove_leftovers(root: Path) -> None:
         owner = item.name.removeprefix(start).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(item, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,7 @@ from transformers import AutoConfig
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import (
-    DecodingRow,
-    TopRow,
-    build_rows,
-    mark_aborted,
-)
+from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, build_rows, grouped_completions
 from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
@@ -112,9 +106,7 @@ class VllmEngine:
             return self._append_tokens(rows[index], delta, sampling, stop, exchange)
 
         self._runner.run(on_tokens, joining, abort)
-        mark_aborted(row for row in rows if not row.complete)
-        completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
-        return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+        return grouped_completions(rows, samples, self.policy_version, stop, entropies=False)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: vLLM's `prompt_logprobs`, which temperature does not change.

@@ -21,7 +21,7 @@ from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import ServerConfig
-from trimtab.trainer.engines.decoding_rows import build_rows
+from trimtab.trainer.engines.decoding_rows import build_rows, grouped_completions
 from trimtab.trainer.engines.server import http_client
 from trimtab.trainer.engines.server.http_client import (
     Connection,
@@ -151,7 +151,8 @@ def call(
         name="run-1",
     )
     asyncio.run(responses.sample(dispatch, None))
-    return responses.completions()
+    groups = grouped_completions(responses.rows, 1, 9, stop, entropies=False)
+    return [one for [one] in groups]
 
 
 def finished(answer: CompletionResult, prefix: Completion | None = None) -> Completion:
