@@ -15,15 +15,7 @@ from torch import Tensor
 from trimtab.trainer.engines.embedded.sampling import SampledTokens
 from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.types import (
-    EXTERNAL_VERSION,
-    Completion,
-    FinishReason,
-    Prompt,
-    SamplingParams,
-    TopTokens,
-    TurnResult,
-)
+from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TopTokens, TurnResult
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 

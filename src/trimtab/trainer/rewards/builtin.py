@@ -90,9 +90,7 @@ class Overlong(Reward):
     def build(self, task: Task) -> Built:
         longest = self.max_tokens or task.max_tokens
         if self.cache > longest:
-            raise TrimtabError(
-                f"reward 'overlong': cache = {self.cache} is longer than max_tokens = {longest}; lower it"
-            )
+            raise TrimtabError(f"overlong: cache = {self.cache} is longer than max_tokens = {longest}; lower it")
         free = longest - self.cache
 
         def overlong(response: Response, problem: Problem) -> float:

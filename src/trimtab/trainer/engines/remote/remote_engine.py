@@ -10,16 +10,7 @@ from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes
-from trimtab.types import (
-    AbortSignal,
-    Completion,
-    FloatArray,
-    Problem,
-    Prompt,
-    SamplingParams,
-    TurnHandler,
-    TurnResult,
-)
+from trimtab.types import AbortSignal, Completion, FloatArray, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal and of the results of turns
 STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
