@@ -49,11 +49,11 @@ FIRST = "test_vllm_environment.py"  # which takes longest: so that both processe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that claims no other tier is a unit test."""
+    """A test in `e2e` is an end-to-end test, one elsewhere that claims no tier a unit test; slow ones are neither."""
     items.sort(key=lambda item: item.path.name != FIRST)
     for item in items:
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
-            item.add_marker(pytest.mark.unit)
+            item.add_marker("e2e" if item.path.is_relative_to(Path(__file__).parent / "e2e") else "unit")
         if isinstance(item, pytest.Function):
             item.fixturenames[:0] = _fixtures(item.path)
 

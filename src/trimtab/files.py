@@ -77,6 +77,15 @@ def regular_file(path: Path) -> Path:
     return path
 
 
+def sync(path: Path) -> None:
+    """Flushes a file, or the list of names of a folder, to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Unpacked(io.RawIOBase):
     """The content of a gzipped file. Raises `TrimtabError` where it is many times larger than the file."""
 

@@ -173,7 +173,7 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
     other.update_weights(published, 1)  # the neighbor does not notice
     engine.restart()
     assert engine.transport.pid not in (pid, other.transport.pid)
-    with pytest.raises(TrimtabError, match="publish before generating"):
+    with pytest.raises(TrimtabError, match="no weights yet"):
         engine.generate(prompts, 2, SAMPLING, seed=9)
     engine.update_weights(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected

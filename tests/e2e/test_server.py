@@ -355,8 +355,9 @@ class TestKills:
             engine_over(laboratory, servers[:1], reconnect_timeout=0.3)
 
 
-def test_truncated_sampling_is_refused(
-    laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt]
+@pytest.mark.parametrize(("asked", "said"), [({"top_p": 0.9}, "which tokens"), ({"top_logprobs": 2}, "most probable")])
+def test_what_servers_do_not_return_is_refused(
+    laboratory: LoadedModel, servers: list[ServerProcess], prompts: list[Prompt], asked: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(TrimtabError, match="which tokens were kept"):
-        engine_over(laboratory, servers).generate(prompts, 1, replace(SAMPLING, top_p=0.9), seed=SEED)
+    with pytest.raises(TrimtabError, match=said):
+        engine_over(laboratory, servers).generate(prompts, 1, replace(SAMPLING, **asked), seed=SEED)

@@ -245,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
             shared = SharedWeights(file.fileno(), entries)
             shared.close.detach()
             self.service.load({name: tensor.clone() for name, tensor in shared})
-        return {"results": [None]}
+        return {"results": [[]]}  # for each worker, the parameters that were not loaded
 
     def vllm_reset_prefix_cache(self, _body: Any) -> Any:
         return {"success": True}

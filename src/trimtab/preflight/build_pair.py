@@ -103,7 +103,7 @@ def build_pair(
         sampling=SamplingParams(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
         context=min((limit for limit in limits if limit), default=None),
         bound=bound,
-        top_logprobs=vocabulary if config.engine.type == "embedded" else TOP_LOGPROBS,
+        top_logprobs={"embedded": vocabulary, "vllm": TOP_LOGPROBS, "server": 0}[config.engine.type],
         stop_ids=eos_ids(loaded.tokenizer, model.config, loaded.model.generation_config),
         lora=bool(config.model.lora.rank),
         weights_in_use=config.engine.type == "embedded" and not config.engine.changes_weights,

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trimtab.errors import TrimtabError
+from trimtab.files import sync
 
 TEMPORARY = ".trimtab-tmp-"
 REPLACED = ".trimtab-old-"
@@ -137,15 +138,6 @@ def append(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, end)
         raise
-
-
-def sync(path: Path) -> None:
-    """Flushes a file, or the list of names of a folder, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _temporary_path(path: Path) -> Path:

@@ -103,8 +103,7 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
     """Returns the run's own sampling, greedy or as in training, with the stops and the length of the task."""
     own = replace(collector.sampling, top_logprobs=0)
     if task is not collector.stream.task:
-        max_tokens = collector.config.sampling.max_tokens or task.max_tokens
-        own = replace(own, stop=task.stop, max_tokens=max_tokens)
+        own = replace(own, stop=task.stop, max_tokens=task.max_tokens)
     return replace(own, temperature=0.0, top_p=1.0, top_k=0) if greedy else own
 
 

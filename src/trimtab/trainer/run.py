@@ -207,7 +207,8 @@ def check(
     check_recipe(config, built, current_ranks().size)
     if config.prefix is not None:
         build_rule(config.prefix)  # loads a user's function
-    task = tasks.build(config.task.name, **config.task.keywords)
+    longest = config.sampling.max_tokens
+    task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
     episodes = environment_spec(config, environment)
     multi_turn = None if episodes is None else environments.build(episodes)
     if multi_turn is not None:
@@ -217,7 +218,7 @@ def check(
     if reward is not None:
         specs = [RewardSpec(reward)]
     entries = rewards.weighted(specs, task)
-    others = [tasks.build(other.name, **other.keywords) for other in config.eval.task]
+    others = [tasks.with_max_tokens(tasks.build(other.name, **other.keywords), longest) for other in config.eval.task]
     sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
     eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
     names = [entry.name for entry in entries]
@@ -335,7 +336,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:
-    """Returns the sampling parameters of a run: the recipe's distribution, the task's stop strings and length.
+    """Returns the sampling parameters of a run: the recipe's distribution, the task's stop strings and length limit.
 
     centered: whether the objective reads the sampler's most probable ids.
     """
@@ -344,7 +345,7 @@ def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingPa
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
         top_k=config.sampling.top_k,
-        max_tokens=config.sampling.max_tokens or task.max_tokens,
+        max_tokens=task.max_tokens,
         stop=task.stop,
         top_logprobs=top_logprobs if centered else 0,
     )

@@ -33,6 +33,7 @@ class RewardHost:
         use_working_directory(folder)
         config = parse_config(tomllib.loads(recipe), "recipe")
         task = tasks.build(config.task.name, **config.task.keywords)
+        task = tasks.with_max_tokens(task, config.sampling.max_tokens)
         self._scorer = rewards.build([RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward], task)
 
     def score(self, items: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,15 +15,7 @@ from torch import Tensor
 from trimtab.trainer.engines.embedded.sampling import SampledTokens
 from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.types import (
-    EXTERNAL_VERSION,
-    Completion,
-    FinishReason,
-    Prompt,
-    SamplingParams,
-    TopTokens,
-    TurnResult,
-)
+from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TopTokens, TurnResult
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -215,6 +207,16 @@ def mark_aborted(rows: Iterable[DecodingRow]) -> None:
     for row in rows:
         row.finish = "abort"
         row.drop_partial_observation()
+
+
+def grouped_completions(
+    rows: Sequence[DecodingRow], samples: int, version: int, stop: StopChecker, *, entropies: bool = True
+) -> list[list[Completion]]:
+    """Returns the responses of each prompt. Rows that are not complete were aborted."""
+    mark_aborted(row for row in rows if not row.complete)
+    done = [row.completion(version, stop) for row in rows]
+    done = done if entropies else [replace(one, entropy=None) for one in done]
+    return [done[start : start + samples] for start in range(0, len(done), samples)]
 
 
 def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:

@@ -11,6 +11,7 @@ from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.trainer.models.routing import RouterInfo
 from trimtab.types import Completion, Prompt, SamplingParams
 
+NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
 Prefixes = Sequence[Sequence[Completion]]  # by prompt and sample
 
 # vLLM's range. It silently raises lower temperatures to the minimum, and so samples another distribution than

@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.files import sync
 
 ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
@@ -150,6 +151,15 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
         raise
 
 
+def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
+    """Raises `TrimtabError` if a worker of vLLM kept a parameter; `missing` are their names for each worker."""
+    if names := sorted({name for worker in missing for name in worker}):
+        raise TrimtabError(
+            f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "
+            "use another engine for this model"
+        )
+
+
 def _temporary_file() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
@@ -222,9 +232,9 @@ class WeightFolder:
             # safetensors creates it with mode 0600; the servers may run as another user.
             (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
-                _sync(path)
+                sync(path)
             temporary.rename(folder)
-            _sync(self._base)
+            sync(self._base)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             message = getattr(error, "strerror", None) or error
@@ -284,11 +294,3 @@ def _remove_leftovers(root: Path) -> None:
         owner = item.name.removeprefix(start).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(item, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabWarning
-from trimtab.trainer.environments.background import (
-    BackgroundCall,
-    EnvironmentFailed,
-    EnvironmentThread,
-    describe,
-)
+from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, describe
 from trimtab.trainer.environments.environment import call_tool, row_for, text_of
 from trimtab.trainer.environments.formats import Call
 from trimtab.types import MAX_REWARD, EpisodeOutcome, IntArray, Prompt, TurnResult

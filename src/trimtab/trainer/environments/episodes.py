@@ -19,16 +19,7 @@ from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
 from trimtab.trainer.environments.formats import Call, Format, ToolError
 from trimtab.trainer.environments.result_encoder import ResultEncoder, escape_surrogates
 from trimtab.trainer.seeds import derive
-from trimtab.types import (
-    Completion,
-    Engine,
-    EpisodeOutcome,
-    FinishReason,
-    Problem,
-    Prompt,
-    SamplingParams,
-    TurnResult,
-)
+from trimtab.types import Completion, Engine, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
 
 T = TypeVar("T")
 

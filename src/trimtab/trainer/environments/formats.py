@@ -14,6 +14,9 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import load_function
 from trimtab.trainer import chat_template
 
+NAMES = ("tag", "fence", "chat")
+"""The names of the built-in formats; "chat" needs a tokenizer, and `BuiltEnvironment` makes it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -268,7 +271,3 @@ def _load_format(name: str) -> Format:
                 f"format {name!r}: {part} = {strings!r} must be a tuple of strings: those that {verb} a call"
             )
     return call_format
-
-
-NAMES = ("tag", "fence", "chat")
-"""The names of the built-in formats; "chat" needs a tokenizer, and `BuiltEnvironment` makes it."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.formats import ToolError
 from trimtab.trainer.sandbox.code_result import GRACE
-from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
 
 
 class Options(BaseModel):
@@ -42,18 +42,18 @@ def build_pool(options: Options, timeout: float) -> PythonPool:
             f"environment.timeout = {timeout:g} s is below {lowest:g} s, which are `seconds` and the {GRACE:g} s that "
             "the sandbox may need to end a call: raise timeout, or lower seconds"
         )
-    reason = sandbox_unavailable(options.sandbox)
-    if reason is not None:
-        raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {reason}")
-    return PythonPool(
-        options.sandbox,
-        workers=options.workers,
-        packages=options.packages,
-        timeout=options.seconds,
-        memory_mb=options.memory_mb,
-        max_output=options.max_output,
-        stateful=options.stateful,
-    )
+    try:
+        return PythonPool(
+            options.sandbox,
+            workers=options.workers,
+            packages=options.packages,
+            timeout=options.seconds,
+            memory_mb=options.memory_mb,
+            max_output=options.max_output,
+            stateful=options.stateful,
+        )
+    except TrimtabError as error:
+        raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {error}") from None
 
 
 class PythonEnvironment:

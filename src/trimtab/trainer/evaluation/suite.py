@@ -176,7 +176,10 @@ def compare(
 
 
 def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
-    built = [tasks.build(spec.name, **spec.options) for spec in specs]
+    built = [
+        tasks.with_max_tokens(tasks.build(spec.name, **spec.options), settings.max_tokens or spec.max_tokens)
+        for spec in specs
+    ]
     names = [task.name for task in built]
     prepared_tasks = []
     for spec, task in zip(specs, built, strict=True):
@@ -251,7 +254,7 @@ def _measure(
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
-        max_tokens=settings.max_tokens or prepared.spec.max_tokens or prepared.task.max_tokens,
+        max_tokens=prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
     if prepared.environment is not None and relay_model is not None:

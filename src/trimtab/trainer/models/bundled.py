@@ -21,6 +21,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from trimtab.errors import TrimtabError
+from trimtab.files import sync
 from trimtab.trainer.models.quiet import silence_transformers
 
 NAME = "smollm2-135m-instruct"
@@ -104,11 +105,11 @@ def _build(gguf: Path, final: Path) -> None:
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps(sizes, indent=1))
         for path in (*temporary.iterdir(), temporary):
-            _fsync(path)
+            sync(path)
         if final.exists():
             shutil.rmtree(final)  # incomplete, or it would have been used
         temporary.rename(final)
-        _fsync(final.parent)
+        sync(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -123,11 +124,3 @@ def convert(gguf: Path, folder: Path) -> None:
         )
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -319,7 +319,10 @@ def pack_head(model: ModelParts) -> list[Tensor]:
 def head_logits(
     hidden: Float[Tensor, "rows hidden"], model: ModelParts, tiles: Sequence[Tensor]
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient."""
+    """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient.
+
+    For heads without bias and soft cap, as those of models with invariant numerics are.
+    """
     hidden_cast = hidden.to(model.weight.dtype)
     exact = torch.promote_types(hidden_cast.dtype, torch.float32)
     return torch.cat([batch_invariant_matmul(hidden_cast, columns).to(exact) for columns in tiles], 1)

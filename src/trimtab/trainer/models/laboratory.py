@@ -10,7 +10,7 @@ step, in responses of 120 tokens (recipe `laboratory-long`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -27,7 +27,30 @@ from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
 
 NAME, MIXTURE, SWITCH, TOOLS = "laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools"
 LONG = "laboratory-long"
-NAMES = (NAME, MIXTURE, SWITCH, TOOLS, LONG)
+
+
+class _Design(NamedTuple):
+    """The sizes of a model; dense (Llama) without `experts`, else Qwen3-MoE.
+
+    Every layer of a mixture has the experts, together about as large as a dense layer of the width. Rows of grouped
+    products want to be aligned to 16 bytes, in bfloat16 too: the size of an expert is a multiple of 8.
+    """
+
+    width: int = 128
+    inner: int = 336
+    layers: int = 2
+    context: int = 64
+    experts: tuple[int, int, int] | None = None  # number, how many see a token, size of each
+
+
+_DESIGNS = {
+    NAME: _Design(),
+    MIXTURE: _Design(experts=(8, 2, 40)),
+    SWITCH: _Design(width=64, layers=6, experts=(16, 1, 16)),
+    TOOLS: _Design(width=64, inner=176, layers=6),
+    LONG: _Design(width=96, inner=264, layers=4, context=256),
+}
+NAMES = tuple(_DESIGNS)
 # "." ends a response and " " pads; both belong to the 14 characters.
 ALPHABET = "0123456789=. ?"
 PADDING, END, UNKNOWN = " ", ".", "?"
@@ -41,38 +64,31 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
     layers of half the width) or `LONG` (Llama, 455k, 4 layers of three quarters of the width, a context of 256).
     The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
     """
-    kind = LlamaForCausalLM if name in (NAME, TOOLS, LONG) else Qwen3MoeForCausalLM
-    settings = _config(name)
+    settings = _config(_DESIGNS[name])
     settings._attn_implementation = PACKED_IMPLEMENTATION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind(settings)
+        model = LlamaForCausalLM(settings) if isinstance(settings, LlamaConfig) else Qwen3MoeForCausalLM(settings)
     return model.eval(), _tokenizer()
 
 
-def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
-    width, inner, layers = {TOOLS: (64, 176, 6), SWITCH: (64, 336, 6), LONG: (96, 264, 4)}.get(name, (128, 336, 2))
+def _config(design: _Design) -> LlamaConfig | Qwen3MoeConfig:
     shared: dict[str, Any] = {
         "vocab_size": len(ALPHABET),
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
+        "hidden_size": design.width,
+        "intermediate_size": design.inner,
+        "num_hidden_layers": design.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 256 if name == LONG else 64,
+        "max_position_embeddings": design.context,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": ALPHABET.index(END),
         "pad_token_id": ALPHABET.index(PADDING),
     }
-    if name in (NAME, TOOLS, LONG):
+    if design.experts is None:
         return LlamaConfig(**shared)
-    # Every layer a mixture; its experts together are about as large as a dense layer of the width. Rows of grouped
-    # products want to be aligned to 16 bytes, in bfloat16 too: multiples of 8.
-    if name == MIXTURE:
-        experts, chosen, size = 8, 2, 40
-    else:
-        experts, chosen, size = 16, 1, 16
+    experts, chosen, size = design.experts
     return Qwen3MoeConfig(
         **shared,
         num_experts=experts,

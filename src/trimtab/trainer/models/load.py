@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ MAX_TOKEN_ID = 1 << 24
 
 
 class LoadedModel(NamedTuple):
-    """A policy ready to score and to train. `path` is where the files were read from."""
+    """A policy ready to score and to train. `path`: where its files are, or a laboratory model's name."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -58,7 +58,8 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     Raises `TrimtabError` for a missing or broken model, with a message of one line.
     """
     if path in laboratory.NAMES:
-        model, tokenizer = laboratory.build(seed, path)
+        with nullcontext() if weights else torch.device("meta"):
+            model, tokenizer = laboratory.build(seed, path)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         use_fast_linear(model.base_model)

@@ -75,7 +75,10 @@ class _MixtureLayer(NamedTuple):
 
 def router_info(model: Any) -> RouterInfo:
     """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
-    mixtures = _mixture_layers(model)
+    return _info(_mixture_layers(model))
+
+
+def _info(mixtures: list[_MixtureLayer]) -> RouterInfo:
     if not mixtures:
         return RouterInfo(0, 0, 0)
     return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
@@ -169,7 +172,7 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, 
     token, and when a layer runs more or less than once inside.
     """
     mixtures = _require_mixture_layers(model)
-    info = router_info(model)
+    info = _info(mixtures)
     if check:
         _check(info, routes)
     layers = []

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trimtab.errors import TrimtabError
 from trimtab.trainer.rewards.reward import Built, Response, Reward
 from trimtab.types import Problem, Task
 
@@ -82,18 +83,15 @@ class Overlong(Reward):
     min(-(|y| - (L_max - L_cache)) / L_cache * factor, 0): never positive, -factor at |y| = L_max.
     """
 
-    max_tokens: int | None = Field(None, ge=1, description="L_max; default: the task's max_tokens")
+    max_tokens: int | None = Field(None, ge=1, description="L_max; default: the run's max_tokens")
     cache: int = Field(ge=1, description="L_cache: the tokens over which the penalty grows")
     factor: float = Field(1.0, gt=0, description="penalty at L_max")
 
-    @model_validator(mode="after")
-    def _fits(self) -> Overlong:
-        if self.max_tokens is not None and self.cache > self.max_tokens:
-            raise ValueError(f"cache = {self.cache} is longer than max_tokens = {self.max_tokens}; lower it")
-        return self
-
     def build(self, task: Task) -> Built:
-        free = (self.max_tokens or task.max_tokens) - self.cache
+        longest = self.max_tokens or task.max_tokens
+        if self.cache > longest:
+            raise TrimtabError(f"overlong: cache = {self.cache} is longer than max_tokens = {longest}; lower it")
+        free = longest - self.cache
 
         def overlong(response: Response, problem: Problem) -> float:
             return min(-(response.tokens - free) / self.cache * self.factor, 0.0)

@@ -41,6 +41,7 @@ class Slots(Generic[Item]):
             while not taken:
                 ended = self._ended
                 try:
+                    # In place of `taken.append(get(...))`, which an exception could leave between its two calls.
                     taken.extend(map(self._free.get, (True,), (2 * self._longest,)))
                 except queue.Empty:
                     if ended == self._ended:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -43,6 +44,11 @@ def build(name: str, **keywords: Any) -> Task:
     return checked.build()
 
 
+def with_max_tokens(task: Task, max_tokens: int | None) -> Task:
+    """Returns the task with another length limit; None: its own."""
+    return replace(cast(Any, task), max_tokens=max_tokens) if max_tokens else task
+
+
 def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
     """Returns the encoded prompt. Special tokens are part of the task's text, never added by the tokenizer.
 
@@ -63,6 +69,6 @@ def options(name: str) -> dict[str, FieldInfo]:
 def _kind(name: str) -> type[TaskOptions]:
     """Returns the class whose fields are the options of a kind of task; only its module is imported."""
     if name not in _KINDS:
-        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
+        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}; 'file' reads problems of your own")
     module, kind = _KINDS[name]
     return getattr(importlib.import_module(f"trimtab.trainer.tasks.{module}"), kind)

@@ -73,6 +73,7 @@ class MixtureOptions(TaskOptions):
             test=_interleaved({label: part.test for label, part in parts.items()}, weights),
             rewards=(RewardSpec("by-task", timeout=timeout, options={"rewards": specs}),),
             stop=stops.pop(),
+            max_tokens=max(part.max_tokens for part in parts.values()),
         )
 
 
@@ -86,10 +87,7 @@ class Mixture:
     test: Sequence[Problem]
     rewards: tuple[RewardSpec, ...]
     stop: tuple[str, ...]
-
-    @property
-    def max_tokens(self) -> int:
-        return max(part.max_tokens for part in self.parts.values())
+    max_tokens: int
 
     @property
     def prompt_style(self) -> str:

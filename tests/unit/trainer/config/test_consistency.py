@@ -16,7 +16,9 @@ from trimtab.trainer import requirements, tasks
 from trimtab.trainer.config import consistency, load_config, recipe_names, recipes
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.requirements import check_recipe, check_task
+from trimtab.trainer.rewards import Response
 from trimtab.trainer.run import check
+from trimtab.types import Problem
 
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
 VLLM = "engine.type=vllm"
@@ -362,6 +364,13 @@ def test_a_reward_with_the_name_of_a_metric_is_refused() -> None:
 
     with pytest.raises(TrimtabError, match=NAME_TAKEN):
         check(load_config("laboratory"), reward=mean)
+
+
+def test_the_length_limit_of_rewards_is_that_of_the_run() -> None:
+    """Half of DAPO's penalty in the middle of the last `cache` tokens."""
+    parts = check(load_config("laboratory", ["sampling.max_tokens=40", 'reward=[{name="overlong", cache=20}]']))
+    with parts.scorer as scorer:
+        assert scorer.score([(Problem("p", "", ""), Response("", "stop", 30))])[0].total == -0.5
 
 
 def test_settings_of_another_engine_are_not_read() -> None:

@@ -33,7 +33,7 @@ class Steps(runner.ExperimentObserver):
 @pytest.mark.e2e
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.support.two_step_worker"))
+    monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.programs.two_step_worker"))
     cells = {str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)}
     observer = Steps()
     results = runner.run_cells(cells, workers=1, observer=observer)

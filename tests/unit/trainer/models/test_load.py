@@ -151,6 +151,11 @@ def test_dropout_is_off_and_ties_hold(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+def test_without_weights_a_laboratory_model_is_empty() -> None:
+    model = load(laboratory.NAME, dtype=torch.bfloat16, weights=False).model
+    assert {(tensor.device.type, tensor.dtype) for tensor in model.parameters()} == {("meta", torch.bfloat16)}
+
+
 def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr(bundled, "PACKAGE", "trimtab-absent-package")

@@ -194,6 +194,7 @@ def test_overlong_is_dapos_penalty():
         (("format", 1.0, 5.0, {}), "option 'pattern' is missing"),
         (("format", 1.0, 5.0, {"pattern": "("}), "not a regular expression"),
         (("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 5}), "cache = 5 is longer than max_tokens = 4"),
+        (("overlong", 1.0, 5.0, {"cache": 10**6}), "cache = 1000000 is longer than max_tokens ="),
         (("length", 1.0, 5.0, {"min": 3, "max": 2}), "min = 3 is above max = 2"),
         (("exact", float("nan"), 5.0, {}), "weight must be a finite number"),
         (("exact", 1.0, 0.0, {}), "timeout must be a positive number of seconds"),

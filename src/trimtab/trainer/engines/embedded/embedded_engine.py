@@ -22,7 +22,7 @@ from trimtab.trainer.engines.decoding_rows import (
     DecodingRow,
     append_sampled,
     build_rows,
-    mark_aborted,
+    grouped_completions,
     plan_prefill,
 )
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder
@@ -35,7 +35,8 @@ from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.weight_transfer import WeightManifest
 from trimtab.trainer.models.invariant import is_invariant
-from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK, round_up
+from trimtab.trainer.models.invariant.invariant_attention import round_up
+from trimtab.trainer.models.invariant.kernels import KEY_BLOCK
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.models.matmul import on_accelerator
 from trimtab.trainer.models.routing import record_routing, router_info
@@ -131,18 +132,16 @@ class EmbeddedEngine:
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if abort is not None and abort.is_set():
-                    mark_aborted(batch)
-                else:
-                    recorder = None if tape is None else ExpertRecorder(tape)
-                    decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
-                    loop = DecodingLoop(
-                        decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
-                    )
-                    loop.run()
-                    self.prefilled_tokens += decoder.prefilled
-                    self.decoded_tokens += loop.decoded
-        done = [row.completion(self.policy_version, stop) for row in rows]
-        return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+                    break
+                recorder = None if tape is None else ExpertRecorder(tape)
+                decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
+                loop = DecodingLoop(
+                    decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
+                )
+                loop.run()
+                self.prefilled_tokens += decoder.prefilled
+                self.decoded_tokens += loop.decoded
+        return grouped_completions(rows, samples, self.policy_version, stop)
 
     @torch.inference_mode()
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
@@ -238,7 +237,7 @@ class EmbeddedEngine:
 
 @dataclass(slots=True, eq=False)
 class DecodingLoop:
-    """Decodes rows in lockstep until each is complete, or all are aborted.
+    """Decodes rows in lockstep until each is complete, or the call is aborted.
 
     Attributes:
         rows: in the order of the decoder's batch; those that are complete are removed from time to time.
@@ -271,7 +270,6 @@ class DecodingLoop:
             if all(row.complete for row in self.rows):
                 return
             if self.abort is not None and self.abort.is_set():
-                mark_aborted(row for row in self.rows if not row.complete)
                 return
             logits = self._step(self._remove_finished(sampled.ids))
 

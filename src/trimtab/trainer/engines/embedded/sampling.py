@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trimtab.errors import DivergedError
 from trimtab.types import SamplingParams
@@ -97,7 +98,10 @@ def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Returns the most likely tokens. At temperature 0 log-prob and entropy are 0 by definition."""
     top, ids = logits.max(-1)
     zero = torch.where(top.isfinite(), 0.0, torch.nan).float()
-    return SampledTokens(ids, zero, zero, [np.array([i]) for i in ids.tolist()] if sampling.truncated else None)
+    kept = [np.array([i]) for i in ids.tolist()] if sampling.truncated else None
+    others = (0, min(sampling.top_logprobs, logits.shape[-1]) - 1)  # no other id is possible
+    best = (pad(ids[:, None], others, value=-1), pad(zero[:, None], others, value=-torch.inf))
+    return SampledTokens(ids, zero, zero, kept, best if sampling.top_logprobs else None)
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:

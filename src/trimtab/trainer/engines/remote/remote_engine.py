@@ -9,17 +9,8 @@ from typing import Any, Protocol
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
-from trimtab.trainer.engines.request import Prefixes, validate_prefixes
-from trimtab.types import (
-    AbortSignal,
-    Completion,
-    FloatArray,
-    Problem,
-    Prompt,
-    SamplingParams,
-    TurnHandler,
-    TurnResult,
-)
+from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes
+from trimtab.types import AbortSignal, Completion, FloatArray, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal and of the results of turns
 STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
@@ -150,15 +141,14 @@ class RemoteEngine:
             EngineDeadError: the other side died or sends no heartbeat.
             TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
-        validate_prefixes(prefixes, prompts, samples, sampling)
-        if not self._has_weights:
-            raise TrimtabError("the engine has no weights yet: publish before generating")
+        self._require_weights()
         max_turn_tokens = None if turns is None else turns.max_turn_tokens
         arguments = (_asked(prompts), samples, sampling, seed, prefixes, max_turn_tokens)
         return self._call("generate", *arguments, turns=turns, abort=abort)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
-        """See `EmbeddedEngine.prefill_logps`."""
+        """See `EmbeddedEngine.prefill_logps`. Raises what `generate` raises."""
+        self._require_weights()
         return self._call("prefill_logps", _asked(prompts), completions)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
@@ -193,6 +183,10 @@ class RemoteEngine:
         if not self._closed:
             self._closed = True
             self.transport.close()
+
+    def _require_weights(self) -> None:
+        if not self._has_weights:
+            raise TrimtabError(NO_WEIGHTS)
 
     def _call(
         self, method: str, *arguments: Any, turns: TurnHandler | None = None, abort: AbortSignal | None = None

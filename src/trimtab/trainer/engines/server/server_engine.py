@@ -10,7 +10,7 @@ import asyncio
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,7 @@ from transformers import AutoConfig
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import (
-    DecodingRow,
-    build_rows,
-    mark_aborted,
-)
+from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.server.http_client import check_url, run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
@@ -143,8 +139,7 @@ class ServerEngine:
             raise
         self.decoded_tokens += sum(len(result.ids) for result in dispatch.results.values())
         self.prefilled_tokens += sum(len(request.ids) for request in dispatch.results)
-        completions = responses.completions()
-        return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+        return grouped_completions(responses.rows, samples, self.policy_version, stop, entropies=False)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: each response is sent as a part of a prompt.
@@ -219,6 +214,11 @@ class ServerEngine:
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "
                 '= 1 and top_k = 0, or use engine.type = "vllm"'
             )
+        if sampling.top_logprobs:
+            raise TrimtabError(
+                "servers are not asked for their most probable ids: set top_logprobs = 0, or use engine.type = "
+                '"embedded" or "vllm"'
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,6 @@ class CallResponses:
         """Samples all responses; those that are not complete afterwards were aborted."""
         rows = [row for row in self.rows if not row.complete]
         await dispatch.run([self._respond(row, index, dispatch) for index, row in enumerate(rows)], abort)
-
-    def completions(self) -> list[Completion]:
-        """Returns all responses; those that are not complete were aborted."""
-        mark_aborted(row for row in self.rows if not row.complete)
-        return [replace(row.completion(self.version, self.stop), entropy=None) for row in self.rows]
 
     async def _respond(self, row: DecodingRow, index: int, dispatch: RequestDispatch) -> None:
         """Samples the rest of a response until it is complete or the call is aborted."""

@@ -24,7 +24,7 @@ from trimtab.trainer.engines.server.server_protocol import (
     TokenId,
     scored_result,
 )
-from trimtab.trainer.engines.weight_transfer import entries
+from trimtab.trainer.engines.weight_transfer import entries, require_all_loaded
 from trimtab.types import SamplingParams
 
 EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"
@@ -60,6 +60,10 @@ class _WeightInfo(Answer):
 
 class _Outcome(Answer):
     success: bool
+
+
+class _NotLoaded(Answer):
+    results: Annotated[list[list[Name]], FailFast()]  # of each worker (`WeightLoading.load_published`)
 
 
 class _LogProbs(Answer):
@@ -146,7 +150,8 @@ class VllmProtocol:
                 path, table = entries(folder)
                 with _add_advice(f"{folder} must be seen by the server (engine.server.folder); {START}"):
                     body = {"method": "load_published", "args": [str(path), table]}
-                    await connection.call("/collective_rpc", body)
+                    answer = await connection.ask(_NotLoaded, "/collective_rpc", body)
+                require_all_loaded(answer.results, connection.url)
                 if not (await connection.ask(_Outcome, "/reset_prefix_cache", {})).success:
                     raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
                 await connection.call("/update_weight_version", {"new_version": label})

@@ -183,8 +183,8 @@ class VllmRunner:
             if running:
                 self._engine.abort_request(list(running))
 
-    def load(self, weights: SharedWeights) -> list[str]:
-        """Loads weights and resets the prefix cache; returns the names of vLLM's parameters that were not loaded.
+    def load(self, weights: SharedWeights) -> list[list[str]]:
+        """Loads weights and resets the prefix cache; returns, for each worker, the parameters that were not loaded.
 
         Raises:
             EngineDeadError: one of vLLM's own processes died.
@@ -195,7 +195,7 @@ class VllmRunner:
             missing = self._engine.collective_rpc("load_published", args=(path, weights.entries))
             if not self._engine.reset_prefix_cache():
                 raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
-        return [name for names in missing for name in names]
+        return missing
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,13 @@ from transformers import AutoConfig
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import (
-    DecodingRow,
-    TopRow,
-    build_rows,
-    mark_aborted,
-)
-from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, build_rows, grouped_completions
+from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner, import_vllm
-from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, share
+from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
 
@@ -112,9 +106,7 @@ class VllmEngine:
             return self._append_tokens(rows[index], delta, sampling, stop, exchange)
 
         self._runner.run(on_tokens, joining, abort)
-        mark_aborted(row for row in rows if not row.complete)
-        completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
-        return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+        return grouped_completions(rows, samples, self.policy_version, stop, entropies=False)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: vLLM's `prompt_logprobs`, which temperature does not change.
@@ -123,6 +115,7 @@ class VllmEngine:
         """
         from vllm.sampling_params import SamplingParams as Parameters  # pyright: ignore[reportMissingImports]
 
+        self._require_weights()
         top_k = self._vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
         pairs = zip(prompts, completions, strict=True)
@@ -161,11 +154,7 @@ class VllmEngine:
             shared = share((name, tensor.to(dtype)) for name, tensor in chosen.items())
             on_error.callback(shared.close)
             self._release_weights()  # a failed update leaves no weights, rather than a mixture of two versions
-            if missing := self._runner.load(shared):
-                raise TrimtabError(
-                    f"vLLM did not take over weight {missing[0]!r} ({len(missing)} in all): its model is not "
-                    "transformers'; use another engine for this model"
-                )
+            require_all_loaded(self._runner.load(shared), "vLLM")
             on_error.pop_all()
         self._weights, self.policy_version = shared, version
 
@@ -187,10 +176,13 @@ class VllmEngine:
             self._weights.close()
             self._weights = None
 
+    def _require_weights(self) -> None:
+        if self._weights is None:
+            raise TrimtabError(NO_WEIGHTS)
+
     def _check(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> None:
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
-        if self._weights is None:
-            raise TrimtabError("the engine has no weights yet: publish before generating")
+        self._require_weights()
         validate_vllm_temperature(sampling)
         if sampling.truncated and sampling.temperature > 0:
             if not self._config.vllm.sampling_mask:
@@ -245,8 +237,8 @@ class VllmEngine:
                     "vLLM's log-probs are not finite: its weights have diverged; publish finite weights"
                 )
             kept = self._kept(delta, index, sampling) if sampling.truncated else None
-            # At temperature 0 the log-prob is 0 by definition.
             top = _most_probable(delta.top[index], sampling.top_logprobs) if sampling.top_logprobs else None
+            # At temperature 0 the log-prob is 0 by definition.
             row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept, top)
             self.decoded_tokens += 1
             if stop.ended([row.turn_ids])[0]:

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels import use_triton
+from trimtab.trainer.models.invariant.kernels import KEY_BLOCK, use_triton
 from trimtab.trainer.models.packed_attention import (
     MAX_SAVED_SCORES,
     AttentionOptions,
@@ -38,7 +38,6 @@ from trimtab.trainer.models.packed_attention import (
 )
 
 INVARIANT_IMPLEMENTATION = "trimtab-invariant"
-KEY_BLOCK = 64
 # Attention to a cache, in place of a layout (engines/embedded/invariant_decoder.py): (layer, queries, keys, values,
 # scaling) -> output, all of shape (tokens, heads x width).
 CachedAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,10 @@ def test_greedy_takes_the_top_token_with_certainty() -> None:
     truncated = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0, top_k=2))
     assert truncated.kept is not None
     assert [ids.tolist() for ids in truncated.kept] == [[1], [0]]
+    best = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0, top_logprobs=2)).top
+    assert best is not None
+    assert best[0].tolist() == [[1, -1], [0, -1]]
+    assert best[1].tolist() == [[0.0, -math.inf]] * 2
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def generate(engine: RemoteEngine) -> Any:
     return engine.generate(prompts([5]), 1, SamplingParams(), seed=0)
 
 
+def test_without_weights_nothing_is_sampled_or_scored(transport: Scripted) -> None:
+    engine = RemoteEngine(transport, hang_timeout=5)
+    for call in (lambda: generate(engine), lambda: engine.prefill_logps(prompts([5]), [Completion.empty()])):
+        with pytest.raises(TrimtabError, match="no weights yet"):
+            call()
+    assert transport.asked == []
+
+
 def test_without_heartbeats_it_is_lost_and_with_them_it_may_take_its_time(
     engine: RemoteEngine, transport: Scripted
 ) -> None:
@@ -119,7 +127,7 @@ def test_without_heartbeats_it_is_lost_and_with_them_it_may_take_its_time(
         generate(engine)
     engine.restart()
     assert transport.restarts == 1
-    with pytest.raises(TrimtabError, match="publish before generating"):
+    with pytest.raises(TrimtabError, match="no weights yet"):
         generate(engine)
     engine.restart()  # alive: nothing to do
     assert transport.restarts == 1

@@ -14,12 +14,14 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import ServerConfig
-from trimtab.trainer.engines.decoding_rows import build_rows
+from trimtab.trainer.engines.decoding_rows import build_rows, grouped_completions
 from trimtab.trainer.engines.server import http_client
 from trimtab.trainer.engines.server.http_client import (
     Connection,
@@ -149,7 +151,8 @@ def call(
         name="run-1",
     )
     asyncio.run(responses.sample(dispatch, None))
-    return responses.completions()
+    groups = grouped_completions(responses.rows, 1, 9, stop, entropies=False)
+    return [one for [one] in groups]
 
 
 def finished(answer: CompletionResult, prefix: Completion | None = None) -> Completion:
@@ -361,6 +364,18 @@ def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tm
     ):
         with pytest.raises(TrimtabError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
             asyncio.run(call())
+
+
+def test_a_parameter_that_vllm_did_not_load_is_an_error(scripted: Scripted, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    done = ("/pause?mode=abort", "/update_weight_version", "/resume")
+    scripted.results |= {path: (200, {}) for path in done} | {"/reset_prefix_cache": (200, {"success": True})}
+    for results in ([[], []], [[], ["layers.0.bias"]]):  # of two workers, as its api_router.py answers
+        scripted.results["/collective_rpc"] = (200, {"results": results})
+        with pytest.raises(TrimtabError, match=r"layers\.0\.bias") if any(results) else nullcontext():
+            asyncio.run(VllmProtocol(None).load(scripted.connection, tmp_path, "l"))
+    asked = [path for path, _ in scripted.asked]
+    assert (asked.count("/update_weight_version"), asked.count("/resume")) == (1, 2)
 
 
 def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:

@@ -68,6 +68,14 @@ def test_keep_sets_need_a_gpu(device: Any) -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_arbitrary_weights_are_not_scored() -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._config, engine._vocabulary, engine._weights = EngineConfig(type="vllm"), SIZE, None
+    with pytest.raises(TrimtabError, match="no weights yet"):
+        engine.prefill_logps([], [])
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("keep_sets", "temperature", "top_k", "asked"),
     [

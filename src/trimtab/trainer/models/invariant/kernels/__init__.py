@@ -33,6 +33,8 @@ except ImportError:
     triton = tl = None
 
 INSTALL = "pip install triton"
+KEY_BLOCK = 64
+"""Keys of a block of attention, with kernels and without."""
 # Alignment of pointers in bytes, so that one variant of a kernel serves all; PyTorch allocates multiples of 512.
 ALIGNMENT = 16
 # Options of every launch.

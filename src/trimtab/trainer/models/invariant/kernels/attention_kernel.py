@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models.invariant.kernels import (
+    KEY_BLOCK,
     LAUNCH,
     as_aligned,
     ceil_divide,
@@ -37,8 +38,6 @@ from trimtab.trainer.models.invariant.kernels import (
     tl,
 )
 from trimtab.trainer.models.packed_attention import PackedLayout, PaddedRows
-
-KEY_BLOCK = 64
 
 
 class Tile(NamedTuple):
