@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from grid import table
+from trimtab.cli.display import show_runs
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime
-from trimtab.trainer.lab.runner import ExperimentObserver, run_cells
+from trimtab.trainer.lab.runner import run_cells
 
 SETS = ("trainer.steps=8", "eval.every=0", "eval.problems=8", "log.trajectories_every=1")
 LAST = 4  # steps whose responses count
@@ -70,7 +71,8 @@ def main() -> None:
     regimes = [regime(name) for name in given.regimes]
     sets = [*SETS, *given.set]
     plan = plan_experiment(["grpo"], regimes, given.seeds, given.out, model=LONG_RECIPE, sets=sets)
-    results = run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=ExperimentObserver())
+    with show_runs(to_stderr=True) as observer:
+        results = run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=observer)
     if failed := [f"{name}: {result.error}" for name, result in results.items() if result.status == "failed"]:
         parser.exit(1, "\n".join(failed) + "\n")
     rows = {}

@@ -25,7 +25,7 @@ from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPubl
 from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.config.schema import RewardConfig
-from trimtab.trainer.engines.factory import build_from_spec, engine_spec
+from trimtab.trainer.engines.engine_spec import build_from_spec, engine_spec
 from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rewards import Response

@@ -31,7 +31,7 @@ from trimtab.trainer import step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines.factory import weight_quantization
+from trimtab.trainer.engines.engine_spec import weight_quantization
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.held_out import EvalTask, HeldOut
 from trimtab.trainer.idle import IdleSteps

@@ -32,7 +32,7 @@ from trimtab.trainer.cluster.actors import (
 from trimtab.trainer.cluster.ray_transport import build_engines
 from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, parse_config
-from trimtab.trainer.engines.factory import engine_spec
+from trimtab.trainer.engines.engine_spec import engine_spec
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
@@ -33,7 +33,7 @@ REFUSED = "refused"
 FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
 
-class ExperimentObserver:
+class ExperimentObserver(Protocol):
     """Progress callbacks of an experiment, called from one thread; a subclass may leave some out."""
 
     def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:

@@ -14,14 +14,8 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.factory import (
-    build_engines,
-    build_from_spec,
-    engine_spec,
-    split_devices,
-    split_threads,
-    weight_quantization,
-)
+from trimtab.trainer.engines.engine_spec import build_from_spec, engine_spec, weight_quantization
+from trimtab.trainer.engines.factory import build_engines, split_devices, split_threads
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import LoadedModel, default_device
 

@@ -54,7 +54,7 @@ class EngineHost:
     def build(self, spec: Mapping[str, Any]) -> None:
         import torch
 
-        from trimtab.trainer.engines.factory import build_from_spec
+        from trimtab.trainer.engines.engine_spec import build_from_spec
 
         torch.set_num_threads(spec["threads"])
         self.engine = build_from_spec(spec)

@@ -22,7 +22,7 @@ class ProcessTransport:
     Its output is not shown on the terminal; the last line is quoted when the process dies.
 
     Args:
-        spec: the engine; see `factory.py`.
+        spec: the engine; see `engine_spec.py`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
     """
