@@ -118,9 +118,12 @@ def train(
         config: the recipe.
         reward: function of completion text and problem that replaces the recipe's rewards.
         objective: replaces the recipe's objective.
+        environment: class of the environments that replaces the recipe's.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
+        observer: receives the events of the run, such as its steps; default: nothing does.
         backends: factories of engines and scorer; a placement on several machines has its own.
+        stop: ends the run when it is set from another thread; default: signals alone do.
         command: the command line to record in the run's provenance; default: that of this process.
 
     Raises:
@@ -209,21 +212,26 @@ def check(
         build_rule(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
     episodes = environment_spec(config, environment)
-    multi_turn = None if episodes is None else environments.build(episodes)
-    if multi_turn is not None:
-        refuse_unused_rewards(multi_turn, "reward=" if reward is not None else "[[reward]]" if config.reward else None)
-        task = multi_turn.adapt(task)
-    specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
-    if reward is not None:
-        specs = [RewardSpec(reward)]
-    entries = rewards.weighted(specs, task)
     others = [tasks.build(other.name, **other.keywords) for other in config.eval.task]
-    sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
-    eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
-    names = [entry.name for entry in entries]
-    check_task(config, task, names, eval_keys)
-    scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
-    return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
+    with ExitStack() as started:  # ends the processes that were started before an error
+        multi_turn = None if episodes is None else environments.build(episodes)
+        if multi_turn is not None:
+            started.callback(multi_turn.close)
+            given = "reward=" if reward is not None else "[[reward]]" if config.reward else None
+            refuse_unused_rewards(multi_turn, given)
+            task = multi_turn.adapt(task)
+        specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
+        if reward is not None:
+            specs = [RewardSpec(reward)]
+        entries = rewards.weighted(specs, task)
+        sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
+        eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
+        check_task(config, task, [entry.name for entry in entries], eval_keys)
+        scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
+        started.callback(scorer.close)
+        parts = RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
+        started.pop_all()
+        return parts
 
 
 def build_trainer(
@@ -279,7 +287,7 @@ def _build_source(
     )
 
     def build() -> RolloutSource:
-        if config.is_async:
+        if config.has_engine_threads:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
         return SyncSource(collector, buffer, canary)
 

@@ -1,4 +1,7 @@
-"""Optional parts of training, a file each; `build_features` lists them."""
+"""Optional parts of training; `build_features` lists them.
+
+Each method has a file, and `measurements` holds those that only read.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def build_features(
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)
-    if config.is_async:
+    if config.has_engine_threads:
         yield LagMetrics()
     if canary is not None:
         yield CanaryFeature(canary)

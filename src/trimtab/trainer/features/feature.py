@@ -1,4 +1,6 @@
-"""The interface through which an optional method takes part in training. Nothing outside of this folder names one.
+"""The interface through which an optional method takes part in training.
+
+The loop calls the hooks of all alike; it names none of them.
 
 A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
