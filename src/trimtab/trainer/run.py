@@ -117,13 +117,11 @@ def train(
     Args:
         config: the recipe.
         reward: function of completion text and problem that replaces the recipe's rewards.
-        objective: replaces the recipe's objective.
-        environment: class of the environments that replaces the recipe's.
+        objective, environment: replace those of the recipe; the environment is a class.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
-        observer: receives the events of the run, such as its steps; default: nothing does.
         backends: factories of engines and scorer; a placement on several machines has its own.
-        stop: ends the run when it is set from another thread; default: signals alone do.
+        observer, stop: receives the events of the run; ends it when set by another thread. Default: none.
         command: the command line to record in the run's provenance; default: that of this process.
 
     Raises:
@@ -134,9 +132,7 @@ def train(
     observer, started = observer or NullObserver(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with out_of_memory_as_user_error(), ExitStack() as cleanup:
-        cleanup.enter_context(stop.signals())
-        cleanup.enter_context(join())
+    with out_of_memory_as_user_error(), stop.signals(), join(), ExitStack() as cleanup:
         config, built = custom_objective.resolve(config, objective)
         parts = check(config, reward, backends, built, environment)
         cleanup.callback(parts.close)

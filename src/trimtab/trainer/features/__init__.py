@@ -12,6 +12,7 @@ from torch import nn
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
 from trimtab.trainer.features.calibration import Calibration
+from trimtab.trainer.features.ess_learning_rate import SampleSizeRate
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.measurements import (
     BitwiseCheck,
@@ -26,7 +27,6 @@ from trimtab.trainer.features.measurements import (
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay
-from trimtab.trainer.features.sample_size_rate import SampleSizeRate
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary

@@ -97,7 +97,6 @@ class StepRecord:
         step: its number, from 1.
         version: completed optimizer updates before the step.
         statistics: of the updates, over all processes.
-        metrics: those that every step has.
     """
 
     step: int
@@ -105,7 +104,6 @@ class StepRecord:
     trajectories: Sequence[Trajectory]
     rollout: RolloutStats
     statistics: StepStatistics
-    metrics: Mapping[str, Any]
 
 
 class Feature:

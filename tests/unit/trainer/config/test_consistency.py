@@ -367,7 +367,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append("scorer"))
     build = environments.build
 
-    def build_and_record(spec: EnvironmentSpec) -> environments.BuiltEnvironment:
+    def build_and_record(spec: environments.EnvironmentSpec) -> environments.BuiltEnvironment:
         built = build(spec)
         return replace(built, close=lambda: (built.close(), closed.append("environment")))
 
