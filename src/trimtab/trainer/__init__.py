@@ -6,8 +6,12 @@
     rollout   rollout, engines       prompts to groups of responses, from samplers that report log-probs
     rewards   rewards, sandbox       verifiers; code of a model, with limits
     updates   run, loop, learner     builds a run; its steps; the updates of a step, with batches (`batch_preparation`,
-                                     `batching`), optional methods (`features`) and statistics (`step_statistics`)
+                                     `batching`), the optimizer (`optim`), optional methods (`features`), statistics
+                                     (`step_statistics`) and an objective given in code (`custom_objective`)
     files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from, `sinks` for copies
+
+Small parts of all: `chat_template` renders, `idle` ends a run without signal, `stop` one that is asked to, `observer`
+has the events of a run, `processes` starts workers, `seeds` derives random seeds.
 
 Several ranks: `ranks` has the collectives, `followers` what ranks have in place of the leader's parts. Around runs:
 evaluation (accuracy of a model; `held_out` during training), lab (grids of experiments) and cluster (Ray actors).

@@ -25,7 +25,6 @@ from trimtab.trainer.batching import (
     split_minibatches,
     to_tensors,
 )
-from trimtab.trainer.config import TOKEN_BASELINE
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.rollout.collector import Group
 from trimtab.trainer.step_statistics import StepStatistics
@@ -39,7 +38,7 @@ class Batch:
     Attributes:
         advantages: (rows, 1).
         dropped: number of trajectories that were left out for proximal log-probs that are not finite.
-        seconds: duration of packing and scoring.
+        seconds: duration of packing and scoring, repetitions after dropped trajectories included.
     """
 
     trajectories: list[Trajectory]
@@ -75,8 +74,8 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
     """Packs the groups, scores the fixed policies, drops bad rows and computes advantages over what is left."""
     rows = [trajectory for group in groups for trajectory in group]
     dropped = 0
+    start = time.perf_counter()
     while True:  # dropping a row changes the packing: the others are packed and scored again
-        start = time.perf_counter()
         minibatches = learner.score_fixed_policies(_pack(rows, learner, pad_id))
         seconds = time.perf_counter() - start
         bad = rows_with_non_finite_proximal(minibatches)
@@ -166,7 +165,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
 def _advantages(rows: Sequence[Trajectory], learner: Learner) -> torch.Tensor:
     """Returns advantages (rows, 1) in float32, from the rewards of each group."""
     config = learner.config.advantage
-    kind = learner.objective.advantage if config.kind in (None, TOKEN_BASELINE) else config.kind
+    kind = learner.objective.advantage if config.kind is None else config.kind
     rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)
     if not rows:
         return rewards.view(0, 1).float()

@@ -35,7 +35,7 @@ class MicroBatch:
         behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
         turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
         off_policy: (rows, time) bool, True at tokens of external traces.
-        age: (rows, time) int64, training steps since a step began with the policy that sampled the token, from 1.
+        age: (rows, time) int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before.
         advantage: (rows, 1) or (rows, time); NaN until it is known, so that a loss that reads it too early is NaN.
         proximal, reference: (rows, time) float32 log-probs; None until scored.
         squares: (rows, time) sum of p^2 over the vocabulary, where the advantages read it.

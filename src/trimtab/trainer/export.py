@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.objectives.lookup import from_section
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder
+from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
 from trimtab.runs.reader import read_run
 from trimtab.safe_text import code_span, markdown_text
 from trimtab.trainer.build_model import empty_model
@@ -94,6 +94,10 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
             raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
         return checkpoint
     if which.startswith("step-"):
+        saved = [folder.name for folder in list_checkpoints(root)]
+        if which not in saved:
+            there = f"choose one of {', '.join(saved)}" if saved else "set checkpoint.every, or let the run finish"
+            raise TrimtabError(f"{run} has no checkpoint {which!r}: {there}")
         return store.load(root / which, ["model"])
     if which != "best":
         raise TrimtabError(f"unknown checkpoint {which!r}{did_you_mean(which, ['best', 'last', 'step-000010'])}")

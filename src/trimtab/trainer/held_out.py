@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episodes import EpisodeRunner
@@ -108,16 +107,8 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
 
 
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
-    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes.
-
-    Raises `TrimtabError` where `eval.skip` leaves fewer than `eval.problems`.
-    """
+    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
     section = config.eval
-    if section.skip and section.skip + section.problems > len(task.test):
-        raise TrimtabError(
-            f"eval.skip = {section.skip} and eval.problems = {section.problems} exceed the {len(task.test)} held-out "
-            "problems: lower them or hold out more"
-        )
     return [
         EvalTask(task, scorer, section.problems, section.samples, section.skip),
         *(

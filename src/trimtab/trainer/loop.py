@@ -176,7 +176,7 @@ class Trainer:
         }
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
-        record = StepRecord(self.step, version, batch.trajectories, rollout, stats, metrics)
+        record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
         of_features: dict[str, Any] = {}
         for feature in self.learner.features:
             of_features |= feature.end_step(record)

@@ -28,7 +28,7 @@ def check_recipe(config: Config, objective: Objective, world_size: int | None) -
 
 
 def check_task(config: Config, task: Task, rewards: Sequence[str], eval_metrics: Sequence[str]) -> None:
-    """Raises `TrimtabError` for a task without problems, and for names of rewards and metrics that do not fit.
+    """Raises `TrimtabError` for a task with too few problems, and for names of rewards and metrics that do not fit.
 
     `rewards` are the names under which rewards are logged, `eval_metrics` the keys of all accuracies that are measured.
     """
@@ -91,8 +91,8 @@ def _advantage_contradictions(config: Config, objective: Objective) -> Iterator[
         yield 'advantage.kind = "distillation" needs a teacher: set model.reference to its folder or HF id'
     if kind in (BATCH_BASELINE, DISTILLATION) and config.trainer.dynamic_sampling:
         yield (
-            f"trainer.dynamic_sampling replaces groups of equal rewards, from which advantage {kind!r} learns: leave "
-            "it out, or choose another advantage"
+            f"trainer.dynamic_sampling replaces groups whose first rewards are equal, from which advantage {kind!r} "
+            "learns: leave it out, or choose another advantage"
         )
     if kind not in (BATCH_BASELINE, DISTILLATION) and config.trainer.samples == 1:
         yield (
@@ -129,6 +129,12 @@ def _task_contradictions(
 ) -> Iterator[str]:
     if not len(task.train):
         yield f"task {task.name!r} has no problems to train on: lower its holdout or give it more rows"
+    skip, problems = config.eval.skip, config.eval.problems
+    if skip and skip + problems > len(task.test):
+        yield (
+            f"eval.skip = {skip} and eval.problems = {problems} exceed the {len(task.test)} held-out problems: lower "
+            "them or hold out more"
+        )
     if unknown := next((name for name in config.eval.best_metrics if name not in eval_metrics), None):
         yield f"eval.best = {unknown!r} is not measured in this run{did_you_mean(unknown, eval_metrics)}"
     if twice := next((name for name in eval_metrics if eval_metrics.count(name) > 1), None):

@@ -117,10 +117,11 @@ def train(
     Args:
         config: the recipe.
         reward: function of completion text and problem that replaces the recipe's rewards.
-        objective: replaces the recipe's objective.
+        objective, environment: replace those of the recipe; the environment is a class.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
         backends: factories of engines and scorer; a placement on several machines has its own.
+        observer, stop: receives the events of the run; ends it when set by another thread. Default: none.
         command: the command line to record in the run's provenance; default: that of this process.
 
     Raises:
@@ -131,9 +132,7 @@ def train(
     observer, started = observer or NullObserver(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with out_of_memory_as_user_error(), ExitStack() as cleanup:
-        cleanup.enter_context(stop.signals())
-        cleanup.enter_context(join())
+    with out_of_memory_as_user_error(), stop.signals(), join(), ExitStack() as cleanup:
         config, built = custom_objective.resolve(config, objective)
         parts = check(config, reward, backends, built, environment)
         cleanup.callback(parts.close)
@@ -210,21 +209,26 @@ def check(
     longest = config.sampling.max_tokens
     task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
     episodes = environment_spec(config, environment)
-    multi_turn = None if episodes is None else environments.build(episodes)
-    if multi_turn is not None:
-        refuse_unused_rewards(multi_turn, "reward=" if reward is not None else "[[reward]]" if config.reward else None)
-        task = multi_turn.adapt(task)
-    specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
-    if reward is not None:
-        specs = [RewardSpec(reward)]
-    entries = rewards.weighted(specs, task)
     others = [tasks.with_max_tokens(tasks.build(other.name, **other.keywords), longest) for other in config.eval.task]
-    sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
-    eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
-    names = [entry.name for entry in entries]
-    check_task(config, task, names, eval_keys)
-    scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
-    return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
+    with ExitStack() as started:  # ends the processes that were started before an error
+        multi_turn = None if episodes is None else environments.build(episodes)
+        if multi_turn is not None:
+            started.callback(multi_turn.close)
+            given = "reward=" if reward is not None else "[[reward]]" if config.reward else None
+            refuse_unused_rewards(multi_turn, given)
+            task = multi_turn.adapt(task)
+        specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
+        if reward is not None:
+            specs = [RewardSpec(reward)]
+        entries = rewards.weighted(specs, task)
+        sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
+        eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
+        check_task(config, task, [entry.name for entry in entries], eval_keys)
+        scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
+        started.callback(scorer.close)
+        parts = RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
+        started.pop_all()
+        return parts
 
 
 def build_trainer(
@@ -280,7 +284,7 @@ def _build_source(
     )
 
     def build() -> RolloutSource:
-        if config.is_async:
+        if config.has_engine_threads:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
         return SyncSource(collector, buffer, canary)
 

@@ -211,3 +211,9 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"the checkpoint's weights do not fit the model: 1 missing .*lm_head"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_absent_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path / "run")
+    with pytest.raises(TrimtabError, match="has no checkpoint 'step-000009': choose one of step-000001, step-000002"):
+        export(run, tmp_path / "model", "step-000009")

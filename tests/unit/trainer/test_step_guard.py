@@ -12,7 +12,7 @@ import torch
 
 from trimtab.objectives import objective
 from trimtab.objectives.objective import Output
-from trimtab.trainer import sft, tasks
+from trimtab.trainer import batch_preparation, sft, tasks
 from trimtab.trainer.batch_preparation import prepare_batch
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.learner import Learner
@@ -48,15 +48,19 @@ def recipe(*overrides: str) -> Config:
 
 def learner(planted: Planted) -> tuple[Learner, Any]:
     """A learner and a batch of four responses, each in a micro-batch of its own."""
-    model, params = copy.deepcopy(MODEL), SamplingParams(max_tokens=4)
+    model = copy.deepcopy(MODEL)
     one: Any = Learner(recipe(), model, torch.optim.SGD(model.parameters(), lr=0.1), planted, total_updates=9)  # type: ignore[arg-type]
-    prompt = tasks.encode(TASK, TASK.train[0], TOKENIZER)
+    return one, prepare_batch([rows()], one, pad_id=0).minibatches
+
+
+def rows() -> list[Trajectory]:
+    prompt, params = tasks.encode(TASK, TASK.train[0], TOKENIZER), SamplingParams(max_tokens=4)
     group = []
     for index in range(4):
         ids = np.array([1, 2, 3, index], dtype=np.int64)
         answer = Completion(ids, np.full(4, -2.5, np.float32), np.zeros(4, np.int64), "stop", "")
         group.append(Trajectory(prompt, 0, answer, params, np.ones(4, np.bool_), float(index % 2), {}))
-    return one, prepare_batch([group], one, pad_id=0).minibatches
+    return group
 
 
 def weights(one: Learner) -> torch.Tensor:
@@ -98,3 +102,12 @@ def test_a_warm_start_stops_at_a_gradient_that_is_not_finite(monkeypatch: pytest
     config = recipe("sft.steps=2", "sft.batch=2")
     with pytest.raises(ValueError, match=r"sft step 1: the loss is \d.*, the gradient norm (nan|inf); lower sft.lr"):
         sft.supervised_warm_start(config, out=tmp_path / "model", observer=NullObserver())
+
+
+def test_the_time_of_preparing_a_batch_includes_passes_that_dropped_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = learner(Planted(0.0))
+    now, bad = iter([10.0, 13.0, 20.0]), iter([{0}, set[int]()])
+    monkeypatch.setattr(batch_preparation.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(batch_preparation, "rows_with_non_finite_proximal", lambda _: next(bad))
+    batch = prepare_batch([rows()], one, pad_id=0)
+    assert (batch.dropped, batch.seconds) == (1, 10.0)

@@ -173,10 +173,10 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
 
 def _can_change_placement(saved: Config, config: Config) -> bool:
     """Whether checkpoints of one placement can be resumed with the other."""
-    if saved.is_async == config.is_async:
+    if saved.has_engine_threads == config.has_engine_threads:
         return True
-    # A synchronous source saves the engine's weights, already quantized; an asynchronous one would quantize them again.
-    return config.is_async and not config.engine.changes_weights
+    # `SyncSource` saves the engine's weights, already quantized; `AsyncSource` would quantize them again.
+    return config.has_engine_threads and not config.engine.changes_weights
 
 
 def _result_affecting_keys(config: Config) -> dict[str, Any]:

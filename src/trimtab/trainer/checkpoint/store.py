@@ -248,7 +248,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise TrimtabError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read") from None
     if not same:
         raise TrimtabError(
-            f"checkpoint {folder} is damaged or foreign: {MANIFEST} is not of format {FORMAT} and {step=}"
+            f"checkpoint {folder} is damaged or foreign: {MANIFEST} is not of format {FORMAT} and step {step}"
         )
     return data
 

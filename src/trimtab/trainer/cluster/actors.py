@@ -133,6 +133,7 @@ def connect(config: RayConfig) -> Iterator[None]:
         return
     from ray._private import worker
 
+    shows_logs = worker._worker_logs_enabled
     handler, in_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
         # Ray itself would try for 15 minutes where nothing listens.
@@ -153,7 +154,7 @@ def connect(config: RayConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        worker._worker_logs_enabled = True
+        worker._worker_logs_enabled = shows_logs
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.types import Engine
 
-WEIGHTS_SUFFIX = ".safetensors"
 HEARTBEAT_INTERVAL = 1.0  # seconds between two reports of the actor, without turns that end
 SHUTDOWN_TIMEOUT = 10.0  # seconds for the engine to close
 
@@ -96,9 +95,8 @@ class RayTransport:
     def __init__(self, spec: Mapping[str, Any], slot: ActorSlot, publisher: WeightPublisher, config: RayConfig) -> None:
         self._slot, self._publisher, self._config = slot, publisher, config
         self._spec = {**spec, "threads": slot.threads}
-        files = [item for item in Path(spec["model"]).iterdir() if item.is_file()]
-        # Weights are published.
-        self._files = {item.name: item.read_bytes() for item in files if item.suffix != WEIGHTS_SUFFIX}
+        # Without weights, which are published.
+        self._files = {item.name: item.read_bytes() for item in Path(spec["model"]).iterdir() if item.is_file()}
         self._start()
 
     def _start(self) -> None:

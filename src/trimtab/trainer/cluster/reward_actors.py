@@ -66,15 +66,16 @@ class RayScorer(Scorer):
         sendable = [index for index, sample in enumerate(packed) if sample is not None]
         count = len(self._hosts)
         parts = {number: part for number in range(count) if (part := sendable[number::count])}
-        scores = [
-            Score(None, {}, f"problem {problem.id!r}: its `extra` is not JSON and cannot be sent to a reward actor")
-            for problem, _ in items
-        ]
+        scores = {
+            index: Score(None, {}, f"problem {problem.id!r}: its `extra` is not JSON and cannot be sent to an actor")
+            for index, (problem, _) in enumerate(items)
+            if packed[index] is None
+        }
         lost = self._score_parts(parts, packed, scores)
         for number in self._score_parts(lost, packed, scores):
             for index in lost[number]:
                 scores[index] = Score(None, {}, f"problem {items[index][0].id!r}: {LOST_TWICE}")
-        return scores
+        return [scores[index] for index in range(len(items))]
 
     def close(self) -> None:
         hosts, self._hosts = self._hosts, []
@@ -85,7 +86,7 @@ class RayScorer(Scorer):
             kill_actor(host)
 
     def _score_parts(
-        self, parts: dict[int, list[int]], packed: Sequence[str | None], scores: list[Score]
+        self, parts: dict[int, list[int]], packed: Sequence[str | None], scores: dict[int, Score]
     ) -> dict[int, list[int]]:
         """Writes the scores of each part into `scores`; replaces lost actors and returns their parts."""
         longest = sum(reward.timeout for reward in self.rewards)

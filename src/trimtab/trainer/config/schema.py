@@ -358,7 +358,7 @@ class Config(Section):
         return 1 if self.trainer.max_lag else 0
 
     @property
-    def is_async(self) -> bool:
+    def has_engine_threads(self) -> bool:
         """Whether each engine has a separate thread; otherwise one engine generates in the trainer's thread."""
         if self.prefix is not None or self.demonstrations is not None:
             return False

@@ -127,7 +127,7 @@ class TrainerConfig(Section):
         "sampled the token (docs/asynchrony.md)",
     )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
-    dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
+    dynamic_sampling: bool = Field(default=False, description="replace groups whose first rewards are all equal (DAPO)")
     oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")

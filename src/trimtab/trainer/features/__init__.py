@@ -1,4 +1,7 @@
-"""Optional parts of training, a file each; `build_features` lists them."""
+"""Optional parts of training; `build_features` lists them.
+
+Each method has a file, and `measurements` holds those that only read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import nn
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
 from trimtab.trainer.features.calibration import Calibration
+from trimtab.trainer.features.ess_learning_rate import SampleSizeRate
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.measurements import (
     BitwiseCheck,
@@ -23,7 +27,6 @@ from trimtab.trainer.features.measurements import (
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay
-from trimtab.trainer.features.sample_size_rate import SampleSizeRate
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
@@ -61,7 +64,7 @@ def build_features(
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)
-    if config.is_async:
+    if config.has_engine_threads:
         yield LagMetrics()
     if canary is not None:
         yield CanaryFeature(canary)

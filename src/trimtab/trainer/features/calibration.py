@@ -44,7 +44,8 @@ class Calibration(Feature):
             raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
         published = learner.objective
         observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy, turn=m.turn) for m, proximal in scored))
-        bounds = self._set_bounds(learner, calibrated(published.name, observed))
+        bounds = calibrated(published.name, observed)
+        self._set_bounds(learner, bounds)
         kept, kept_published = _kept_share(learner.objective, scored), _kept_share(published, scored)
         self._kept = {"calibrate/kept": kept, "calibrate/kept_published": kept_published}
         values = ", ".join(f"{name} = {value:g}" for name, value in bounds.items())
@@ -59,10 +60,9 @@ class Calibration(Feature):
         for line in learner.objective.equation(self._config.advantage.kind).splitlines():
             self._notify(line)
 
-    def _set_bounds(self, learner: PolicyLearner, bounds: Mapping[str, float]) -> Mapping[str, float]:
+    def _set_bounds(self, learner: PolicyLearner, bounds: Mapping[str, float]) -> None:
         learner.objective = from_section(self._config.objective.model_dump(), bounds)
         self.bounds = dict(bounds)
-        return self.bounds
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **self._kept}

@@ -1,4 +1,6 @@
-"""The interface through which an optional method takes part in training. Nothing outside of this folder names one.
+"""The interface through which an optional method takes part in training.
+
+The loop calls the hooks of all alike; it names none of them.
 
 A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
@@ -95,7 +97,6 @@ class StepRecord:
         step: its number, from 1.
         version: completed optimizer updates before the step.
         statistics: of the updates, over all processes.
-        metrics: those that every step has.
     """
 
     step: int
@@ -103,7 +104,6 @@ class StepRecord:
     trajectories: Sequence[Trajectory]
     rollout: RolloutStats
     statistics: StepStatistics
-    metrics: Mapping[str, Any]
 
 
 class Feature:

@@ -1,4 +1,4 @@
-"""Features that only measure.
+"""Features that only measure; the canary and the check of invariant numerics also end a run that fails them.
 
 Of prefixes, demonstrations, a teacher, a mixture of tasks and asynchronous rollouts; the canary; how far the updates
 move the policy; whether invariant numerics hold.

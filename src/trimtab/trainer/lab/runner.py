@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -21,7 +20,7 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
 from trimtab.runs import atomic, provenance
 from trimtab.runs.dotted_keys import differences
-from trimtab.runs.layout import CONFIG, RESULT
+from trimtab.runs.layout import CONFIG, LOCK, RESULT
 from trimtab.runs.summary import RunSummary, write_table
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun
@@ -138,11 +137,15 @@ class _Worker:
                 with self._lock:
                     if self._stopped:
                         return
-                    if self.process.process.poll() is not None:
-                        self.process = _start_process()
                 self._events.put((name, result))
 
     def _run_job(self, name: str, config: Config) -> RunSummary:
+        try:
+            with self._lock:
+                if not self._stopped and self.process.process.poll() is not None:
+                    self.process = _start_process()
+        except OSError as error:
+            return RunSummary("failed", f"its process could not be started ({error})")
         try:
             self.process.send((config, self._keep_runs, provenance.command()))
             while True:
@@ -179,7 +182,8 @@ def cost(config: Config) -> float:
 def read_result(config: Config) -> RunSummary | None:
     """Reads the summary of a finished run; None if it is not finished or failed, so that it is trained again.
 
-    Raises `TrimtabError` if the directory holds a run with other settings, naming the first that differs.
+    Raises `TrimtabError` if the directory holds a run with other settings, naming the first that differs, or other
+    files than a run's.
     """
     folder = Path(str(config.out))
     _check_settings(folder, config)
@@ -199,10 +203,13 @@ def read_result(config: Config) -> RunSummary | None:
 def _check_settings(folder: Path, config: Config) -> None:
     file = folder / CONFIG
     if not file.is_file():
+        # Training would replace it.
+        if folder.is_dir() and any(item.name != LOCK for item in folder.iterdir()):
+            raise TrimtabError(f"{folder} holds files but no run ({CONFIG} is missing): choose another --out")
         return
     try:
         saved = parse_config(parse_toml(file.read_text()), str(file))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
     for key, old, new in differences(saved.model_dump(mode="json"), config.model_dump(mode="json")):
         # The run adds the equation of an objective that is a user function.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -90,11 +91,13 @@ class AsyncSource:
     def evaluate_with(
         self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
-        """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
+        """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`.
+
+        An engine that is lost is started again; after `MAX_RESTARTS` losses the next one takes its place.
+        """
         with self._pause_engines(), ExitStack() as stack:
-            thread = next(thread for thread in self._threads if not thread.is_lost)
-            shared = None
-            for attempt in range(MAX_RESTARTS):
+            shared, living = None, [thread for thread in self._threads if not thread.is_lost]
+            for thread, attempt in product(living, range(MAX_RESTARTS)):
                 try:
                     if weights_altered or thread.version != version or thread.engine.policy_version != version:
                         shared = shared or stack.enter_context(closing(share(weights)))
@@ -108,14 +111,14 @@ class AsyncSource:
                     with suppress(EngineDeadError):  # reported by the next attempt
                         thread.engine.restart()
                         self._state.buffer.count(RolloutStats(restarts=1))
-            raise EngineDeadError(
-                f"engine {thread.number} was lost {MAX_RESTARTS} times in a row: look at what ends it"
-            )
+            numbers = ", ".join(str(thread.number) for thread in living)
+            raise EngineDeadError(f"engine {numbers} was lost {MAX_RESTARTS} times in a row: look at what ends it")
 
     def state(self, updates: int) -> SourceState:
         """Published weights are included only if they are older than the trainer's."""
         meta, files = self._state.buffer.state()
-        meta["published"] = self.published
+        of_responses, more_files = self.collector.responses.state()
+        meta, files = {**meta, **of_responses, "published": self.published}, {**files, **more_files}
         update = self._state.update
         if update is None or update.version == updates:
             return {}, meta, files
@@ -125,6 +128,7 @@ class AsyncSource:
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self._state.buffer.restore(meta, files)
+        self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self.publish(tensors["engine"].items(), meta["published"])
 

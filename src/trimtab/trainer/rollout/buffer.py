@@ -22,8 +22,8 @@ class Buffer:
     Thread-safe. `changed` is the lock; it is notified whenever a waiting thread may be able to continue.
 
     Args:
-        relative_to_group: whether the advantage compares the responses to one prompt, so that a group of equal rewards
-            has no signal.
+        relative_to_group: whether the advantage compares the responses to one prompt, so that a group whose first
+            rewards (by convention correctness) are equal has no signal.
         single_behavior: whether the buffer is emptied when the engines get new weights, so that only responses of
             these are consumed from then on (OAPL, Algorithm 1).
     """

@@ -75,10 +75,10 @@ class DemonstratedResponses(ResponseSource):
         """Every group has `trainer.samples` members: a prompt without demonstrations is sampled more often."""
         assert self.config.demonstrations is not None
         samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
-        prompts, epoch = self.prompts(request), len(self.stream.task.train)
+        prompts, problems = self.prompts(request), len(self.stream.task.train)
         found = RolloutStats()
         traces = [
-            self.take(prompt, per_group, number // epoch, found)
+            self.take(prompt, per_group, number // problems, found)
             for number, prompt in zip(request.numbers, prompts, strict=True)
         ]
         found.traces = sum(map(len, traces))
@@ -92,10 +92,10 @@ class DemonstratedResponses(ResponseSource):
         sampled = sampler.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
         return prompts, [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
 
-    def take(self, prompt: Prompt, count: int, turn: int, stats: RolloutStats) -> list[Completion]:
+    def take(self, prompt: Prompt, count: int, epoch: int, stats: RolloutStats) -> list[Completion]:
         """Returns up to `count` demonstrations of a prompt that are short enough; counts others, and prompts without.
 
-        `turn`, such as the epoch, selects the first of several. Equal arguments give equal results.
+        `epoch` selects the first of several. Equal arguments give equal results.
         """
         texts = self.texts(prompt.problem)
         stats.traces_missing += not texts
@@ -106,7 +106,7 @@ class DemonstratedResponses(ResponseSource):
         for offset in range(len(texts)):
             if len(traces) == count:
                 break
-            text = texts[(turn * count + offset) % len(texts)]
+            text = texts[(epoch * count + offset) % len(texts)]
             trace = encode_demonstration(text, self.stream.tokenizer, self.sampling)
             if len(trace.response_ids) <= room:
                 traces.append(trace)

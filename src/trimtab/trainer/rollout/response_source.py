@@ -34,7 +34,7 @@ class RolloutStats:
     stale: int = 0  # responses that became too old for every batch
     discarded_lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given up
     groups: int = 0  # groups that were scored
-    no_signal: int = 0  # those of equal rewards
+    no_signal: int = 0  # those whose first rewards are equal
     refilled: int = 0  # those sampled in their place
     restarts: int = 0  # engines that were started again
     interrupted: int = 0  # responses that new weights interrupted

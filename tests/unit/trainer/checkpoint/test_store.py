@@ -127,7 +127,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "manifest of another folder": (lambda f: list_in_manifest(f, "../step-000010/a", b""), "damaged or foreign"),
     "deep meta with its digest": (lambda f: list_in_manifest(f, "meta.json", b"[" * 100_000), "meta.json cannot be"),
     "empty folder": (lambda f: [item.unlink() for item in f.iterdir()], "manifest.json is missing"),
-    "another step": (lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-000010"), f)), "step=20"),
+    "another step": (lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-000010"), f)), "step 20"),
 }
 
 

@@ -6,13 +6,14 @@ import ast
 import functools
 import inspect
 import re
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives.lookup import from_section
-from trimtab.trainer import requirements, tasks
+from trimtab.trainer import environments, requirements, rewards, run, tasks
 from trimtab.trainer.config import consistency, load_config, recipe_names, recipes
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.requirements import check_recipe, check_task
@@ -167,7 +168,7 @@ REFUSED = {
         ),
         (
             "advantage.kind=batch-mean trainer.dynamic_sampling=true",
-            "dynamic_sampling replaces groups of equal",
+            "dynamic_sampling replaces groups whose first rewards are equal",
         ),
         ("advantage.kind=distillation", "needs a teacher: set model.reference"),
         (f"{TEACHER} trainer.dynamic_sampling=true", "from which advantage 'distillation' learns"),
@@ -183,6 +184,7 @@ REFUSED = {
         ("eval.best=eval/sort/avg@8", "'eval/sort/avg@8' is not measured in this run (did you mean 'eval/sort/greedy'"),
         ("eval.best=eval/sort/avg@8 eval.samples=4", "(did you mean 'eval/sort/avg@4' or"),
         ("eval.task=[{name='sort'}]", "two tasks would log 'eval/sort/greedy'"),
+        ("eval.skip=9 task.holdout=12 eval.problems=4", "eval.skip = 9 and eval.problems = 4 exceed the 12 held-out"),
     ],
 }
 
@@ -204,8 +206,18 @@ UNUSED = [
     ("trainer.window=2 trainer.in_flight=discard trainer.max_lag=2", "trainer.window has no effect without"),
     ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
     ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
-    ("trainer.max_lag=3 trainer.oversample=2.0", "trainer.oversample has no effect"),
-    (f"{SERVER} trainer.oversample=2.0", "trainer.oversample has no effect"),
+    *(
+        (f"{more} trainer.oversample=2.0", "trainer.oversample has no effect")
+        for more in (
+            "trainer.dynamic_sampling=true trainer.max_lag=3",
+            f"{SERVER} trainer.dynamic_sampling=true",
+            "",
+            "trainer.proximal=snapshot trainer.sync_every=4",
+        )
+    ),
+    ("trainer.refill_rounds=2", "trainer.refill_rounds has no effect without trainer.dynamic_sampling"),
+    ("optim.min_lr=1e-8", 'optim.min_lr has no effect without optim.schedule = "cosine"'),
+    ("model.lora.alpha=8", "model.lora has no effect without model.lora.rank above 0"),
     (
         "trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2",
         "trainer.max_lag has no effect without the updates of a step",
@@ -350,6 +362,30 @@ def test_sharding_is_for_several_ranks() -> None:
     check_recipe(config, objective, world_size=2)
     with pytest.warns(TrimtabWarning, match=r"\[sharding\]"):
         check_recipe(load_config("laboratory", ["sharding.offload=true", RAY]), objective, 2)
+
+
+def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append("scorer"))
+    build = environments.build
+
+    def build_and_record(spec: environments.EnvironmentSpec) -> environments.BuiltEnvironment:
+        built = build(spec)
+        return replace(built, close=lambda: (built.close(), closed.append("environment")))
+
+    monkeypatch.setattr(environments, "build", build_and_record)
+    asked = "environment.name=python sampling.max_tokens=32"
+    with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
+        check(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
+    assert closed == ["environment"]
+
+    def fail(*_: object) -> None:
+        raise TrimtabError("no process")
+
+    monkeypatch.setattr(run, "eval_tasks", fail)
+    with pytest.raises(TrimtabError, match="no process"):
+        check(load_config("laboratory", asked.split()))
+    assert closed == ["environment", "scorer", "environment"]
 
 
 def test_a_task_without_problems_is_refused() -> None:

@@ -23,7 +23,7 @@ def logps(*values: float) -> np.ndarray:
 
 
 def record(rows: list[Trajectory], rollout: RolloutStats | None = None, **statistics: Any) -> StepRecord:
-    return StepRecord(1, 5, rows, rollout or RolloutStats(), StepStatistics(**statistics), {})
+    return StepRecord(1, 5, rows, rollout or RolloutStats(), StepStatistics(**statistics))
 
 
 def test_equal_bits_are_asked_of_sampled_tokens_only() -> None:

@@ -40,7 +40,7 @@ def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported(std: 
     feature = PerturbationFeature(load_config("token-alp", [f"perturbation.std={std}"]), model)
     (log_sigma,) = feature.perturbation.parameters()
     assert log_sigma.shape == (2,)
-    record = StepRecord(3, 0, [], RolloutStats(), StepStatistics(), {})
+    record = StepRecord(3, 0, [], RolloutStats(), StepStatistics())
     before = feature.end_step(record)
     assert before["perturbation/sigma_drift"] == pytest.approx(0.0, abs=1e-6)
     assert "perturbation/grad_norm" not in before  # no update was made

@@ -205,7 +205,7 @@ ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, pla
 
 
 def share(stats: StepStatistics, of: Learner) -> float:
-    record = StepRecord(1, 0, [], RolloutStats(), stats, {})
+    record = StepRecord(1, 0, [], RolloutStats(), stats)
     return {name: value for one in of.features for name, value in one.end_step(record).items()}["routing/agreement"]
 
 

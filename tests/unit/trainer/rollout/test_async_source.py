@@ -434,6 +434,33 @@ def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted(desk: O
     assert engine.recovered == 2
 
 
+def test_another_engine_takes_the_place_of_one_that_does_not_come_back_for_something_else(
+    desk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Scripted(), Scripted()
+    one = desk(first, second)
+    monkeypatch.setattr(one.feed._state, "sleep", lambda _: None)  # pyright: ignore[reportPrivateUsage]
+
+    def through(result: Engine) -> int:
+        if result is first:
+            raise EngineDeadError("gone")
+        return result.policy_version
+
+    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 7
+    assert first.recovered == engine_thread.MAX_RESTARTS
+
+
+def test_the_state_of_responses_is_saved_and_restored(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, restored = desk(Scripted()), list[Any]()
+    responses = one.feed.collector.responses
+    monkeypatch.setattr(responses, "state", lambda: ({"of_responses": 5}, {"responses.bin": b"x"}))
+    monkeypatch.setattr(responses, "restore", lambda meta, files: restored.append((meta, files)))
+    tensors, meta, files = one.feed.state(0)
+    assert (meta["of_responses"], meta["published"], files["responses.bin"]) == (5, 0, b"x")
+    one.feed.restore(tensors, meta, files)
+    assert restored == [(meta, files)]
+
+
 def test_closing_ends_a_call_in_progress(desk: Open) -> None:
     began = threading.Event()
 

@@ -12,8 +12,8 @@ from trimtab.api import train
 from trimtab.runs.reader import read_run
 from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.config import EssConfig
+from trimtab.trainer.features.ess_learning_rate import SampleSizeRate, relative_sample_size
 from trimtab.trainer.features.feature import ForwardPass
-from trimtab.trainer.features.sample_size_rate import SampleSizeRate, relative_sample_size
 from trimtab.trainer.models.logprobs import TokenScores
 from trimtab.trainer.ranks import current_ranks
 
