@@ -343,7 +343,7 @@ import os, trimtab
 whole = trimtab.train
 def train(config, overrides=(), **more):
     few = ["trainer.steps=1", "trainer.prompts=2", "trainer.samples=4", "trainer.minibatches=1", "eval.problems=4",
-           "sampling.max_tokens=8", "trainer.dynamic_sampling=false", f"model.path={os.environ['TINY']}"]
+           "sampling.max_tokens=64", "trainer.dynamic_sampling=false", f"model.path={os.environ['TINY']}"]
     return whole(config, overrides=[*overrides, *few], **more)
 trimtab.train = train
 """
