@@ -238,3 +238,10 @@ def test_heads_of_different_ids_are_refused():
         PolicyLogps(one, one, mask, head_current=torch.zeros(1, 1, 3), head_behavior=torch.zeros(1, 1, 2))
     with pytest.raises(ValueError, match="score-centering needs head_behavior"):
         objective("score-centering")(PolicyLogps(one, one, mask, head_current=torch.zeros(1, 1, 3)), one)
+
+
+def test_unbiased_kl_of_a_trained_token_that_the_sampler_did_not_score_is_nan() -> None:
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    logps = PolicyLogps(one, one + float("nan"), mask, one, one)
+    assert objective("grpo", kl="unbiased", kl_coef=1.0)(logps, one).loss.isnan()
+    assert objective("grpo", kl_coef=1.0)(logps, one).loss.isfinite()

@@ -143,6 +143,26 @@ def test_restored_moments_do_not_live_in_the_checkpoint_file(tmp_path: Path) -> 
     assert not mapped & {moment.data_ptr() for moment in moments}
 
 
+def test_an_unused_optimizer_has_no_state_but_its_settings(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = adamw(model)
+    result = through_the_disk(tmp_path, model, optimizer)
+    assert result.tensors["optimizer"] == {}
+    state_tensors.load_optimizer_state(optimizer, model, {}, result.meta["optimizer"])
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+
+
+def test_a_parameter_without_state_has_none_after_loading(tmp_path: Path) -> None:
+    model, twin = Tied(), Tied()
+    optimizer, twin_optimizer = adamw(model), adamw(twin)
+    model.middle.weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    result = through_the_disk(tmp_path, model, optimizer)
+    state_tensors.load_optimizer_state(twin_optimizer, twin, result.tensors["optimizer"], result.meta["optimizer"])
+    assert list(twin_optimizer.state) == [twin.middle.weight]
+    assert same(twin_optimizer.state_dict(), optimizer.state_dict())
+
+
 def test_loading_a_model_is_strict() -> None:
     good = state_tensors.model_state(Tied())
     with pytest.raises(TrimtabError, match=r"1 missing \(e\.g\. 'middle\.bias'\)"):

@@ -176,3 +176,10 @@ def test_problems_of_another_task_have_the_length_of_its_responses(
     evaluated = EvalTask(other, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
     held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
     assert [problem.id for problem in held_out.problems] == fitting
+
+
+def test_the_order_of_prompts_is_a_function_of_seed_and_position() -> None:
+    every = task(*[3] * 9)
+    first = [one.problem.id for one in PromptStream(every, TOKENIZER, 0).take(5)]
+    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 0, position=1).take(4)] == first[1:]
+    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 1).take(5)] != first
