@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from packaging.specifiers import SpecifierSet
@@ -31,6 +32,7 @@ from trimtab.diagnosis.reading.layouts import LAYOUTS
 from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
+    Candidate,
     Cause,
     CauseKind,
     DataSummary,
@@ -54,6 +56,9 @@ MOST_KNOWN = 3
 """Largest number of known faults that is shown under a cause."""
 MOST_SPOTS = 3
 """Largest number of hotspots that the answer names."""
+SHOWN = 3
+"""Number of candidates that the answer names."""
+RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
@@ -64,12 +69,17 @@ GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
 has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
 
 
+Kind = Literal["healthy", "proven", "fits", "differential"]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a diagnosis says.
 
-    severity: good or warn. cause: what the first cause means and how sure it is. verdict: the first two causes and what
-    to do first, each after its label ("", Also, First). read, size, masked, where, split: sentences about the data;
+    severity: good or warn. kind: healthy; proven, where undoing a cause heals or the files state it; fits, where the
+    first cause is only of that size and shape; differential, where no cause is named. cause: what the first cause means
+    and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to do first, each
+    after its label ("", Also, May be, First). read, size, masked, where, split: sentences about the data;
     masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the sentence.
     faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
     everything that was found, the causes first. known: faults that were reported in public, by cause. method: the
@@ -77,6 +87,7 @@ class Answer:
     """
 
     severity: str
+    kind: Kind
     cause: str
     verdict: tuple[tuple[str, str], ...]
     read: str
@@ -94,13 +105,18 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """The result of `trimtab diagnose`. texts: those of the token ids in the views, if a tokenizer is known."""
+    """The result of `trimtab diagnose`.
+
+    texts: those of the token ids in the views, if a tokenizer is known. candidates: what may be behind a difference
+    that no cause proves, most likely first.
+    """
 
     measured: Measured
     causes: tuple[Cause, ...]
     outcomes: tuple[PresetOutcome, ...]
     recommendation: Recommendation
     texts: Mapping[int, str] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
 
     @cached_property
     def answer(self) -> Answer:
@@ -113,15 +129,19 @@ class Diagnosis:
         findings = (*found, *origin.findings)
         faults = {finding.name: finding.next_step for finding in findings if finding.status == "fail"}
         severity = _severity(measured, causes, faults)
+        kind = _kind(causes, severity)
         doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
         bounds = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
-        first = _first_step(self, faults, severity, doubt, f"use the correction {method}")
+        first = _first_step(self, faults, kind, doubt, f"use the correction {method}")
         named = [(label, f"{cause_text(cause)}.") for label, cause in zip(("", "Also"), causes, strict=False)]
+        if kind in ("fits", "differential"):
+            named += [("May be", candidate_text(candidate)) for candidate in self.candidates[:SHOWN]]
         same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
         exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
         return Answer(
             severity=severity,
+            kind=kind,
             cause=cause_text(causes[0] if causes else None),
             verdict=(*(named or [("", f"{cause_text(None)}.")]), ("First", first)),
             read=read_text(origin),
@@ -136,6 +156,22 @@ class Diagnosis:
             method=f"if {doubt.intended}, {method}" if doubt else method,
             outcome=(exact or same or [None])[0],
         )
+
+
+def candidate_text(candidate: Candidate) -> str:
+    """Returns what a candidate is, one line for and one against it, and its test."""
+    lines = (("for it", candidate.speaks_for), ("against it", candidate.speaks_against), ("test", candidate.test))
+    return (
+        "; ".join([f"{candidate.plain} ({candidate.name})", *(f"{name}: {text}" for name, text in lines if text)]) + "."
+    )
+
+
+def _kind(causes: Sequence[Cause], severity: str) -> Kind:
+    if severity == "good":
+        return "healthy"
+    if any(cause.is_proven for cause in causes):
+        return "proven"
+    return "fits" if causes and causes[0].name != "unexplained" else "differential"
 
 
 def cause_text(cause: Cause | None) -> str:
@@ -165,16 +201,19 @@ def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
 
 
 def _first_step(
-    diagnosis: Diagnosis, faults: Mapping[str, str], severity: str, doubt: CauseKind | None, method: str
+    diagnosis: Diagnosis, faults: Mapping[str, str], kind: Kind, doubt: CauseKind | None, method: str
 ) -> str:
     """Returns what to do first.
 
     Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
     recipe state needs no repair, and that only at sizes that are published for working setups.
     """
+    if kind == "differential" and diagnosis.candidates:
+        first = diagnosis.candidates[0].test
+        return f"{first[0].upper()}{first[1:]}. Otherwise `{RESCORE}` says which side is off."
     if faults:
         return next(iter(faults.values()))
-    if severity == "good":
+    if kind == "healthy":
         # Recommended only where trainer and sampler agree to rounding.
         return f"No fault shows: {'no correction is needed' if diagnosis.recommendation.preset == 'grpo' else method}."
     if doubt is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.against import Comparison, against
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.causes import find_causes
+from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.batches import ReadCounts
@@ -34,6 +34,7 @@ def diagnose(
     without: Collection[str] = (),
     redaction: Redaction | None = None,
     prompts: dict[Hashable, int] | None = None,
+    tested: Mapping[str, bool] | None = None,
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
@@ -45,6 +46,7 @@ def diagnose(
     without: names of causes that are not looked for.
     redaction: leaves out texts, names of files and what quotes their cells, and replaces token ids by random numbers.
     prompts: their numbers, shared with another diagnosis so that the same prompts are known as such.
+    tested: by name of a candidate, whether its test found it.
 
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
@@ -69,7 +71,7 @@ def diagnose(
     causes = find_causes(measured, without)
     on_progress("trying every preset", tokens)
     outcomes, recommendation = advise(measured, causes)
-    return Diagnosis(measured, causes, outcomes, recommendation, texts)
+    return Diagnosis(measured, causes, outcomes, recommendation, texts, find_candidates(measured, causes, tested or {}))
 
 
 def compare(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.resources
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -191,6 +191,12 @@ class Measured:
     k3_before: float = 0.0
 
 
+PROVEN = 0.7
+"""Least confidence of a cause that undoing it proves."""
+UNPROVEN = 0.65
+"""Largest confidence of a cause of which only size and shape are known."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """A cause of the mismatch.
@@ -212,6 +218,11 @@ class Cause:
     is_stated: bool = False
 
     @property
+    def is_proven(self) -> bool:
+        """Whether the data proves it: undoing it heals, or the files, the recipe or the user state it."""
+        return self.is_stated or (CAUSES[self.name].proves and self.confidence >= PROVEN)
+
+    @property
     def page(self) -> str:
         """The section of the documentation about this cause."""
         return f"docs/causes.md#{self.name}"
@@ -224,8 +235,8 @@ class CauseKind:
     otherwise: what to do where the check that the remedy begins with finds nothing. is_constant: whether it is a
     setting or arithmetic of the run, which acts from the first step on.
 
-    For one that may be intended, where the files do not say so: unsure, what is known then (if it is not `plain`);
-    test, what tells; intended, when a correction is the answer.
+    proves: whether undoing it in the data proves it. For one that may be intended, where the files do not say so:
+    unsure, what is known then (if it is not `plain`); test, what tells; intended, when a correction is the answer.
     """
 
     name: str
@@ -234,9 +245,39 @@ class CauseKind:
     otherwise: str = ""
     must_fix: bool = False
     is_constant: bool = False
+    proves: bool = False
     unsure: str = ""
     test: str = ""
     intended: str = ""
+
+
+@dataclass(frozen=True)
+class CandidateKind:
+    """One row of `candidates.toml`, which explains its keys."""
+
+    name: str
+    plain: str
+    test: str
+    wrong: str
+    sides: Sequence[str]
+    prior: float
+    speaks_for: Mapping[str, float]
+    speaks_against: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate for a difference that nothing in the data proves.
+
+    name: one of `candidates.toml`. plain: what it is. speaks_for, speaks_against: the strongest sign of each kind, ""
+    for none. test: what tells it from the others.
+    """
+
+    name: str
+    plain: str
+    speaks_for: str
+    speaks_against: str
+    test: str
 
 
 @cache

@@ -28,16 +28,18 @@ streams of 12 models (bases), or with a planted fault (zoo, by `benchmarks/diagn
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from trimtab.diagnosis.causes.candidates import rank
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
+from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
 from trimtab.diagnosis.causes.wrong_values import (
     find_above_zero,
@@ -47,7 +49,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
-from trimtab.diagnosis.records import CAUSES, Cause, Measured
+from trimtab.diagnosis.records import CAUSES, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
@@ -85,9 +87,28 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so that it comes last.
     causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
-    kinds = [CAUSES[cause.name] for cause in causes]
-    fixes = [f"{kind.fix} {kind.otherwise}".strip() for kind in kinds]
-    return tuple(replace(cause, fix=fix) for cause, fix in zip(causes, fixes, strict=True))
+    return tuple(map(_with_remedy, causes))
+
+
+def _with_remedy(cause: Cause) -> Cause:
+    """Returns a cause with what to do; one that nothing proves has at most `UNPROVEN`, and its test comes first."""
+    kind = CAUSES[cause.name]
+    fix = f"{kind.fix} {kind.otherwise}".strip()
+    if cause.name == "unexplained" or cause.is_stated or kind.proves:
+        return replace(cause, fix=fix)
+    test = f"{kind.test}. " if kind.must_fix else ""
+    return replace(cause, fix=test + fix, confidence=min(cause.confidence, UNPROVEN))
+
+
+def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
+    """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
+
+    tested: whether the test of a candidate found it, by name.
+    """
+    if not causes or any(cause.is_proven for cause in causes):
+        return ()
+    tokens = LogprobPairs.of(measured.sample)
+    return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), tested=tested)
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:

@@ -90,7 +90,7 @@ def part_by_probability(tokens: LogprobPairs) -> float:
         return 0.0
     shift = tokens.shift[undecided]
     scale = robust_scale(shift)
-    return explained(np.clip(shift, -5 * scale, 5 * scale), _parts(tokens.mean[undecided]))
+    return explained(np.clip(shift, -5 * scale, 5 * scale), parts_of(tokens.mean[undecided]))
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
@@ -102,7 +102,7 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     size = log_size(tokens.shift[undecided])
     columns = {"step": tokens.step, "age of the weights": tokens.age, "prompt": tokens.prompt}
     found = {}
-    for name, group in {**columns, "depth": _parts(tokens.depth)}.items():
+    for name, group in {**columns, "depth": parts_of(tokens.depth)}.items():
         if group is None:
             continue
         least, groups = (MIN_PROMPT_TOKENS, MIN_PROMPTS) if name == "prompt" else (MIN_GROUP_TOKENS, MIN_GROUPS)
@@ -112,7 +112,7 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
     return found
 
 
-def _parts(values: np.ndarray) -> np.ndarray:
+def parts_of(values: np.ndarray) -> np.ndarray:
     """Returns the part, from 0, that each value is in: `PARTS` parts with equally many values."""
     return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
 
@@ -293,13 +293,13 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
         usual_rms(shift),
         float(k3.mean()),
         len(shift),
-        persistent=_persistence(tokens, scale),
+        persistent=id_part(tokens, scale),
         far=share(far),
         far_k3=float(k3[undecided][far].sum() / max(k3[undecided].sum(), 1e-300)),
     )
 
 
-def _persistence(tokens: LogprobPairs, scale: float) -> float | None:
+def id_part(tokens: LogprobPairs, scale: float) -> float | None:
     """Returns the share of the shifts' variance explained by the token id, which other weights cause and rounding not.
 
     None without ids or with too few distinct ones, since ids of a small alphabet encode the position, and where it is

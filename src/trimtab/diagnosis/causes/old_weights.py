@@ -52,7 +52,7 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
     noise = measure_noise(tokens, context.direction)
     is_silent = context.direction or noise.rms < LEAST_RMS
-    corr, z = (0.0, 0.0) if is_silent else _advantage_correlation(tokens)
+    corr, z = (0.0, 0.0) if is_silent else advantage_correlation(tokens)
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, tokens.age, noise, z, text)
@@ -139,14 +139,15 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
         "the trainer moves away from weights that the sampler keeps"
     )
     sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
-    corr, z = _advantage_correlation(tokens)
+    corr, z = advantage_correlation(tokens)
     if corr and z < UNREWARDED_Z:
         sure = UNREWARDED_CONFIDENCE
         evidence += (
             f"; but log-ratios do not correlate with the advantage (correlation {corr:.2f}, z = {z:.1f}), as they "
             "would if the sampler lacked updates: rounding that grows while the policy changes looks the same"
         )
-    return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), sure)]
+    is_stated = not context.assumes_current and sure > UNREWARDED_CONFIDENCE
+    return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), sure, is_stated=is_stated)]
 
 
 def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
@@ -176,7 +177,7 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     return [CauseMatch("stale-cache", evidence, new, len(old), confidence(z, GROWTH_Z))]
 
 
-def _advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:
+def advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:
     """Returns the partial correlation of log-ratio and advantage of responses, given log-prob and length, and its z.
 
     (0, 0) without advantages and rewards, or with too few that are not 0.

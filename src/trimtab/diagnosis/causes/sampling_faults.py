@@ -55,6 +55,8 @@ MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
 MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
 MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base: .94]
 
+MAX_STATED_ERROR = 0.15  # largest log of the ratio of the temperature that was found and the one that the file states
+
 ENTROPY_RANGE = (-3.0, 8.0)
 CERTAIN, UNCERTAIN = -1e-6, -0.01
 
@@ -134,7 +136,24 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         direction = -1 if truncation else 1
     elif not found and (hidden := _by_zeros(tokens) or _by_entropy(tokens)) is not None:
         found = [("raw-logprobs", *hidden)]
-    return [CauseMatch(name, text, tokens, len(tokens), sure, direction) for name, sure, text in found]
+    stated = _stated(tokens.table, fit)
+    return [
+        CauseMatch(name, text, tokens, len(tokens), sure, direction, is_stated=name in stated)
+        for name, sure, text in found
+    ]
+
+
+def _stated(table: TokenTable, fit: TemperatureFit | None) -> set[str]:
+    """Returns the causes that the file's own columns state: the temperature that was found, truncation, raw values."""
+    stated = {"raw-logprobs"} if declared_raw(table) is not None else set()
+    if fit is not None and table.temperature is not None:
+        temperature = float(np.nanmedian(table.temperature))
+        if temperature != 1 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
+            stated.add("temperature")
+    cuts = ((table.top_p, lambda values: values < 1), (table.top_k, lambda values: values > 0))
+    if any(values is not None and bool(np.any(is_cut(values))) for values, is_cut in cuts):
+        stated.add("truncated-sampling")
+    return stated
 
 
 def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:

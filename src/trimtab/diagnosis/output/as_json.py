@@ -19,6 +19,8 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     measured, size, origin = diagnosis.measured, diagnosis.measured.size, diagnosis.measured.origin
     result = {
         "verdict": size.verdict,
+        "answer": diagnosis.answer.kind,
+        "candidates": [asdict(candidate) for candidate in diagnosis.candidates],
         "mismatch": dict(size.mismatch),
         "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
         "outside": outside(size),

@@ -42,7 +42,7 @@ from trimtab.pages.page import (
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import band_text, judge
 
-ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
+ANSWERS = {"": "What was found", "Also": "Also found", "May be": "What it may be", "First": "What to do first"}
 TILES = 4
 MOST_TOKENS = 15
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}

@@ -1,0 +1,264 @@
+"""Signs: what the tokens of a mismatch show that speaks for or against its candidates (candidates.toml).
+
+Each sign is one measurement with a threshold beyond chance, and a clause with its numbers. None proves a cause: a
+rotary setting and a quantized cache both make a difference grow with depth. A sign that cannot be measured, since a
+column is missing or tokens are few, is absent, and its opposite as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from trimtab.diagnosis.causes.detector import (
+    LogprobPairs,
+    Residual,
+    centered,
+    correlation,
+    log_size,
+    robust_scale,
+    slope_of,
+    usual_rms,
+)
+from trimtab.diagnosis.causes.noise_kinds import QUANTIZED, drift_between_steps, id_part, part_by_probability, parts_of
+from trimtab.diagnosis.causes.old_weights import advantage_correlation
+from trimtab.diagnosis.measure.trained_tokens import explained
+
+FAR = 5.0  # usual shifts beyond which a token is far
+MIN_FAR = 8  # fewest far tokens whose directions are compared
+ONE_SIDED = 0.88  # least share of far tokens that move one way
+ONE_WAY = 0.7  # least share of all undecided tokens that move one way
+SIGN_Z = 6.0  # standard errors beyond which a trend is one
+MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
+MIN_PART = 0.08  # least part of the variance that a group decides
+MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
+MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
+APART = 4.0  # times as large in the responses that carry a difference as in those that do not
+
+
+class Sign(NamedTuple):
+    """name: a key of candidates.toml. text: a clause with the numbers, for "since ..."."""
+
+    name: str
+    text: str
+
+
+def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[str, Sign]:
+    """Returns the signs of tokens by name; empty with fewer than 20 undecided ones."""
+    undecided = tokens.select(tokens.undecided)
+    if len(undecided) < 20:
+        return {}
+    found = [
+        *_of_mean(tokens),
+        *_of_size(undecided),
+        *_of_direction(undecided),
+        *_of_tail(undecided),
+        *_of_ids(tokens, undecided),
+        *_of_responses(undecided),
+        *_of_depth(undecided),
+        *_of_time(tokens, assumes_current=assumes_current),
+        *_of_settings(tokens),
+    ]
+    return {sign.name: sign for sign in found}
+
+
+def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
+    residual = Residual.of(tokens)
+    if residual.mean_is_one == "no":
+        name = "mean-low" if residual.ratio_mean < 1 else "mean-high"
+        yield Sign(name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})")
+    elif residual.mean_is_one == "yes":
+        yield Sign("mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions")
+
+
+def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
+    rms = usual_rms(undecided.shift)
+    low, high = QUANTIZED["eight bits"][0], QUANTIZED["four bits"][1]
+    name = "size-small" if rms < low else "size-coarse" if rms <= high else "size-large"
+    given = {
+        "size-small": "no more than 16-bit arithmetic gives",
+        "size-coarse": "within what weights of 8 or 4 bits give",
+        "size-large": "more than weights of 4 bits give",
+    }
+    yield Sign(name, f"logits differ by {rms:.2g} (root mean square), {given[name]}")
+
+
+def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
+    """Whether the probability decides where a logit moves, and whether in proportion to it."""
+    part = part_by_probability(undecided)
+    if part < MIN_DIRECTION:
+        yield Sign("no-direction", "the probability of a token does not decide where its logit moves")
+        return
+    scale = robust_scale(undecided.shift)
+    y = np.clip(undecided.shift, -FAR * scale, FAR * scale)
+    x = 0.5 * (undecided.shift + 2 * _logit(undecided))
+    x = (x - x.mean()) / max(float(x.std()), 1e-12)
+    y = y - y.mean()
+    line = float(x @ y / (x @ x))
+    bent, z = slope_of(y - line * x, _without(x**2, x))
+    moved = f"the probability decides {part:.0%} of where logits move"
+    if abs(z) > SIGN_Z and abs(bent) > 0.25 * abs(line):
+        yield Sign("curved", f"{moved}, and not in proportion (the slope changes along them, z = {abs(z):.0f})")
+    else:
+        yield Sign("straight", f"{moved}, in proportion to them")
+
+
+def _logit(tokens: LogprobPairs) -> np.ndarray:
+    """Returns the sampler's logit of each token."""
+    return np.log(np.expm1(-np.minimum(tokens.behavior, -1e-7)) ** -1)
+
+
+def _without(values: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns values less their mean and their part along `other`, which has mean 0."""
+    values = values - values.mean()
+    return values - other * float(values @ other) / float(other @ other)
+
+
+def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
+    shift = undecided.shift
+    up = float((shift > 0).mean())
+    side = max(up, 1 - up)
+    if side >= ONE_WAY and (side - 0.5) * 2 * math.sqrt(len(shift)) > SIGN_Z:
+        way = "up" if up > 0.5 else "down"
+        yield Sign("one-way", f"{side:.0%} of the trainer's logits move {way}")
+    far = np.abs(shift) > FAR * robust_scale(shift)
+    if far.sum() < MIN_FAR:
+        return
+    up = float((shift[far] > 0).mean())
+    held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
+    if max(up, 1 - up) >= ONE_SIDED:
+        ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
+        yield Sign("tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer")
+    elif held >= 0.5 and far.mean() <= 0.15:
+        yield Sign("tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3")
+
+
+def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
+    part = id_part(tokens, robust_scale(undecided.shift))
+    if part:
+        yield Sign("by-id", f"the token id decides {part:.0%} of the variance of its shift")
+    elif part == 0:
+        yield Sign("not-by-id", "a token's shift differs from context to context")
+    if tokens.ids is None:
+        return
+    place = np.arange(len(tokens))
+    key = np.stack([tokens.row, tokens.ids], axis=1)
+    order = np.lexsort((place, key[:, 1], key[:, 0]))
+    same = (np.diff(key[order], axis=0) == 0).all(1)
+    seen = np.zeros(len(tokens), dtype=bool)
+    seen[order[1:]] = same
+    seen = seen[tokens.undecided]
+    if min(seen.sum(), (~seen).sum()) < 40:
+        return
+    scale = robust_scale(undecided.shift)
+    shift = np.clip(undecided.shift, -FAR * scale, FAR * scale)
+    alike = parts_of(undecided.mean)
+    slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
+    if abs(z) > SIGN_Z and abs(slope) > 0.3 * scale:
+        way = "higher" if slope > 0 else "lower"
+        yield Sign(
+            "seen", f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
+        )
+
+
+def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
+    """Which responses carry the difference, and whether their prompt decides."""
+    size = log_size(undecided.shift)
+    rows, index, count = np.unique(undecided.row, return_inverse=True, return_counts=True)
+    if (count >= MIN_TOKENS).sum() < 4:
+        return
+    part = explained(size, undecided.row, MIN_TOKENS)
+    enough = count >= MIN_TOKENS
+    means = (np.bincount(index, size) / count)[enough]
+    prompt = undecided.prompt
+    of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_TOKENS)
+    if part < MIN_PART:
+        yield Sign("even", "all responses differ alike")
+    elif prompt is not None and len(np.unique(prompt)) < 0.6 * len(rows) and of_prompt > 0.7 * part:
+        yield Sign("by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes")
+    else:
+        yield Sign("by-response", f"the response decides {part:.0%} of the variance of sizes{_split(means)}")
+    length = undecided.table.prompt_length
+    if length is not None and np.isfinite(length).all() and enough.sum() >= 8:
+        related = correlation(means, length[rows[enough]])
+        z = math.atanh(min(abs(related), 0.999)) * math.sqrt(max(len(np.unique(length[rows[enough]])) - 3, 0))
+        if z > 4:
+            yield Sign("prompt-length", f"responses to {'long' if related > 0 else 'short'} prompts differ more")
+
+
+def _split(means: np.ndarray) -> str:
+    """Says how many responses carry the difference, if their sizes fall into two groups far apart."""
+    order = np.sort(means)
+    gaps = np.diff(order)
+    middle = slice(max(1, len(order) // 20), -max(1, len(order) // 20))
+    if len(order) < 8 or not len(gaps[middle]):
+        return ""
+    cut = int(np.argmax(gaps[middle])) + (middle.start or 0) + 1
+    low, high = order[:cut], order[cut:]
+    if math.exp(high.mean() - low.mean()) < APART or gaps[cut - 1] < 0.5 * max(low.std(), high.std()):
+        return ""
+    return f": {len(high)} of {len(order)} responses carry it, the others are clean"
+
+
+def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
+    size = log_size(undecided.shift) - _by_probability(undecided)
+    depth = np.log(undecided.depth + 4.0)
+    slope, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
+    part = parts_of(undecided.depth)
+    sizes = np.exp(np.bincount(part, size) / np.maximum(np.bincount(part), 1))
+    times = float(sizes[-1] / sizes[0])
+    if abs(z) < SIGN_Z:
+        if len(undecided) >= 1000:
+            yield Sign("flat", "the size is the same along a response")
+    elif z > 0 and times > MIN_TREND:
+        yield Sign("deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})")
+    elif z < 0 and times < 1 / MIN_TREND:
+        yield Sign("earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end")
+
+
+def _by_probability(tokens: LogprobPairs) -> np.ndarray:
+    """Returns the mean log size of tokens of about the same probability, for each token."""
+    size = log_size(tokens.shift)
+    return size - centered(size, parts_of(tokens.mean))
+
+
+def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:
+    steps = drift_between_steps(tokens)
+    if steps is not None and steps.ascends:
+        yield Sign("step-growth", steps.text)
+    elif steps is None and tokens.step is not None and len(np.unique(tokens.step)) >= 3:
+        yield Sign("step-constant", "it is the same at every step")
+    if tokens.age is not None and not assumes_current:
+        if tokens.age.any():
+            yield Sign("old-versions", f"versions say that tokens are {float(tokens.age.mean()):.1f} updates old")
+        else:
+            yield Sign("current-versions", "versions say that the sampler's weights are current")
+    related, z = advantage_correlation(tokens)
+    if z > 5:
+        yield Sign("advantage", f"log-ratios follow the advantage (correlation {related:.2f}, z = {z:.0f})")
+
+
+def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
+    table = tokens.table
+    columns = {"temperature": (table.temperature, 1.0), "top_p": (table.top_p, 1.0), "top_k": (table.top_k, 0)}
+    known = {
+        name: (float(np.median(values[np.isfinite(values)])), plain)
+        for name, (values, plain) in columns.items()
+        if values is not None and np.isfinite(values).any()
+    }
+    # No cut is a top_k of 0, or of -1 as in vLLM.
+    other = {
+        name: value for name, (value, plain) in known.items() if (value > 0 if name == "top_k" else value != plain)
+    }
+    if other:
+        yield Sign(
+            "settings-stated", f"the file states {', '.join(f'{name} {value:g}' for name, value in other.items())}"
+        )
+    elif "temperature" in known:
+        yield Sign(
+            "settings-neutral",
+            f"the file states {', '.join(f'{name} {value:g}' for name, (value, _) in known.items())}",
+        )
