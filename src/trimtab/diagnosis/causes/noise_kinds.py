@@ -40,9 +40,9 @@ from trimtab.diagnosis.causes.detector import (
 )
 from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import Cause, Settings
-from trimtab.runs.metric_catalog import k3_ranges
+from trimtab.runs.metric_catalog import K3, judge, k3_ranges
 
-MAX_K3 = 0.6  # largest k3 that is called noise [4 bits in exact streams: .1]
+MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
 MAX_DIRECTION = 0.35  # largest share of the variance of shifts by probability [8 bits: .3, temperature: .5]
 MAX_UNEVEN = 0.2  # largest share of the variance of log sizes that a group decides [8 bits, trained: .08, bases: .02]
 MIN_GROUP_TOKENS = 40  # fewest undecided tokens of a group that is compared
@@ -236,6 +236,8 @@ MIN_FAR_TOKENS = 5  # fewest tokens beyond five usual shifts that count
 MAX_FAR_SHARE_REPAIRED = 0.03  # that share after a repair, which leaves some wrong pairs
 MAX_FAR_K3 = 0.3  # largest share of k3 in tokens beyond five usual shifts in noise of one size [tails of 12 bases]
 MAX_FAR_K3_COARSE = 0.6  # that share for noise of quantized weights [SmolLM2, 8 bits: .32; in training: .55]
+MIN_FAR_SIDES = 8  # fewest tokens beyond five usual shifts whose directions count
+MAX_FAR_SIDE = 0.88  # largest share of them that moves one way: noise and other experts raise as many as they lower
 MAX_ROUTING_SHARE = 0.15  # largest share of tokens beyond five usual shifts that other experts explain
 MIN_ROUTING_K3 = 0.5  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
 MIN_PROMPT_PART = 0.2  # least share of the variance of log sizes that the prompt decides, as a cause [4 bits: .18]
@@ -260,6 +262,7 @@ class Noise:
     persistent: float | None = None
     far: float = 0.0
     far_k3: float = 0.0
+    far_side: float = 0.0
 
     @property
     def coarseness(self) -> float:
@@ -289,6 +292,7 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
         return Noise(0.0, 0.0, len(shift))
     scale = robust_scale(shift)
     far = np.abs(shift) > 5 * scale
+    up = share(shift[far] > 0)
     return Noise(
         usual_rms(shift),
         float(k3.mean()),
@@ -296,6 +300,7 @@ def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
         persistent=id_part(tokens, scale),
         far=share(far),
         far_k3=float(k3[undecided][far].sum() / max(k3[undecided].sum(), 1e-300)),
+        far_side=max(up, 1 - up) if far.sum() >= MIN_FAR_SIDES else 0.0,
     )
 
 
@@ -361,14 +366,19 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     if not noise.is_lower_bound and _has_tail(noise, is_repaired=context.repaired):
         # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
         is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= MIN_ROUTING_K3
-        if not is_few or noise.coarseness > IDS_SHIFT:
+        if noise.far_side > MAX_FAR_SIDE or (is_few and noise.coarseness > IDS_SHIFT):
             return []
+        if not is_few:
+            text += ", of other sizes in other contexts"
+            return [_by_size(tokens, noise, text)] if judge(K3, noise.k3) == "healthy" else []
         evidence = (
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
             f"{noise.far_k3:.0%} of k3, as where other experts answer; {text}"
         )
         return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
-    return _by_recipe(tokens, noise, text, known) if known is not None else [_by_size(tokens, noise, text)]
+    if known is not None:
+        return _by_recipe(tokens, noise, text, known)
+    return [] if noise.rms > QUANTIZED["four bits"][1] else [_by_size(tokens, noise, text)]
 
 
 def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:

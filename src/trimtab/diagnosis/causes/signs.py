@@ -23,13 +23,19 @@ from trimtab.diagnosis.causes.detector import (
     slope_of,
     usual_rms,
 )
-from trimtab.diagnosis.causes.noise_kinds import QUANTIZED, drift_between_steps, id_part, part_by_probability, parts_of
+from trimtab.diagnosis.causes.noise_kinds import (
+    MAX_FAR_SIDE,
+    MIN_FAR_SIDES,
+    QUANTIZED,
+    drift_between_steps,
+    id_part,
+    part_by_probability,
+    parts_of,
+)
 from trimtab.diagnosis.causes.old_weights import advantage_correlation
 from trimtab.diagnosis.measure.trained_tokens import explained
 
 FAR = 5.0  # usual shifts beyond which a token is far
-MIN_FAR = 8  # fewest far tokens whose directions are compared
-ONE_SIDED = 0.88  # least share of far tokens that move one way
 ONE_WAY = 0.7  # least share of all undecided tokens that move one way
 SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
@@ -125,11 +131,11 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
         way = "up" if up > 0.5 else "down"
         yield Sign("one-way", f"{side:.0%} of the trainer's logits move {way}")
     far = np.abs(shift) > FAR * robust_scale(shift)
-    if far.sum() < MIN_FAR:
+    if far.sum() < MIN_FAR_SIDES:
         return
     up = float((shift[far] > 0).mean())
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
-    if max(up, 1 - up) >= ONE_SIDED:
+    if max(up, 1 - up) > MAX_FAR_SIDE:
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
         yield Sign("tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer")
     elif held >= 0.5 and far.mean() <= 0.15:
@@ -206,7 +212,7 @@ def _split(means: np.ndarray) -> str:
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
     size = log_size(undecided.shift) - _by_probability(undecided)
     depth = np.log(undecided.depth + 4.0)
-    slope, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
+    _, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
     part = parts_of(undecided.depth)
     sizes = np.exp(np.bincount(part, size) / np.maximum(np.bincount(part), 1))
     times = float(sizes[-1] / sizes[0])
