@@ -3,7 +3,8 @@
 Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0). One above 0 or below -50 needs no proof, as no sampled
 token reaches it. 0.0 is also the log-prob of a certain token, for which the other side agrees: it
 is a placeholder where the other side is below -1 more often than at tokens that are almost certain. Another whole
-number is one if it is more frequent than the values around it and the other side disagrees. Lists of one length that
+number is one if it repeats far more often than any value near it, since log-probs of two tokens are seldom equal to the
+last digit; where it repeats seldom, the other side must disagree. Lists of one length that
 end (or begin) with 0.0 on both sides are padded.
 """
 
@@ -22,6 +23,8 @@ from trimtab.types import MIN_BEHAVIOR
 
 IMPOSSIBLE = -50.0  # nats: a whole number at most this large was not sampled [p = 2e-22]
 MIN_CONTRADICTED = 3  # fewest tokens that contradict a constant
+WHOLE_VALUES = 4  # distinct whole numbers from which on a column of nothing else was rounded
+MIN_REPEATS = 20  # fewest tokens with one value that prove a constant, where values near it repeat a tenth as often
 WHOLE_PLACE = 0.25  # share of contradicted tokens from which on a whole place is left out
 MIN_LAST_RATE = 20  # times as often at the last token as elsewhere, where the other side is far from it
 CHANCE = 9.2  # log of the chance by which a constant is contradicted as often as values near 0 [1e-4]
@@ -84,18 +87,21 @@ class PlaceholderSums:
         values, mask = getattr(table, name), table.mask
         whole = np.rint(values)
         exact = mask & (values == whole)
-        apart = np.abs(table.trainer - table.behavior) > _APART
+        other = table.trainer if name == "behavior" else table.behavior
+        apart = np.abs(other - values) >= _APART
         for key, part in (("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact)):
             usual = self.usual.setdefault((name, key), _Counts())
             usual.tokens += int(part.sum())
             usual.apart += int((part & apart).sum())
         if not exact.any():
             return
-        beside = _numbers_of(whole[mask & ~exact & (np.abs(values - whole) <= 0.25)])
-        self.around.update({(name, value): count for value, count in beside.items()})
-        for value, count in _numbers_of(values[exact]).items():
-            if value < 0 and count < 2 * beside.get(value, 0):
-                continue  # one of many values there, which vary
+        for value, count in zip(*np.unique(values[exact], return_counts=True), strict=True):
+            value = float(value)
+            if value < 0:
+                near = values[mask & ~exact & (np.abs(values - value) <= 0.25)]
+                self.around[name, value] += (
+                    int(np.unique(near, return_counts=True)[1].max(initial=0)) if count > 1 else 1
+                )
             for place, inside in zip(PLACES, _places(table, exact & (values == value)), strict=True):
                 if inside.any():
                     counts = self.counts.setdefault((name, value, place), _Counts())
@@ -116,12 +122,16 @@ class PlaceholderSums:
         found = Placeholder(name, value, place, counts.tokens, counts.responses)
         if value > MAX_ROUNDED_LOGP:
             return found
+        if self._is_whole(name):
+            return None
         share = counts.apart / counts.tokens
         if value != 0:
             tokens, apart = self._everywhere(name, value)
             if tokens < 2 * self.around[name, value]:
                 return None
             if value < MIN_BEHAVIOR or (name == "behavior" and value <= IMPOSSIBLE):
+                return found
+            if tokens >= max(MIN_REPEATS, 10 * self.around[name, value]):
                 return found
             frequent = tokens >= MIN_CONTRADICTED
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share, tokens) else None
@@ -130,6 +140,13 @@ class PlaceholderSums:
         if self._is_usual(name, share, counts.tokens) and not self._is_only_last(name, place, counts):
             return None
         return replace(found, uncertain_only=share < WHOLE_PLACE)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the column holds several whole numbers and hardly anything else: it was rounded to them."""
+        several = (
+            len({value for column, value, _ in self.counts if column == name and value > IMPOSSIBLE}) >= WHOLE_VALUES
+        )
+        return several and self.usual[name, "any"].tokens < 0.2 * self.tokens
 
     def _everywhere(self, name: str, value: float) -> tuple[int, int]:
         """Returns the tokens with a value at any place, and those where the other side is far away."""
@@ -209,11 +226,6 @@ def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...
         return table
     inside = _places(table, bad)[PLACES.index("stretch")]
     return replace(table, mask=table.mask & ~inside).without(bad & ~inside)
-
-
-def _numbers_of(values: np.ndarray) -> dict[float, int]:
-    """Returns how often each value occurs."""
-    return {float(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)}
 
 
 def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
