@@ -69,9 +69,9 @@ def interval_of(size: MismatchSize, key: str) -> str:
 
 
 def with_interval(size: MismatchSize, key: str) -> str:
-    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
-    ends = interval_of(size, key)
-    return f"{figure(size, key)} ({ends})" if ends else figure(size, key)
+    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if it has no interval of any width."""
+    ends, value = interval_of(size, key), figure(size, key)
+    return f"{value} ({ends})" if ends and ends != f"{value} to {value}" else value
 
 
 def outside(size: MismatchSize) -> dict[str, str]:

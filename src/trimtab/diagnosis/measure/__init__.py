@@ -30,9 +30,10 @@ from trimtab.diagnosis.measure.views import (
     VersionView,
     prompt_view,
 )
-from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder
-from trimtab.diagnosis.tokens import TokenTable
-from trimtab.errors import TrimtabError
+from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder, finding
+from trimtab.diagnosis.tokens import TokenTable, k3
+from trimtab.errors import Finding, TrimtabError
+from trimtab.pages.numbers import short
 
 SCATTER = 100
 ASSUMED = "the age of 0 of all tokens is assumed, not recorded"
@@ -77,7 +78,9 @@ def measure(
     views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
     return Measured(
         origin=replace(
-            summary, trained=trained, findings=(*summary.findings, *prefill.findings(), *teacher_findings(drawn))
+            summary,
+            trained=trained,
+            findings=(*summary.findings, *_of_sample(drawn, trained), *prefill.findings(), *teacher_findings(drawn)),
         ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None and view.name != unknown},
@@ -87,6 +90,16 @@ def measure(
         placeholders=left_out or constants.found(),
         cleaned=bool(left_out),
     )
+
+
+def _of_sample(sample: TokenTable, trained: int) -> tuple[Finding, ...]:
+    """Says what the causes are inferred from, where that is less than the data, and its k3, which is another one."""
+    inside = sample.mask & np.isfinite(sample.behavior) & np.isfinite(sample.trainer)
+    if inside.sum() >= 0.99 * trained:
+        return ()
+    part = float(k3(sample.trainer[inside].astype(np.float64) - sample.behavior[inside]).mean())
+    first = f", of long ones the first {LONGEST:,} tokens" if (sample.lengths == LONGEST).any() else ""
+    return (finding("sample", tokens=f"{inside.sum():,}", all=f"{trained:,}", first=first, k3=short(part)),)
 
 
 TOKENS = 400_000

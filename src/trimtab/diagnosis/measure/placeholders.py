@@ -95,8 +95,8 @@ class PlaceholderSums:
             usual.apart += int((part & apart).sum())
         if not exact.any():
             return
-        for value, count in zip(*np.unique(values[exact], return_counts=True), strict=True):
-            value = float(value)
+        found, counted = np.unique(values[exact], return_counts=True)
+        for value, count in zip(found.tolist(), counted.tolist(), strict=True):
             if value < 0:
                 near = values[mask & ~exact & (np.abs(values - value) <= 0.25)]
                 self.around[name, value] += (
