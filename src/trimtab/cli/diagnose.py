@@ -74,6 +74,26 @@ Redact = Annotated[
     bool,
     typer.Option("--redact", help="In every output, leave out texts, file names and cells; token ids become random."),
 ]
+Sampler = Annotated[
+    str,
+    typer.Option(
+        "--sampler",
+        metavar="FORMAT",
+        help="What the sampler computes in, if you know it: bfloat16, fp8, int8, int4, awq, fp8-cache, ...",
+    ),
+]
+Lag = Annotated[
+    int | None,
+    typer.Option("--lag", metavar="UPDATES", help="By how many updates all of the sampler's weights are old, if so."),
+]
+Tested = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tested",
+        metavar="NAME=yes|no",
+        help="Whether the test of a candidate found it, as positions=no; repeat it for several.",
+    ),
+]
 WatchFolder = Annotated[
     Path | None,
     typer.Option(
@@ -126,22 +146,26 @@ def diagnose(
     against: AgainstFiles = None,
     markdown: Markdown = False,
     redact: Redact = False,
+    sampler: Sampler = "",
+    lag: Lag = None,
+    tested: Tested = None,
     watch: WatchFolder = None,
     bound: Bounds = None,
     every: Every = 2.0,
     scalars: Scalars = None,
 ) -> None:
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
+    says = sampler or tested or lag is not None
     if scalars is not None:
-        if any((files, framework, columns, tokenizer, out, against, markdown, redact, watch, bound)):
+        if any((files, framework, columns, tokenizer, out, against, markdown, redact, watch, bound, says)):
             raise TrimtabError("--scalars PATH takes no FILE and no other option than --json: leave them out")
         return _scalars(scalars, as_json=as_json)
     names = parse_columns(columns or [])
     if watch is not None:
-        if files or out is not None or tokenizer is not None or against or markdown or redact:
+        if files or out is not None or tokenizer is not None or against or markdown or redact or says:
             raise TrimtabError(
-                "--watch DIR reads that folder and writes no page: leave out FILE, --out, --tokenizer, --against, "
-                "--markdown and --redact"
+                "--watch DIR reads that folder, writes no page and looks for no cause: it takes no other option than "
+                "--framework, --columns, --bound, --every and --json"
             )
         if os.path.lexists(watch) and not watch.is_dir():
             raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
@@ -156,7 +180,13 @@ def diagnose(
         raise TrimtabError("--redact shows no texts of tokens: leave out --tokenizer")
     if markdown and as_json:
         raise TrimtabError("--markdown and --json are two forms of one output: leave one out")
-    options = {"framework": framework, "columns": names, "tokenizer": tokenizer}
+    if against and says:
+        raise TrimtabError("--sampler, --lag and --tested are about one run: leave out --against")
+    options: dict[str, Any] = {"framework": framework, "columns": names, "tokenizer": tokenizer}
+    if says:
+        from trimtab.diagnosis.records import Stated
+
+        options["stated"] = Stated(sampler, lag, parse_tested(tested or []))
     form = "json" if as_json else "markdown" if markdown else "terminal"
     return _answer(files, against or [], options, page_path(out), form, redact=redact)
 
@@ -252,6 +282,19 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
             raise TrimtabError(f"--columns names {ours!r} twice: leave one of the two out")
         columns[ours] = theirs
     return columns
+
+
+def parse_tested(given: Sequence[str]) -> dict[str, bool]:
+    """Parses `NAME=yes` and `NAME=no`. Raises `TrimtabError` for anything else, or an unknown candidate."""
+    from trimtab.diagnosis.causes.candidates import KINDS
+
+    names, tested = [kind.name for kind in KINDS], {}
+    for word in given:
+        name, _, result = word.partition("=")
+        if name not in names or result not in ("yes", "no"):
+            raise TrimtabError(f"--tested {word!r}: write NAME=yes or NAME=no, with a name of {', '.join(names)}")
+        tested[name] = result == "yes"
+    return tested
 
 
 def page_path(out: Path | None) -> Path:

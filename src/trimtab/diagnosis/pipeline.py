@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.against import Comparison, against
 from trimtab.diagnosis.answer import Diagnosis
@@ -15,7 +17,7 @@ from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.batches import ReadCounts
 from trimtab.diagnosis.reading.run_files import named_tokenizer, token_texts, tokenizer_of
-from trimtab.diagnosis.records import Measured, Placeholder
+from trimtab.diagnosis.records import NOTHING_STATED, Measured, Placeholder, Stated
 from trimtab.diagnosis.redaction import Redaction
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -34,7 +36,7 @@ def diagnose(
     without: Collection[str] = (),
     redaction: Redaction | None = None,
     prompts: dict[Hashable, int] | None = None,
-    tested: Mapping[str, bool] | None = None,
+    stated: Stated = NOTHING_STATED,
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
@@ -46,7 +48,7 @@ def diagnose(
     without: names of causes that are not looked for.
     redaction: leaves out texts, names of files and what quotes their cells, and replaces token ids by random numbers.
     prompts: their numbers, shared with another diagnosis so that the same prompts are known as such.
-    tested: by name of a candidate, whether its test found it.
+    stated: what the user says of the run.
 
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
@@ -56,7 +58,7 @@ def diagnose(
     with nullcontext() if redaction is None else redaction.errors_kept_back():
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(
-            files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts
+            files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts, stated=stated
         )
         tokenizer_file = vocabulary or tokenizer_of(files)
         view = measured.views.get("token")
@@ -71,7 +73,9 @@ def diagnose(
     causes = find_causes(measured, without)
     on_progress("trying every preset", tokens)
     outcomes, recommendation = advise(measured, causes)
-    return Diagnosis(measured, causes, outcomes, recommendation, texts, find_candidates(measured, causes, tested or {}))
+    return Diagnosis(
+        measured, causes, outcomes, recommendation, texts, find_candidates(measured, causes, stated.tested)
+    )
 
 
 def compare(
@@ -101,15 +105,26 @@ def examine(
     *,
     redaction: Redaction | None = None,
     prompts: dict[Hashable, int] | None = None,
+    stated: Stated = NOTHING_STATED,
 ) -> tuple[Measured, Sequence[Path]]:
     """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
+    settings = stated.settings
 
     def once(left_out: tuple[Placeholder, ...] = ()) -> tuple[Measured, Sequence[Path]]:
         counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)
         log = open_log(paths, framework=framework, columns=columns, counts=counts)
         on_progress("reading again without placeholders" if left_out else "reading", 0)
         tables = log.tables() if redaction is None else map(redaction.table, log.tables())
+        if stated.lag is not None:
+            tables = (_aged(table, stated.lag) for table in tables)
         measured = measure(_with_progress(tables, on_progress), log.summary, left_out=left_out)
+        origin = measured.origin
+        origin = replace(
+            origin,
+            settings=settings or origin.settings,
+            assumes_current=origin.assumes_current and stated.lag is None,
+        )
+        measured = replace(measured, origin=origin)
         return measured if redaction is None else redaction.measured(measured), log.files
 
     whole, files = once()
@@ -119,6 +134,12 @@ def examine(
     cleaned, files = once(found)
     removed = whole.origin.trained - cleaned.origin.trained
     return replace(cleaned, removed=removed, k3_before=whole.size.mismatch["k3"]), files
+
+
+def _aged(table: TokenTable, lag: int) -> TokenTable:
+    """Returns the table with all tokens of that age."""
+    versions = np.zeros(table.tokens, dtype=np.int64), np.full(table.responses, lag, dtype=np.int64)
+    return replace(table, version=versions[0], proximal_version=versions[1])
 
 
 def _with_progress(tables: Iterable[TokenTable], on_progress: OnProgress) -> Iterator[TokenTable]:

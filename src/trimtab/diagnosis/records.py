@@ -8,6 +8,7 @@ proximal) over behavior.
 from __future__ import annotations
 
 import importlib.resources
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.errors import Finding
+from trimtab.errors import Finding, TrimtabError
 from trimtab.intervals import Interval
 
 
@@ -26,13 +27,19 @@ class Settings:
     """Numerics of a run according to its recipe. sampler, trainer: dtypes; autocast: of the trainer, bfloat16 or none.
 
     coarse: keys and values that quantize the sampler's weights or cache; None where the recipe does not determine it (a
-    server).
+    server). source: who says so.
     """
 
     sampler: str
     trainer: str
     autocast: str
     coarse: tuple[str, ...] | None
+    source: str = "the run's recipe says"
+
+    @property
+    def bits(self) -> str:
+        """The bits of quantized weights: four bits, or eight bits."""
+        return "four bits" if re.search(r"[2345]|awq|gptq", ", ".join(self.coarse or ())) else "eight bits"
 
     @property
     def sixteen_bits(self) -> bool:
@@ -43,6 +50,40 @@ class Settings:
         under = "" if self.autocast == "none" else f" under {self.autocast} autocast"
         quantized = {None: "", (): ", nothing quantized"}.get(self.coarse, f", {', '.join(self.coarse or ())}")
         return f"sampler {self.sampler}, trainer {self.trainer}{under}{quantized}"
+
+
+SIXTEEN_BITS = {"bf16": "bfloat16", "fp16": "float16"}
+COARSE = ("fp8", "int8", "fp4", "nvfp4", "mxfp4", "int4", "awq", "gptq", "fp8-cache")
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a user says of the run, which files often do not.
+
+    sampler: number format of its weights or cache, one of `COARSE` or a dtype; "" if unknown. lag: number of updates
+    by which all of its weights are old; None if unknown. tested: by name of a candidate, whether its test found it.
+    """
+
+    sampler: str = ""
+    lag: int | None = None
+    tested: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Settings | None:
+        """The settings that `sampler` determines. Raises `TrimtabError` for an unknown name or a negative lag."""
+        if self.lag is not None and self.lag < 0:
+            raise TrimtabError(f"--lag {self.lag} is negative: give the number of updates the sampler is behind")
+        if not self.sampler:
+            return None
+        dtypes = (*SIXTEEN_BITS.values(), "float32")
+        name = SIXTEEN_BITS.get(self.sampler, self.sampler)
+        if name not in (*dtypes, *COARSE):
+            raise TrimtabError(f"--sampler {self.sampler} is unknown: one of {', '.join((*dtypes, *COARSE))}")
+        coarse = () if name in dtypes else (f"the sampler is {name}",)
+        return Settings(name, "not stated", "none", coarse, "you say:")
+
+
+NOTHING_STATED = Stated()
 
 
 @dataclass(frozen=True)

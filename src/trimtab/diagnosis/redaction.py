@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.records import Measured, Settings
+from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -58,7 +58,8 @@ class Redaction:
             pairs = None if settings.coarse is None else [pair.partition(" = ") for pair in settings.coarse]
             coarse = None if pairs is None else tuple(f"{key} = {_known(value)}" for key, _, value in pairs)
             sampler, trainer, autocast = map(_known, (settings.sampler, settings.trainer, settings.autocast))
-            origin = replace(origin, settings=Settings(sampler, trainer, autocast, coarse))
+            parts = {"sampler": sampler, "trainer": trainer, "autocast": autocast, "coarse": coarse}
+            origin = replace(origin, settings=replace(settings, **parts))
         return replace(measured, origin=origin, views=views)
 
 

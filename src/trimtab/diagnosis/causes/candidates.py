@@ -40,8 +40,10 @@ def rank(signs: Mapping[str, Sign], side: str = "", tested: Mapping[str, bool] |
 
 def _candidate(kind: CandidateKind, signs: Mapping[str, Sign]) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
-    texts = []
-    for weights in (kind.speaks_for, kind.speaks_against):
-        strongest = max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
-        texts.append(signs[strongest].text if strongest else "")
-    return Candidate(kind.name, kind.plain, *texts, f"{kind.test}: {kind.wrong} if it is this one")
+    speaks_for, speaks_against = (
+        max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
+        for weights in (kind.speaks_for, kind.speaks_against)
+    )
+    texts = {name: sign.text for name, sign in signs.items()} | {"": ""}
+    test = f"{kind.test}: {kind.wrong} if it is this one"
+    return Candidate(kind.name, kind.plain, texts[speaks_for], texts[speaks_against], test)

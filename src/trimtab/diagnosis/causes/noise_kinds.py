@@ -226,6 +226,7 @@ MIN_ID_TOKENS = 1500  # fewest undecided tokens in which the part that depends o
 BFLOAT16_RMS = 0.008  # logits: an rms below is float16 or tf32 rather than bfloat16
 EIGHT_BITS_RMS = 0.08  # logits: eight bits move as far, bfloat16 may as well [SmolLM2: .12, .07]
 MAX_RECIPE_RMS = 1.3  # logits: the largest rms measured for float32 against bfloat16, after an update
+MAX_STATED = 1.5  # times the largest rms that was measured up to which quantization that is stated explains it
 RECIPE_CONFIDENCE = 0.95  # confidence where the run's recipe says it
 SIZE_CONFIDENCE = 0.65  # confidence where only the size is known: weights a little old move logits as far
 EIGHT_BITS_CONFIDENCE = 0.65  # confidence of precision beyond `EIGHT_BITS_RMS`, without token ids
@@ -411,13 +412,17 @@ def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
 
 def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
-    sure, evidence = RECIPE_CONFIDENCE, f"{text}; the run's recipe says {settings}"
+    sure, evidence = RECIPE_CONFIDENCE, f"{text}; {settings.source} {settings}"
     if settings.coarse:
-        return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
+        most = MAX_STATED * QUANTIZED[settings.bits][1]
+        if noise.rms <= most:
+            return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
+        evidence += f", but weights of {settings.bits} were not measured to move logits by more than {most:.2g}"
+        return [_noise("quantized", tokens, SIZE_CONFIDENCE, evidence)]
     if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RECIPE_RMS):
         return []
     if not settings.sixteen_bits:
-        sure, evidence = 0.5, f"{text}, although the run's recipe says {settings}: check the dtype of the sampler"
+        sure, evidence = 0.5, f"{text}, although {settings.source} {settings}: check the dtype of the sampler"
     return [replace(_noise("precision", tokens, sure, evidence), is_stated=settings.sixteen_bits)]
 
 

@@ -42,6 +42,7 @@ MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
 MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
+MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
 APART = 4.0  # times as large in the responses that carry a difference as in those that do not
 
 
@@ -196,17 +197,17 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _split(means: np.ndarray) -> str:
-    """Says how many responses carry the difference, if their sizes fall into two groups far apart."""
-    order = np.sort(means)
-    gaps = np.diff(order)
-    middle = slice(max(1, len(order) // 20), -max(1, len(order) // 20))
-    if len(order) < 8 or not len(gaps[middle]):
+    """Says how many responses carry the difference, if their mean log sizes fall into two groups far apart."""
+    order, count = np.sort(means), len(means)
+    first = np.arange(1, count)  # sizes of the lower group
+    low = np.cumsum(order)[:-1] / first
+    high = (order.sum() - np.cumsum(order)[:-1]) / (count - first)
+    cut = int(np.argmax(first * (count - first) * (high - low) ** 2)) + 1
+    apart = float(high[cut - 1] - low[cut - 1])
+    within = math.sqrt(float(order[:cut].var() * cut + order[cut:].var() * (count - cut)) / count)
+    if count < 8 or apart < max(math.log(APART), MIN_SPLIT * within):
         return ""
-    cut = int(np.argmax(gaps[middle])) + (middle.start or 0) + 1
-    low, high = order[:cut], order[cut:]
-    if math.exp(high.mean() - low.mean()) < APART or gaps[cut - 1] < 0.5 * max(low.std(), high.std()):
-        return ""
-    return f": {len(high)} of {len(order)} responses carry it, the others are clean"
+    return f": {count - cut} of {count} responses carry it, the others are clean"
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
