@@ -172,7 +172,7 @@ def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: R
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
     limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
     sure = round(min(finding.max_confidence, limit), 2)
+    cause = Cause(finding.name, sure, finding.evidence, tokens=finding.tokens, is_stated=finding.is_stated)
     if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
-        return Cause(finding.name, sure, finding.evidence, tokens=finding.tokens, is_stated=finding.is_stated)
-    repaired = {"k3": after.k3, "ratio_mean": after.ratio_mean}
-    return Cause(finding.name, sure, finding.evidence, share_of_k3=share, tokens=finding.tokens, repaired=repaired)
+        return cause
+    return replace(cause, share_of_k3=share, repaired={"k3": after.k3, "ratio_mean": after.ratio_mean})

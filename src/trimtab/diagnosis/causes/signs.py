@@ -174,6 +174,8 @@ def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
 def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     """Which responses carry the difference, and whether their prompt decides."""
     size = log_size(undecided.shift)
+    if undecided.step is not None:  # what grows over the steps differs between their responses, too
+        size = centered(size, undecided.step)
     rows, index, count = np.unique(undecided.row, return_inverse=True, return_counts=True)
     if (count >= MIN_TOKENS).sum() < 4:
         return
@@ -187,7 +189,9 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     elif prompt is not None and len(np.unique(prompt)) < 0.6 * len(rows) and of_prompt > 0.7 * part:
         yield Sign("by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes")
     else:
-        yield Sign("by-response", f"the response decides {part:.0%} of the variance of sizes{_split(means)}")
+        yield Sign("by-response", f"the response decides {part:.0%} of the variance of sizes")
+    if part >= MIN_PART and (carriers := _carriers(means)):
+        yield Sign("some-clean", f"{carriers} of {len(means)} responses carry it, the others are clean")
     length = undecided.table.prompt_length
     if length is not None and np.isfinite(length).all() and enough.sum() >= 8:
         related = correlation(means, length[rows[enough]])
@@ -196,8 +200,8 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
             yield Sign("prompt-length", f"responses to {'long' if related > 0 else 'short'} prompts differ more")
 
 
-def _split(means: np.ndarray) -> str:
-    """Says how many responses carry the difference, if their mean log sizes fall into two groups far apart."""
+def _carriers(means: np.ndarray) -> int:
+    """Returns how many responses carry the difference if mean log sizes form two groups far apart; 0 otherwise."""
     order, count = np.sort(means), len(means)
     first = np.arange(1, count)  # sizes of the lower group
     low = np.cumsum(order)[:-1] / first
@@ -206,8 +210,8 @@ def _split(means: np.ndarray) -> str:
     apart = float(high[cut - 1] - low[cut - 1])
     within = math.sqrt(float(order[:cut].var() * cut + order[cut:].var() * (count - cut)) / count)
     if count < 8 or apart < max(math.log(APART), MIN_SPLIT * within):
-        return ""
-    return f": {count - cut} of {count} responses carry it, the others are clean"
+        return 0
+    return count - cut
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:

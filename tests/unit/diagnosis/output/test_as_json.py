@@ -23,7 +23,7 @@ def test_the_promised_keys() -> None:
     result = through_json()
     assert set(result) == {
         *("verdict", "mismatch", "intervals", "outside", "noise_floor", "causes", "recommendation", "outcomes"),
-        *("split", "views", "token_texts", "by_step", "origin", "findings"),
+        *("split", "views", "token_texts", "by_step", "origin", "findings", "answer", "candidates"),
     }
     assert result["mismatch"] == MISMATCH
     assert result["intervals"]["k3"] == {"low": 0.0043, "high": 0.0054}
