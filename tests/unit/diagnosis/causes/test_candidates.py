@@ -1,0 +1,175 @@
+"""Signs are what was planted; candidates are ranked by them, by the side that is off, and by what was tested."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support import planted_causes as plant
+
+import trimtab.diagnosis
+from trimtab.diagnosis.causes import find_candidates, find_causes
+from trimtab.diagnosis.causes.candidates import KINDS, rank
+from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.causes.signs import Sign, find_signs
+from trimtab.diagnosis.tokens import TokenTable
+
+RESPONSES, LENGTH, VOCABULARY = 120, 40, 60
+
+
+class Drawn:
+    """Responses drawn from random distributions, and what other logits give their tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        count = RESPONSES * LENGTH
+        self.logits = self.random.normal(size=(count, VOCABULARY)) * self.random.lognormal(1.0, 0.4, (count, 1))
+        self.row = np.repeat(np.arange(RESPONSES), LENGTH)
+        self.position = np.tile(np.arange(LENGTH), RESPONSES)
+        self.behavior = self._normalized(self.logits)
+        self.ids = (np.exp(self.behavior).cumsum(1) > self.random.random((count, 1))).argmax(1)
+
+    @staticmethod
+    def _normalized(logits: np.ndarray) -> np.ndarray:
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+    def noise(self, size: np.ndarray | float) -> np.ndarray:
+        return np.broadcast_to(np.asarray(size), (len(self.row),))[:, None] * self.random.normal(size=self.logits.shape)
+
+    def table(
+        self, trainer_logits: np.ndarray, extra_mass: np.ndarray | float = 0.0, **columns: np.ndarray
+    ) -> TokenTable:
+        """extra_mass: exp of the logits of ids that only the trainer has."""
+        total = np.log(np.exp(trainer_logits).sum(1) + extra_mass)
+        at = np.arange(len(self.ids)), self.ids
+        return TokenTable(
+            starts=np.arange(RESPONSES + 1) * LENGTH,
+            mask=np.ones(len(self.ids), dtype=bool),
+            behavior=self.behavior[at].astype(np.float32),
+            proximal=(trainer_logits[at] - total).astype(np.float32),
+            ids=self.ids,
+            **columns,
+        )
+
+
+def signs(table: TokenTable) -> set[str]:
+    return set(find_signs(LogprobPairs.of(table)))
+
+
+def test_noise_of_one_size_has_no_sign_of_a_fault() -> None:
+    data = Drawn()
+    found = signs(data.table(data.logits + data.noise(0.05)))
+    assert found == {"mean-one", "size-small", "no-direction", "not-by-id", "even", "flat"}
+
+
+def test_a_vocabulary_that_only_the_trainer_has_lowers_every_token() -> None:
+    data = Drawn()
+    mass = np.exp(data.logits).sum(1) * data.random.lognormal(-5, 1.5, len(data.row))
+    found = signs(data.table(data.logits + data.noise(0.01), mass))
+    assert {"mean-low", "one-way", "tail-one-sided"} <= found
+    assert rank(find_signs(LogprobPairs.of(data.table(data.logits + data.noise(0.01), mass))))[0].name == "last-layer"
+
+
+def test_a_temperature_moves_logits_in_proportion_and_a_bend_does_not() -> None:
+    data = Drawn()
+    assert "straight" in signs(data.table(data.logits / 1.4))
+    bent = data.logits - 0.05 * np.maximum(data.logits, 0) ** 2
+    assert {"curved", "straight"} & signs(data.table(bent))
+
+
+def test_a_penalty_on_tokens_that_occurred_before_is_seen() -> None:
+    data = Drawn()
+    seen = np.zeros(data.logits.shape, dtype=bool)
+    for row in range(RESPONSES):
+        for at in range(row * LENGTH + 1, (row + 1) * LENGTH):
+            seen[at] = seen[at - 1]
+            seen[at, data.ids[at - 1]] = True
+    table = data.table(data.logits + 1.0 * seen)
+    assert "seen" in signs(table)
+    assert find_candidates(plant.measured(table), find_causes(plant.measured(table)), {})[0].name == "settings"
+
+
+def test_responses_that_carry_a_difference_are_counted() -> None:
+    data = Drawn()
+    carries = data.row % 4 == 0
+    table = data.table(data.logits + data.noise(np.where(carries, 1.5, 0.02)))
+    found = find_signs(LogprobPairs.of(table))
+    assert found["some-clean"].text.startswith("30 of 120 responses carry it")
+    assert rank(found)[0].name == "attention"
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(np.linspace(0.02, 1, LENGTH), "deeper"), (np.linspace(1, 0.02, LENGTH), "earlier")]
+)
+def test_where_in_a_response_it_is_larger(size: np.ndarray, name: str) -> None:
+    data = Drawn()
+    assert name in signs(data.table(data.logits + data.noise(np.tile(size, RESPONSES))))
+
+
+def test_what_depends_on_the_id_and_grows_over_the_steps_is_weights() -> None:
+    data = Drawn()
+    step = np.arange(RESPONSES) // 20
+    offset = data.random.normal(size=VOCABULARY)[None] * (0.15 * step[data.row])[:, None]
+    table = data.table(data.logits + offset + data.noise(0.01), step=step)
+    found = find_signs(LogprobPairs.of(table))
+    assert {"by-id", "step-growth"} <= set(found)
+    assert rank(found)[0].name == "weights"
+
+
+def test_settings_that_the_file_states() -> None:
+    data = Drawn()
+    plain = {"temperature": np.ones(RESPONSES), "top_p": np.ones(RESPONSES), "top_k": np.full(RESPONSES, -1)}
+    neutral = signs(data.table(data.logits / 1.4, **plain))
+    stated = signs(data.table(data.logits / 1.4, **plain | {"temperature": np.full(RESPONSES, 0.7)}))
+    assert "settings-neutral" in neutral
+    assert "settings-stated" in stated
+
+
+def test_few_tokens_have_no_signs() -> None:
+    data = Drawn()
+    table = data.table(data.logits)
+    assert find_signs(LogprobPairs.of(table.select(np.arange(RESPONSES) < 0))) == {}
+
+
+SHOWN = {"by-id": Sign("by-id", "the token id decides 20%"), "size-coarse": Sign("size-coarse", "logits differ by 0.5")}
+
+
+def test_what_was_tested_and_the_side_that_is_off_decide() -> None:
+    names = [one.name for one in rank(SHOWN)]
+    assert names[0] == "quantized"
+    assert "quantized" not in [one.name for one in rank(SHOWN, tested={"quantized": False})]
+    assert rank(SHOWN, tested={"randomness": True})[0].name == "randomness"
+    assert {"settings", "quantized"} & {one.name for one in rank(SHOWN, side="trainer")} == set()
+    assert "randomness" not in {one.name for one in rank(SHOWN, side="sampler")}
+    assert rank({}) == ()
+
+
+def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
+    first = rank(SHOWN | {"advantage": Sign("advantage", "log-ratios follow the advantage")})
+    by_name = {one.name: one for one in first}
+    assert by_name["weights"].speaks_for == "log-ratios follow the advantage"
+    assert by_name["rounding"].speaks_against in ("logits differ by 0.5", "the token id decides 20%")
+    assert by_name["routing"].speaks_for == ""
+
+
+def test_the_table_and_the_signs_name_each_other() -> None:
+    source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "signs.py").read_text()
+    made = set(
+        re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)+|curved|straight|seen|even|flat|deeper|earlier|advantage)"', source)
+    )
+    read = {name for kind in KINDS for name in (*kind.speaks_for, *kind.speaks_against)}
+    assert read <= made
+    assert all(set(kind.sides) <= {"sampler", "trainer", "both"} and math.isfinite(kind.prior) for kind in KINDS)
+
+
+def test_a_proven_cause_leaves_no_candidates() -> None:
+    data = Drawn()
+    table = data.table(data.logits + data.noise(0.02))
+    doubled = plant.measured(replace(table, proximal=table.proximal / math.log(2)))
+    causes = find_causes(doubled)
+    assert causes[0].name == "log-base"
+    assert find_candidates(doubled, causes, {}) == ()
