@@ -79,8 +79,9 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
-    if len(tokens) >= MIN_TOKENS and not everywhere:
-        origin = measured.origin
+    origin = measured.origin
+    is_rounded = any(one.name == "whole numbers" for one in origin.findings)
+    if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
         context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so that it comes last.

@@ -13,11 +13,12 @@ from trimtab.diagnosis.reading.batches import (
     UNEQUAL,
     Batch,
     ReadCounts,
+    ValueCounts,
     flat,
     list_lengths,
 )
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
+from trimtab.diagnosis.tokens import TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
@@ -320,6 +321,5 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
         tally.k3_sum += float(k3((table.trainer - table.behavior)[trained]).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
-        if values is not None and (above := trained & (values > MAX_ROUNDED_LOGP)).any():
-            tally.positive[name] += int(above.sum())
-            tally.largest[name] = max(float(values[above].max()), tally.largest.get(name, 0.0))
+        if values is not None:
+            tally.values.setdefault(name, ValueCounts()).add(values[trained])
