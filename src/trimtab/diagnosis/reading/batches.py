@@ -279,7 +279,7 @@ Column = Any
 class Batch:
     """Rows of a file: lists of numbers, null where there is none, and float64 (rows,), NaN where unknown, by role.
 
-    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, object (rows,), None where unknown.
+    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, and the ids of prompts, object (rows,), None where unknown.
     faults: rows without a list by reason, each with what it holds instead.
     """
 
@@ -310,6 +310,9 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
         cells = column if role in _LISTS and _is_number_list(column) else _cells(role, column)
         if role in ("group", "prompt"):
             keys[role] = np.array([_key(cell) for cell in cells], dtype=object)
+        elif role == "prompt_ids":
+            keys[role] = np.empty(len(cells), dtype=object)
+            keys[role][:] = [_ids(as_list(cell)) for cell in cells]
         elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
             scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
@@ -386,6 +389,12 @@ def _key(cell: Any) -> int | None:
     if isinstance(cell, np.ndarray):
         return hash(cell.tobytes())
     return None if cell is None or cell != cell else hash(str(cell))
+
+
+def _ids(cell: Any) -> np.ndarray | None:
+    """Returns the token ids (tokens,) of a list, or None for anything else."""
+    values = array_of(cell)
+    return None if values is None or not np.isfinite(values).all() else values.astype(np.int64)
 
 
 def _number(cell: Any) -> float:

@@ -220,7 +220,8 @@ NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_poli
 class LogSource:
     """The responses of one or several files; `tables` reads them, then `counts` and `summary` are complete.
 
-    resolve: assigns columns to roles, given the names of some by role.
+    resolve: assigns columns to roles, given the names of some by role. with_prompts: whether tables have the ids of the
+    prompts, and responses all of theirs.
     """
 
     def __init__(
@@ -229,8 +230,11 @@ class LogSource:
         resolve: Callable[[Mapping[str, str]], Resolved],
         columns: Mapping[str, str],
         counts: ReadCounts,
+        with_prompts: bool,
     ) -> None:
+        columns = columns if with_prompts else {"prompt_ids": "", **columns}
         self._resolve, self._given, self._resolved = resolve, columns, resolve(columns)
+        self._more_roles = {"prompt_ids"} if with_prompts else set[str]()
         self._tables = [table for table in tables if table.path not in self._resolved.left_out]
         self._valued: set[str] = set()  # roles of which some row has a value
         self.counts = counts
@@ -361,7 +365,7 @@ class LogSource:
             self.counts.odd["no-rows"] += is_empty
 
     def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
-        roles, layout = self._resolved.roles, self._resolved.layout
+        roles, layout = self._resolved.roles | self._more_roles, self._resolved.layout
         for role in batch.roles() - self._valued:
             if batch.has_value(role):
                 self._valued.add(role)
@@ -397,11 +401,13 @@ def open_log(
     framework: str | None = None,
     columns: Mapping[str, str] | None = None,
     counts: ReadCounts | None = None,
+    with_prompts: bool = False,
 ) -> LogSource:
     """Opens files and directories as one source.
 
     framework: its name in layouts.toml, or slime; None detects it by the columns. columns: column names by role
     where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
+    with_prompts: whether the ids of prompts are read too, in which case responses with a bad value are dropped whole.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
     counts = counts or ReadCounts()
@@ -417,7 +423,7 @@ def open_log(
         empty = f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty"
         raise TrimtabError(f"{empty}: name files that the training has written")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
-    return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts)
+    return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts, with_prompts)
 
 
 def _what_is_above_zero(values: ValueCounts) -> str:
@@ -427,7 +433,7 @@ def _what_is_above_zero(values: ValueCounts) -> str:
         return "Take their logarithm if they are probabilities" if is_share else "Change their sign if they are losses"
     return (
         "Look at how they are computed, as raw logits or a fused cross-entropy kernel without its normalizer "
-        "(log-sum-exp) give: compare one response with log_softmax of its logits, compute them without that kernel"
+        "(log-sum-exp) give: compare one response with log_softmax of its logits and compute them without that kernel"
     )
 
 
