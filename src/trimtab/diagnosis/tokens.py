@@ -36,12 +36,13 @@ class TokenTable:
     """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
     starts: int64 (responses + 1,). Columns from `step` on are (responses,), all others (tokens,).
-    behavior, proximal, current, prefill, teacher, entropy: float32, nats; `behavior` as the sampler reported it,
-    `prefill` as the sampler scores the same ids as a prompt, `teacher` as the teacher of a distillation scores them.
+    behavior, proximal, current, prefill, teacher, rescored, entropy: float32, nats; `behavior` as the sampler reported
+    it, `prefill` as the sampler scores the same ids as a prompt, `teacher` as the teacher of a distillation scores
+    them, `rescored` as `trimtab rescore` does.
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
     step, group, proximal_version: int64. prompt: int64, the same for all responses to one prompt, in every step.
-    reward, advantage: float64.
+    prompt_ids: object, the int64 ids before the response, read for `trimtab rescore` only. reward, advantage: float64.
     prompt_length: float64, number of tokens before the first of the response, NaN where it is unknown.
     temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
     truncation rather than those of the sampling distribution.
@@ -54,6 +55,7 @@ class TokenTable:
     current: np.ndarray | None = None
     prefill: np.ndarray | None = None
     teacher: np.ndarray | None = None
+    rescored: np.ndarray | None = None
     ids: np.ndarray | None = None
     entropy: np.ndarray | None = None
     version: np.ndarray | None = None
@@ -61,6 +63,7 @@ class TokenTable:
     step: np.ndarray | None = None
     group: np.ndarray | None = None
     prompt: np.ndarray | None = None
+    prompt_ids: np.ndarray | None = None
     proximal_version: np.ndarray | None = None
     prompt_length: np.ndarray | None = None
     reward: np.ndarray | None = None

@@ -49,6 +49,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
+from trimtab.diagnosis.measure.other_logprobs import rescored_sides
 from trimtab.diagnosis.records import CAUSES, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
@@ -81,8 +82,9 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
-    if len(tokens) >= MIN_TOKENS and not everywhere:
-        origin = measured.origin
+    origin = measured.origin
+    is_rounded = any(one.name == "whole numbers" for one in origin.findings)
+    if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
         context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so that it comes last.
@@ -103,12 +105,14 @@ def _with_remedy(cause: Cause) -> Cause:
 def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
     """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
 
-    tested: whether the test of a candidate found it, by name.
+    tested: whether the test of a candidate found it, by name. Where the ids were scored again, only what is possible on
+    the side that is off is left.
     """
     if not causes or any(cause.is_proven for cause in causes):
         return ()
-    tokens = LogprobPairs.of(measured.sample)
-    return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), tested=tested)
+    tokens, sides = LogprobPairs.of(measured.sample), rescored_sides(measured.sample)
+    side = sides.side if sides is not None and sides.side != "neither" and not sides.is_other_model else ""
+    return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), side, tested)
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:

@@ -4,7 +4,7 @@
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
   views           by probability, position, turn, ...
   placeholders    constants in place of log-probs
-  other_logprobs  checks of what a prefill or a teacher scored
+  other_logprobs  checks of what a prefill, a third implementation or a teacher scored
 
 Another view is one more `Axis` in views, with its chart in texts.toml (`views`) and, to be named as the place of a
 mismatch, its name in `answer.ORDERED` or in texts.toml (`bins`). Another figure comes from `corrections/statistics.py`.
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.other_logprobs import PrefillSums, teacher_findings
+from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findings, teacher_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
@@ -80,7 +80,10 @@ def measure(
         origin=replace(
             summary,
             trained=trained,
-            findings=(*summary.findings, *_of_sample(drawn, trained), *prefill.findings(), *teacher_findings(drawn)),
+            findings=(
+                *(*summary.findings, *_of_sample(drawn, trained)),
+                *(*prefill.findings(), *rescored_findings(drawn), *teacher_findings(drawn)),
+            ),
         ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None and view.name != unknown},

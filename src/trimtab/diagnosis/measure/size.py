@@ -46,7 +46,7 @@ class RoundingDetector:
 
     def __init__(self) -> None:
         self._bfloat16 = self._float16 = True
-        self._decimals = 1
+        self._decimals = 0
         self._exponents = np.zeros(256, dtype=np.int64)
 
     def add(self, values: np.ndarray) -> None:
@@ -63,7 +63,9 @@ class RoundingDetector:
 
     @property
     def grid(self) -> str:
-        """bfloat16, float16, `d decimals` or float32; the coarsest if the values lie on several."""
+        """Whole numbers, bfloat16, float16, `d decimals` or float32; the coarsest if the values lie on several."""
+        if self._decimals == 0 and self._exponents[1:].sum() >= _MIN_VALUES:
+            return "whole numbers"
         if self._bfloat16 and self._exponents[1:].sum() >= _MIN_VALUES:
             return "bfloat16"
         if self._float16 and self._exponents[1:].sum() >= _MIN_VALUES:
@@ -78,7 +80,7 @@ class RoundingDetector:
     def variance(self) -> float:
         """Mean square of the rounding error, assumed uniform within half a grid step on either side."""
         grid, exponent = self.grid, np.arange(256.0) - _BIAS
-        if grid.startswith(str(self._decimals)):
+        if grid == "whole numbers" or grid.startswith(str(self._decimals)):
             step = np.full(256, 10.0**-self._decimals)
         elif grid == "float16":
             step = np.exp2(np.maximum(exponent - 10, -24.0))

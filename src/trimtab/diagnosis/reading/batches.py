@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, SAMPLING, TOKEN_ROLES
 from trimtab.diagnosis.records import finding
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP
 from trimtab.errors import Finding
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
@@ -26,14 +27,32 @@ OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
 UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
+_ENOUGH = 100  # trained tokens from which on log-probs without a single fraction are rounded
 ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
+
+
+@dataclass(eq=False)
+class ValueCounts:
+    """Counts of the log-probs of one column at trained tokens: those above 0, those with a fraction, and the range."""
+
+    above: int = 0
+    fractions: int = 0
+    lowest: float = np.inf
+    highest: float = -np.inf
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds finite values (tokens,), at least one."""
+        self.above += int((values > MAX_ROUNDED_LOGP).sum())
+        self.fractions += int((values != np.rint(values)).sum())
+        self.lowest = min(self.lowest, float(values.min()))
+        self.highest = max(self.highest, float(values.max()))
 
 
 @dataclass(eq=False)
 class ReadCounts:
     """Counts that are updated while files are read.
 
-    odd: files and responses, by key of findings.toml. k3_sum: of the trained tokens. file: the one being read. first:
+    values: by column of log-probs. odd: files and responses, by key of findings.toml. k3_sum: of the trained tokens. file: the one being read. first:
     the first row dropped for each reason. groups, prompts: their numbers over all files, in the order of first
     occurrence; those of prompts may be shared with other data. quotes: whether messages name files and quote their
     cells. seen: the file of each response, by its id or a hash of its content.
@@ -50,8 +69,7 @@ class ReadCounts:
     odd: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
-    positive: Counter[str] = field(default_factory=Counter)
-    largest: dict[str, float] = field(default_factory=dict)
+    values: dict[str, ValueCounts] = field(default_factory=dict)
     file: Path | None = None
     first: dict[str, str] = field(default_factory=dict)
     quotes: bool = True
@@ -82,11 +100,14 @@ class ReadCounts:
     def findings(self, anchor: str) -> list[Finding]:
         """Returns anomalies of the data."""
         all_equal, all_zero = (self.trained and count == self.trained for count in (self.equal, self.zero))
+        whole = [name for name, of in self.values.items() if not of.fractions and self.trained >= _ENOUGH]
         return [
             *(
-                finding("above-0", column=name, count=count, trained=self.trained, largest=self.largest[name])
-                for name, count in self.positive.items()
+                finding("above-0", column=name, count=of.above, trained=self.trained, largest=of.highest)
+                for name, of in self.values.items()
+                if of.above
             ),
+            *([finding("whole-numbers", columns=" and ".join(whole))] if whole and not all_zero else []),
             *(
                 finding("not-a-number", column=name, count=count, responses=self.responses)
                 for name, count in self.unknown.items()
@@ -188,22 +209,33 @@ def plain(value: Any) -> Any:
 
 
 def array_of(cell: Any) -> np.ndarray | None:
-    """Returns the numbers of a list or array, None among them as NaN; None for anything else."""
+    """Returns the numbers of a list or array, also written as text, None among them as NaN; None for anything else.
+
+    Text that is no finite number, as "NaN", makes it something else: it is a cell to be looked at.
+    """
     if not isinstance(cell, list | np.ndarray):
         return None
     try:
         values = np.asarray(cell)
-        if values.dtype.kind == "O" and all(
+        if values.dtype.kind == "U":
+            values = values.astype(np.float64)
+            if not np.isfinite(values).all():
+                return None
+        elif values.dtype.kind == "O" and all(
             item is None or isinstance(item, int | float | Decimal) for item in values.flat
         ):
             values = values.astype(np.float64)
-    except (ValueError, OverflowError):  # lists of different lengths within; an integer of more than 308 digits
+    except (ValueError, OverflowError):  # lists of different lengths within, words; an integer of over 308 digits
         return None
     return values if values.ndim == 1 and values.dtype.kind in "fiub" else None
 
 
 def shown(cell: Any) -> str:
-    """Returns a cell in short, for a message."""
+    """Returns a cell in short, for a message: of numbers written as text, the first one that is none."""
+    if isinstance(cell, list) and any(isinstance(item, str) for item in cell):
+        wrong = (place for place, item in enumerate(cell) if array_of([item]) is None)
+        if (place := next(wrong, None)) is not None:
+            return f"{_SHOWN.repr(cell[place])} at place {place + 1} of {len(cell)}"
     return _SHOWN.repr(cell)
 
 
@@ -247,7 +279,7 @@ Column = Any
 class Batch:
     """Rows of a file: lists of numbers, null where there is none, and float64 (rows,), NaN where unknown, by role.
 
-    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, object (rows,), None where unknown.
+    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, and the ids of prompts, object (rows,), None where unknown.
     faults: rows without a list by reason, each with what it holds instead.
     """
 
@@ -278,6 +310,9 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
         cells = column if role in _LISTS and _is_number_list(column) else _cells(role, column)
         if role in ("group", "prompt"):
             keys[role] = np.array([_key(cell) for cell in cells], dtype=object)
+        elif role == "prompt_ids":
+            keys[role] = np.empty(len(cells), dtype=object)
+            keys[role][:] = [_ids(as_list(cell)) for cell in cells]
         elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
             scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
@@ -354,6 +389,12 @@ def _key(cell: Any) -> int | None:
     if isinstance(cell, np.ndarray):
         return hash(cell.tobytes())
     return None if cell is None or cell != cell else hash(str(cell))
+
+
+def _ids(cell: Any) -> np.ndarray | None:
+    """Returns the token ids (tokens,) of a list, or None for anything else."""
+    values = array_of(cell)
+    return None if values is None or not np.isfinite(values).all() else values.astype(np.int64)
 
 
 def _number(cell: Any) -> float:

@@ -11,13 +11,13 @@ from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
-    *(*LOGPS, "logp_prefill", "logp_teacher", "response_ids", "loss_mask", "padding_mask"),
+    *(*LOGPS, "logp_prefill", "logp_teacher", "logp_rescored", "response_ids", "loss_mask", "padding_mask"),
     *("loss_weight", "entropy", "policy_version", "turn"),
 )
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
 ROW_ROLES = (
     *("step", "group", "prompt", "proximal_version", "reward", "advantage", "sampling", *SAMPLING, "off_policy"),
-    *("response_length", "prompt_length", "sample_id", "sample_mask"),
+    *("response_length", "prompt_length", "sample_id", "sample_mask", "prompt_ids"),
 )
 ROLES = TOKEN_ROLES + ROW_ROLES
 VERSIONS = ("policy_version", "proximal_version")

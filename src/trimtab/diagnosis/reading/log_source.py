@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import NO_LIST, ONE_NUMBER, UNEQUAL, WANTED, Batch, ReadCounts
+from trimtab.diagnosis.reading.batches import NO_LIST, ONE_NUMBER, UNEQUAL, WANTED, Batch, ReadCounts, ValueCounts
 from trimtab.diagnosis.reading.file_formats import Table, find_files, open_table
 from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
@@ -30,12 +30,15 @@ from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.run_files import made_with, settings_of
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 from trimtab.errors import Finding, TrimtabError, did_you_mean
 
 COSTS: Mapping[str, str] = read_table("texts.toml")["missing"]
 """What each column that files lack would allow."""
 _MAX_LISTED = 12
+_METRIC = re.compile(r".+/.+|_step|global_step|log_history|Wall time")
+"""Names that loggers give to metrics, which have one number a step."""
+_IDS = {name for layout in LAYOUTS.values() for name in layout.columns["response_ids"]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +174,11 @@ def _columns(
 
 def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
     if "logp_behavior" not in columns:
+        for path, names in filled.items():
+            if any(map(_METRIC.fullmatch, names)) and not names & _IDS:
+                raise TrimtabError(
+                    f"{path} holds metrics of a run, not log-probs of tokens: trimtab diagnose --scalars {path}"
+                )
         raise _missing_column(filled, "logp_behavior", layout, "the sampler's log-probs")
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
@@ -212,7 +220,8 @@ NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_poli
 class LogSource:
     """The responses of one or several files; `tables` reads them, then `counts` and `summary` are complete.
 
-    resolve: assigns columns to roles, given the names of some by role.
+    resolve: assigns columns to roles, given the names of some by role. with_prompts: whether tables have the ids of the
+    prompts, and responses all of theirs.
     """
 
     def __init__(
@@ -221,8 +230,11 @@ class LogSource:
         resolve: Callable[[Mapping[str, str]], Resolved],
         columns: Mapping[str, str],
         counts: ReadCounts,
+        with_prompts: bool,
     ) -> None:
+        columns = columns if with_prompts else {"prompt_ids": "", **columns}
         self._resolve, self._given, self._resolved = resolve, columns, resolve(columns)
+        self._more_roles = {"prompt_ids"} if with_prompts else set[str]()
         self._tables = [table for table in tables if table.path not in self._resolved.left_out]
         self._valued: set[str] = set()  # roles of which some row has a value
         self.counts = counts
@@ -264,12 +276,13 @@ class LogSource:
         counts, resolved = self.counts, self._resolved
         if not counts.responses:
             raise self._nothing_usable()
-        for wrong in (name for name, count in counts.positive.items() if 2 * count > counts.trained):
-            raise TrimtabError(
-                f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "
-                f"(but probabilities, or their negative logarithms?); name the right column with --columns "
-                f"{wrong}=COLUMN"
-            )
+        for wrong, of in counts.values.items():
+            if 2 * of.above > counts.trained:
+                raise TrimtabError(
+                    f"{_files_text(self._tables)}: {wrong} is above 0 at {of.above / counts.trained:.0%} of the "
+                    f"trained tokens (from {of.lowest:.3g} to {of.highest:.3g}), where a log-probability cannot be. "
+                    f"{_what_is_above_zero(of)}, or name the right column with --columns {wrong}=COLUMN"
+                )
         if counts.zero_trainer == counts.trained > counts.zero:
             name = resolved.columns[f"logp_{resolved.anchor}"]
             advice = resolved.layout.trainer_advice or "Write those of its own forward pass"
@@ -352,7 +365,7 @@ class LogSource:
             self.counts.odd["no-rows"] += is_empty
 
     def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
-        roles, layout = self._resolved.roles, self._resolved.layout
+        roles, layout = self._resolved.roles | self._more_roles, self._resolved.layout
         for role in batch.roles() - self._valued:
             if batch.has_value(role):
                 self._valued.add(role)
@@ -388,11 +401,13 @@ def open_log(
     framework: str | None = None,
     columns: Mapping[str, str] | None = None,
     counts: ReadCounts | None = None,
+    with_prompts: bool = False,
 ) -> LogSource:
     """Opens files and directories as one source.
 
     framework: its name in layouts.toml, or slime; None detects it by the columns. columns: column names by role
     where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
+    with_prompts: whether the ids of prompts are read too, in which case responses with a bad value are dropped whole.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
     counts = counts or ReadCounts()
@@ -408,7 +423,18 @@ def open_log(
         empty = f"{paths[0]} is empty" if len(paths) == 1 else "all files are empty"
         raise TrimtabError(f"{empty}: name files that the training has written")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
-    return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts)
+    return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts, with_prompts)
+
+
+def _what_is_above_zero(values: ValueCounts) -> str:
+    """Returns what values of this range may be, with what to do."""
+    if values.lowest >= -MAX_ROUNDED_LOGP:
+        is_share = values.highest <= 1 + MAX_ROUNDED_LOGP
+        return "Take their logarithm if they are probabilities" if is_share else "Change their sign if they are losses"
+    return (
+        "Look at how they are computed, as raw logits or a fused cross-entropy kernel without its normalizer "
+        "(log-sum-exp) give: compare one response with log_softmax of its logits and compute them without that kernel"
+    )
 
 
 def _files_text(tables: Sequence[Table]) -> str:

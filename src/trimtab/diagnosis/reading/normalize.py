@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +14,20 @@ from trimtab.diagnosis.reading.batches import (
     UNEQUAL,
     Batch,
     ReadCounts,
+    ValueCounts,
     flat,
     list_lengths,
 )
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, k3
+from trimtab.diagnosis.tokens import TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
-_LOGPS = {name.removeprefix("logp_"): name for name in (*LOGPS[1:], "logp_prefill", "logp_teacher", "entropy")}
+_LOGPS = {
+    name.removeprefix("logp_"): name
+    for name in (*LOGPS[1:], "logp_prefill", "logp_teacher", "logp_rescored", "entropy")
+}
 _FLOATS = ("prompt_length", "reward", "advantage", "temperature", "top_p")
 _INTEGERS = {"ids": "response_ids", "version": "policy_version", "turn": "turn"}
 """Columns of `TokenTable` by their roles."""
@@ -33,7 +38,7 @@ def normalize(
 ) -> TokenTable | None:
     """Returns the usable responses of a batch, or None without any. Dropped responses are counted in `tally`.
 
-    roles: those that every response has a value for. file: number that distinguishes prompt groups without steps.
+    roles: those that every response has a value for; with prompt_ids the ids of a response are kept whole. file: number that distinguishes prompt groups without steps.
     in_loss: False for the responses that the trainer masks out of its loss, in place of those that it trains on.
     """
     kept = _Kept(batch.numbers, tally)
@@ -45,6 +50,8 @@ def normalize(
     trained &= kept.rows[tokens.row]
     bad = _clear_nonfinite(tokens, trained, tally)
     tally.odd["not-finite"] += int(tokens.having(bad).sum())
+    if "prompt_ids" in roles:
+        kept.drop(tokens.having(bad), "a log-prob that is not finite")
     kept.drop(~tokens.having(trained & ~bad), NOT_FINITE)
     inside &= ~bad
     if layout.repeats:
@@ -56,7 +63,10 @@ def normalize(
     numbers = {name: column[rows] for name, column in batch.scalars.items()}
     keys = {name: column[rows].tolist() for name, column in batch.keys.items()}
     if layout.prompt_groups and "response_ids" in tokens.values:
-        keys = {name: tokens.prompt_hashes(rows) for name in ("group", "prompt") if name in roles} | keys
+        hashes = [None if ids is None else hash(ids.tobytes()) for ids in tokens.prompts(rows)]
+        keys = {name: hashes for name in ("group", "prompt") if name in roles} | keys
+    if "prompt_ids" in roles:
+        keys.setdefault("prompt_ids", tokens.prompts(rows))
     if tokens.prompt_length is not None:
         numbers.setdefault("prompt_length", tokens.prompt_length[rows].astype(np.float64))
     values = {name: column if inside.all() else column[inside] for name, column in tokens.values.items()}
@@ -88,13 +98,19 @@ class _Kept:
 class _Tokens:
     """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
 
+    ids: all response_ids of the rows, with the prompts that lists begin with, and where those of each row start.
     prompt_length: number of tokens before the response (rows,), if the lists tell it.
     """
 
     def __init__(
-        self, lengths: np.ndarray, values: dict[str, np.ndarray], prompt_length: np.ndarray | None = None
+        self,
+        lengths: np.ndarray,
+        values: dict[str, np.ndarray],
+        ids: tuple[np.ndarray, np.ndarray],
+        prompt_length: np.ndarray | None = None,
     ) -> None:
         self.lengths, self.values, self.prompt_length = lengths, values, prompt_length
+        self._ids, self._first = ids
         self.starts = np.append(0, np.cumsum(lengths))
         self.row = np.repeat(np.arange(len(lengths)), lengths)
         self.position = np.arange(len(self.row)) - self.starts[self.row]
@@ -103,12 +119,12 @@ class _Tokens:
         """Returns the rows (rows,) with at least one of the marked tokens."""
         return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
 
-    def prompt_hashes(self, rows: np.ndarray) -> list[int | None]:
-        """Returns a hash of the ids of the prompt that each list begins with, where `rows` is True."""
-        assert self.prompt_length is not None, "the lists begin with the prompt"
-        first, ids = self.starts[:-1][rows], self.values["response_ids"]
-        spans = zip(first.tolist(), (first + self.prompt_length[rows]).tolist(), strict=True)
-        return [hash(ids[start:end].tobytes()) for start, end in spans]
+    def prompts(self, rows: np.ndarray) -> list[np.ndarray | None]:
+        """Returns the ids that each list begins with before its response, where `rows` is True; None if unknown."""
+        if self.prompt_length is None or not len(self._ids):
+            return [None] * int(rows.sum())
+        spans = zip(self._first[rows].tolist(), self.prompt_length[rows].tolist(), strict=True)
+        return [self._ids[first : first + int(count)] if count == count else None for first, count in spans]
 
 
 def _drop_rows(batch: Batch, kept: _Kept, in_loss: bool) -> None:
@@ -165,8 +181,11 @@ def _align(batch: Batch, kept: _Kept) -> _Tokens:
         # Ids that begin with the prompt tell its length, unless all lists do, which may be padded on the left.
         prompt_length = np.where(skip["logp_behavior"] == 0, skip["response_ids"], np.nan)
     tokens = np.where(kept.rows, tokens, 0)
-    values = {role: _entries(flat(lists), whole[role], skip[role], tokens) for role, lists in batch.lists.items()}
-    return _Tokens(tokens, values, prompt_length)
+    entries = {role: flat(lists) for role, lists in batch.lists.items()}
+    values = {role: _entries(entries[role], whole[role], skip[role], tokens) for role in entries}
+    counts = whole.get("response_ids", tokens)
+    ids = entries.get("response_ids", np.zeros(0)), np.cumsum(counts) - counts
+    return _Tokens(tokens, values, ids, prompt_length)
 
 
 def _entries(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -267,7 +286,7 @@ def _table(
     lengths: np.ndarray,
     values: Mapping[str, np.ndarray],
     numbers: dict[str, np.ndarray],
-    keys: Mapping[str, Sequence[int | None]],
+    keys: Mapping[str, Sequence[Any]],
     tally: ReadCounts,
     file: int,
 ) -> TokenTable:
@@ -293,6 +312,9 @@ def _table(
         columns["group"] = _numbered(list(zip(steps, keys["group"], strict=True)), tally.groups)
     if "prompt" in keys:
         columns["prompt"] = _numbered([(key,) for key in keys["prompt"]], tally.prompts)
+    if "prompt_ids" in keys:
+        columns["prompt_ids"] = np.empty(len(lengths), dtype=object)
+        columns["prompt_ids"][:] = keys["prompt_ids"]
     return TokenTable(np.append(0, np.cumsum(lengths)), values["trained"], values["logp_behavior"], **columns)
 
 
@@ -320,6 +342,5 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
         tally.k3_sum += float(k3((table.trainer - table.behavior)[trained]).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
-        if values is not None and (above := trained & (values > MAX_ROUNDED_LOGP)).any():
-            tally.positive[name] += int(above.sum())
-            tally.largest[name] = max(float(values[above].max()), tally.largest.get(name, 0.0))
+        if values is not None:
+            tally.values.setdefault(name, ValueCounts()).add(values[trained])

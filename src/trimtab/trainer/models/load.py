@@ -7,7 +7,7 @@ transformers would initialize missing ones at random and only log it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,26 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     return _from_folder(path, path, dtype, weights)
 
 
+def load_plain(path: str) -> PreTrainedModel:
+    """Loads a causal language model of any architecture that transformers knows, in float32 and with its own attention.
+
+    `path` is the bundled model's name, a local folder, or an HF id. Raises `TrimtabError` for a missing or broken one.
+    """
+    source = str(bundled.folder()) if path == BUNDLED else str(Path(path).expanduser())
+    with _readable_errors(path), silence_transformers():
+        _check_index(Path(source))
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    _check_complete(info, path)
+    return model.eval()
+
+
 def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
     """Raises `TrimtabError` where `other`, of the model called `name`, has another id for a token of `tokenizer`."""
     theirs = other.get_vocab()
@@ -99,15 +119,20 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
         model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
+    _check_complete(info, name)
+    _ensure_padding_token(tokenizer, model, name)
+    use_fast_linear(model.base_model)
+    return LoadedModel(model, tokenizer, source)
+
+
+def _check_complete(info: Mapping[str, Any], name: str) -> None:
+    """Raises `TrimtabError` where parameters are not in the files, by transformers' report `info`."""
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent:
         raise TrimtabError(
             f"model {name!r}: {len(absent)} parameters are missing or misshapen in its files, first {absent[0]!r}; "
             "get a complete checkpoint of a causal language model"
         )
-    _ensure_padding_token(tokenizer, model, name)
-    use_fast_linear(model.base_model)
-    return LoadedModel(model, tokenizer, source)
 
 
 def _check_index(folder: Path) -> None:
