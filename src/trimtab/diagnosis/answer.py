@@ -58,6 +58,13 @@ MOST_SPOTS = 3
 """Largest number of hotspots that the answer names."""
 SHOWN = 3
 """Number of candidates that the answer names."""
+PROOF = {
+    "healthy": "",
+    "proven": "Proven: {text}",
+    "fits": "Fits, but unproven: {text}",
+    "differential": "Not known: {text}",
+}
+"""What the first line says of each kind of answer."""
 RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 ORDERED = ("probability", "entropy", "position", "version")
@@ -79,10 +86,10 @@ class Answer:
     severity: good or warn. kind: healthy; proven, where undoing a cause heals or the files state it; fits, where the
     first cause is only of that size and shape; differential, where no cause is named. cause: what the first cause means
     and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to do first, each
-    after its label ("", Also, May be, First). read, size, masked, where, split: sentences about the data;
+    after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about the data;
     masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the sentence.
     faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
-    everything that was found, the causes first. known: faults that were reported in public, by cause. method: the
+    everything that was found, the causes first. candidates: those that are shown. known: faults that were reported in public, by cause. method: the
     recommended preset, after the condition under which it is one. outcome: that of the recommended preset.
     """
 
@@ -98,6 +105,7 @@ class Answer:
     split: str
     faults: Mapping[str, str]
     findings: tuple[Finding, ...]
+    candidates: tuple[Candidate, ...]
     known: Mapping[str, tuple[KnownFault, ...]]
     method: str
     outcome: PresetOutcome | None
@@ -134,16 +142,17 @@ class Diagnosis:
         bounds = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
         first = _first_step(self, faults, kind, doubt, f"use the correction {method}")
-        named = [(label, f"{cause_text(cause)}.") for label, cause in zip(("", "Also"), causes, strict=False)]
-        if kind in ("fits", "differential"):
-            named += [("May be", candidate_text(candidate)) for candidate in self.candidates[:SHOWN]]
+        named = [(label, f"{cause_text(cause)}.") for label, cause in zip(("", "Also"), causes or [None], strict=False)]
+        candidates = self.candidates[:SHOWN] if kind in ("fits", "differential") else ()
+        named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
+        named += [(f"Candidate {place}", candidate_text(one)) for place, one in enumerate(candidates, start=1)]
         same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
         exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
         return Answer(
             severity=severity,
             kind=kind,
             cause=cause_text(causes[0] if causes else None),
-            verdict=(*(named or [("", f"{cause_text(None)}.")]), ("First", first)),
+            verdict=(*named, ("First", first)),
             read=read_text(origin),
             size=_size_text(measured),
             masked=_masked_text(origin),
@@ -152,6 +161,7 @@ class Diagnosis:
             split=_split_text(measured),
             faults=faults,
             findings=findings,
+            candidates=candidates,
             known={cause.name: _shown(cause.name, origin, faults, severity) for cause in causes},
             method=f"if {doubt.intended}, {method}" if doubt else method,
             outcome=(exact or same or [None])[0],
@@ -159,11 +169,9 @@ class Diagnosis:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Returns what a candidate is, one line for and one against it, and its test."""
-    lines = (("for it", candidate.speaks_for), ("against it", candidate.speaks_against), ("test", candidate.test))
-    return (
-        "; ".join([f"{candidate.plain} ({candidate.name})", *(f"{name}: {text}" for name, text in lines if text)]) + "."
-    )
+    """Returns what a candidate is, what speaks for and against it, and its test."""
+    signs = "; but ".join(filter(None, (candidate.speaks_for, candidate.speaks_against)))
+    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}. Test: {candidate.test}."
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:

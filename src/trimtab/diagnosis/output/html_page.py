@@ -42,7 +42,7 @@ from trimtab.pages.page import (
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import band_text, judge
 
-ANSWERS = {"": "What was found", "Also": "Also found", "May be": "What it may be", "First": "What to do first"}
+ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
 TILES = 4
 MOST_TOKENS = 15
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
@@ -77,7 +77,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
         ],
         sections=[
             *compared,
-            Section("", [Verdict(diagnosis.answer.severity, answers(diagnosis))]),
+            Section("", [Verdict(diagnosis.answer.severity, answers(diagnosis)), *_candidates(diagnosis)]),
             *numbered,
             Section("For an issue", [Note(NOTES["issue"]), Card(code=markdown(diagnosis, comparison, command))]),
         ],
@@ -88,7 +88,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns what is wrong, how sure that is, what to do first, how large and where it is, and why, with labels."""
     answer = diagnosis.answer
     lines = [
-        *((ANSWERS[label], text) for label, text in answer.verdict),
+        *((ANSWERS[label], text) for label, text in answer.verdict if label in ANSWERS),
         ("How large it is", answer.size),
         *([("", answer.masked)] if answer.masked else []),
         ("Where it is", answer.where),
@@ -96,6 +96,15 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     ]
     # A hyphen at which lines do not break, in 1e-3.
     return [(label, re.sub(r"(\de)-(\d)", "\\1\u2011\\2", text)) for label, text in lines]
+
+
+def _candidates(diagnosis: Diagnosis) -> list[Part]:
+    cards: list[Part] = []
+    for place, candidate in enumerate(diagnosis.answer.candidates, start=1):
+        lines = (("For it", candidate.speaks_for), ("Against it", candidate.speaks_against), ("Test", candidate.test))
+        notes = [Note(f"{text}.", name) for name, text in lines if text]
+        cards.append(Card(f"{place}. It may be {candidate.plain}", notes))
+    return cards
 
 
 def _size(diagnosis: Diagnosis) -> Section:
