@@ -105,13 +105,19 @@ def _with_remedy(cause: Cause) -> Cause:
 def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
     """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
 
-    tested: whether the test of a candidate found it, by name. Where the ids were scored again, only what is possible on
-    the side that is off is left.
+    tested: whether the test of a candidate found it, by name. Where the ids were scored again, the side that is off is
+    compared with those values, and only what is possible on it is left.
     """
     if not causes or any(cause.is_proven for cause in causes):
         return ()
     tokens, sides = LogprobPairs.of(measured.sample), rescored_sides(measured.sample)
-    side = sides.side if sides is not None and sides.side != "neither" and not sides.is_other_model else ""
+    # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.
+    side = sides.side if sides is not None and sides.side in ("sampler", "trainer") else ""
+    if side and (rescored := measured.sample.rescored) is not None:
+        right = np.minimum(rescored[tokens.index].astype(np.float64), 0.0)
+        known = np.isfinite(right)
+        right = {"trainer" if side == "sampler" else "behavior": right}
+        tokens = replace(tokens, **right).select(known)
     return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), side, tested)
 
 

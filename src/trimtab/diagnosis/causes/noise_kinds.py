@@ -240,7 +240,8 @@ MAX_FAR_K3_COARSE = 0.6  # that share for noise of quantized weights [SmolLM2, 8
 MIN_FAR_SIDES = 8  # fewest tokens beyond five usual shifts whose directions count
 MAX_FAR_SIDE = 0.88  # largest share of them that moves one way: noise and other experts raise as many as they lower
 MAX_ROUTING_SHARE = 0.15  # largest share of tokens beyond five usual shifts that other experts explain
-MIN_ROUTING_K3 = 0.5  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
+MIN_ROUTING_K3 = 0.65  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
+FEW_FAR_K3 = 0.8  # the same where they are as rare as in noise of one size
 MIN_PROMPT_PART = 0.2  # least share of the variance of log sizes that the prompt decides, as a cause [4 bits: .18]
 MAX_WORST_PROMPTS = 0.33  # largest share of the prompts that may hold 80% of k3, as a cause [4 bits: .37]
 ROUTING_CONFIDENCE = 0.85  # confidence of routing
@@ -386,7 +387,8 @@ def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
     """Whether tokens beyond five usual shifts are more, and hold more of k3, than those of one noise."""
     # After lists were shifted back some pairs at the edges of stretches stay wrong.
     usual = max((MAX_FAR_SHARE_REPAIRED if is_repaired else MAX_FAR_SHARE), MIN_FAR_TOKENS / noise.tokens)
-    return noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3)
+    is_rare = not is_repaired and noise.far * noise.tokens >= MIN_FAR_TOKENS and noise.far_k3 > FEW_FAR_K3
+    return is_rare or (noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3))
 
 
 def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:

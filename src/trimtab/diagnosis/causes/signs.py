@@ -25,7 +25,9 @@ from trimtab.diagnosis.causes.detector import (
 )
 from trimtab.diagnosis.causes.noise_kinds import (
     MAX_FAR_SIDE,
+    MAX_ROUTING_SHARE,
     MIN_FAR_SIDES,
+    MIN_FAR_TOKENS,
     QUANTIZED,
     drift_between_steps,
     id_part,
@@ -41,6 +43,8 @@ SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
+MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
+MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ from others
 MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
 MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
 APART = 4.0  # times as large in the responses that carry a difference as in those that do not
@@ -107,7 +111,10 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
     line = float(x @ y / (x @ x))
     bent, z = slope_of(y - line * x, _without(x**2, x))
     moved = f"the probability decides {part:.0%} of where logits move"
-    if abs(z) > SIGN_Z and abs(bent) > 0.25 * abs(line):
+    on_line = line**2 * float(x @ x) / float(y @ y)
+    if on_line < MAX_LOOSE:
+        yield Sign("loose", f"{moved}, but along no line")
+    elif abs(z) > SIGN_Z and abs(bent) > 0.25 * abs(line):
         yield Sign("curved", f"{moved}, and not in proportion (the slope changes along them, z = {abs(z):.0f})")
     else:
         yield Sign("straight", f"{moved}, in proportion to them")
@@ -132,14 +139,14 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
         way = "up" if up > 0.5 else "down"
         yield Sign("one-way", f"{side:.0%} of the trainer's logits move {way}")
     far = np.abs(shift) > FAR * robust_scale(shift)
-    if far.sum() < MIN_FAR_SIDES:
+    if far.sum() < MIN_FAR_TOKENS:
         return
     up = float((shift[far] > 0).mean())
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
-    if max(up, 1 - up) > MAX_FAR_SIDE:
+    if far.sum() >= MIN_FAR_SIDES and max(up, 1 - up) > MAX_FAR_SIDE:
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
         yield Sign("tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer")
-    elif held >= 0.5 and far.mean() <= 0.15:
+    elif 0 < up < 1 and held >= 0.5 and far.mean() <= MAX_ROUTING_SHARE:
         yield Sign("tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3")
 
 
@@ -164,7 +171,7 @@ def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     shift = np.clip(undecided.shift, -FAR * scale, FAR * scale)
     alike = parts_of(undecided.mean)
     slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
-    if abs(z) > SIGN_Z and abs(slope) > 0.3 * scale:
+    if abs(z) > SIGN_Z and abs(slope) > MIN_SEEN * scale:
         way = "higher" if slope > 0 else "lower"
         yield Sign(
             "seen", f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"

@@ -103,7 +103,7 @@ def _candidates(diagnosis: Diagnosis) -> list[Part]:
     for place, candidate in enumerate(diagnosis.answer.candidates, start=1):
         lines = (("For it", candidate.speaks_for), ("Against it", candidate.speaks_against), ("Test", candidate.test))
         notes = [Note(f"{text}.", name) for name, text in lines if text]
-        cards.append(Card(f"{place}. It may be {candidate.plain}", notes))
+        cards.append(Card(f"Candidate {place}: {candidate.plain}", notes))
     return cards
 
 
