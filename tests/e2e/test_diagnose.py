@@ -44,7 +44,7 @@ def test_a_lagging_sampler_is_named_and_the_page_lies_where_it_says(tmp_path: Pa
     assert corrected in {outcome["preset"] for outcome in values["outcomes"]}
     page = (tmp_path / values["report"]).read_text()
     assert "k3 by age of the weights" in page
-    assert "The sampler used older weights than the trainer (stale, " in page
+    assert "the sampler used older weights than the trainer (stale, " in page
 
 
 def test_a_clean_run_has_no_cause(tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ def test_updates_that_never_arrive_are_named_in_the_columns_of_trl(tmp_path: Pat
         assert "(undelivered, possible, confidence 0.65)." in text
         assert "since TRL's GRPOTrainer sends its weights before every generation" in text
         unknown = command("diagnose", *files[:count], "--columns", "policy_version=", folder=tmp_path)
-        assert "verdict   Either the sampler lags on purpose, or new weights do not arrive (stale, " in unknown
+        assert "verdict   Fits, but unproven: either the sampler lags on purpose, or new weights do not arrive (stale, " in unknown
         assert "First: Compare a checksum of the sampler's weights" in unknown
         assert "Nothing has to be repaired" not in text + unknown

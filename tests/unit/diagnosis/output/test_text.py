@@ -19,7 +19,7 @@ from trimtab.intervals import Interval
 # 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and
 # 117 + 227.25 = 344.25 nats.
 GOLDEN = """\
-verdict   The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).
+verdict   Proven: the difference is as large as that of quantized weights (quantized, sure, confidence 0.94).
           Also: The sampler used older weights than the trainer (stale, likely, confidence 0.88).
           First: Nothing has to be repaired; use the correction token-tis with weight_max=1.31.
 read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
@@ -47,7 +47,7 @@ do        token-tis with weight_max=1.31: Tails are heavy per response, light pe
           on this data it keeps 100% of the tokens, changes 1.0% of the weights, leaves ESS 0.99
 page      diagnose.html"""
 MARKDOWN = """\
-**The difference is as large as that of quantized weights (quantized, sure, confidence 0.94).**
+**Proven: the difference is as large as that of quantized weights (quantized, sure, confidence 0.94).**
 
 Also: The sampler used older weights than the trainer (stale, likely, confidence 0.88).
 
