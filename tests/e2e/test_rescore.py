@@ -18,7 +18,14 @@ from trimtab.diagnosis.pipeline import diagnose
 from trimtab.trainer.models import bundled
 from trimtab.trainer.models.load import BUNDLED, load_plain
 
-PROMPTS = ("The capital of France is", "def add(a, b):", "Once upon a time", "Water boils at", "Roses are red,", "1 + 1 =")
+PROMPTS = (
+    "The capital of France is",
+    "def add(a, b):",
+    "Once upon a time",
+    "Water boils at",
+    "Roses are red,",
+    "1 + 1 =",
+)
 COPIES, TIME = 3, 32
 
 

@@ -40,8 +40,7 @@ TOKEN_COLUMNS = {
     **{name: f"logp_{name}" for name in ("behavior", "proximal", "current", "prefill", "teacher", "rescored")},
 }
 ROW_COLUMNS = {"prompt": "prompt_id"} | {
-    name: name
-    for name in ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k")
+    name: name for name in ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k")
 }
 """The columns of the result by those of `TokenTable`, with a value per token and per response."""
 
