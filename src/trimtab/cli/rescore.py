@@ -89,9 +89,8 @@ def rescore(
             on_progress=on_progress,
         )
     write_output(out, encoded(rows, out.suffix))
-    echo(
-        f"scored    {rows.num_rows} responses with {model} in float32\nwrote     {out}\nnext      trimtab diagnose {out}"
-    )
+    echo(f"scored    {rows.num_rows} responses with {model} in float32")
+    echo(f"wrote     {out}\nnext      trimtab diagnose {out}")
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.batches import ReadCounts
-from trimtab.diagnosis.reading.run_files import named_tokenizer, token_texts, tokenizer_of
+from trimtab.diagnosis.reading.counts import ReadCounts
+from trimtab.diagnosis.reading.tokenizers import named_tokenizer, token_texts, tokenizer_of
 from trimtab.diagnosis.records import Measured, Placeholder
 from trimtab.diagnosis.redaction import Redaction
 from trimtab.diagnosis.tokens import TokenTable

@@ -14,7 +14,7 @@ exp(d) - 1 - d >= exp(d') - 1 - d', |d| >= -d' and exp(|d|) >= max(exp(d'), exp(
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup, escape
 
-from trimtab.diagnosis.reading.run_files import token_texts
+from trimtab.diagnosis.reading.tokenizers import token_texts
 from trimtab.diagnosis.tokens import k3
 from trimtab.pages.numbers import number, short
 from trimtab.pages.page import Note, Part, Table

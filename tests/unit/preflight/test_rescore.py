@@ -131,15 +131,31 @@ def test_what_is_missing_is_one_line(tmp_path: Path, model: Path, change: dict[s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["prime-rl/token_exports/step_7/rank_0.jsonl", "nemo-rl/train_data_step10.jsonl", "miles/train_data/7_0.pt"]
-)
-def test_lists_that_begin_with_the_prompt_are_split(tmp_path: Path, name: str) -> None:
-    source = open_log([DATA / name], with_prompts=True)
-    for table in source.tables():
+@pytest.mark.parametrize("name", ["prime-rl/token_exports", "nemo-rl", "miles/train_data"])
+def test_lists_that_begin_with_the_prompt_are_split(name: str) -> None:
+    """The ids before the response are those of the file, and all of them."""
+    count = 0
+    for table in open_log([DATA / name], with_prompts=True).tables():
         assert table.prompt_ids is not None and table.ids is not None and table.prompt_length is not None  # noqa: PT018
         assert [len(ids) for ids in table.prompt_ids] == table.prompt_length.astype(int).tolist()
-        assert all(len(ids) for ids in table.prompt_ids)
+        texts = [ids.tolist() for ids in _whole_ids(DATA / name)]
+        for prompt, ids in zip(table.prompt_ids, np.split(table.ids, table.starts[1:-1]), strict=True):
+            assert len(prompt)
+            assert any(text[: len(prompt) + len(ids)] == [*prompt, *ids] for text in texts)
+            count += 1
+    assert count
+
+
+def _whole_ids(folder: Path) -> list[np.ndarray]:
+    """The ids of prompt and response of every row in a folder."""
+    found = []
+    for file in folder.rglob("*"):
+        if file.suffix == ".jsonl":
+            given = [json.loads(line).get("token_ids") for line in file.read_text().splitlines()]
+            found += [np.ravel(ids) for ids in given if ids]
+        elif file.suffix == ".pt":
+            found += [np.asarray(ids) for ids in torch.load(file, weights_only=True)["rollout_data"]["tokens"]]
+    return found
 
 
 def test_files_without_the_first_token_of_a_prompt_are_refused(model: Path) -> None:

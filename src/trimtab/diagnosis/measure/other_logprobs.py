@@ -1,8 +1,9 @@
 """Checks of the sampled ids scored again: by the sampler's prefill, a third implementation, and a teacher.
 
-Prefill tells which part of the sampler makes the mismatch, a third implementation which side does. A teacher is another model, so that its log-probs may differ
-from the sampler's by any amount; but both are surprised by the same tokens. The correlation of the two lists is
-therefore highest in place, and near 0 where the teacher scored other ids or another context.
+Prefill tells which part of the sampler makes the mismatch, a third implementation which side does. A teacher is another
+model, so that its log-probs may differ from the sampler's by any amount; but both are surprised by the same tokens. The
+correlation of the two lists is therefore highest in place, and near 0 where the teacher scored other ids or another
+context.
 """
 
 from __future__ import annotations

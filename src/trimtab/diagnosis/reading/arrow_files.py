@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.batches import Batch, ReadCounts, list_lengths, to_batch
+from trimtab.diagnosis.reading.batches import Batch, list_lengths, to_batch
+from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_RESPONSE, MAX_ROW_VALUES, limit, open_parquet, too_long
 

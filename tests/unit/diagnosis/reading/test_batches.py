@@ -16,7 +16,7 @@ from tests.support.token_tables import values
 from tests.unit.diagnosis.reading.test_bad_input import lines
 
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.batches import as_list, shown
+from trimtab.diagnosis.reading.cells import as_list, shown
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import Finding, TrimtabError
@@ -200,7 +200,7 @@ def test_the_tokens_of_verl_are_read_beside_its_text(tmp_path: Path) -> None:
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     lengths = np.random.default_rng(0).integers(1, 9, 50)
-    rows = [{"logp_behavior": [-1.0 * n] * n, "logp_proximal": [-1.5] * n, "step": n} for n in lengths.tolist()]
+    rows = [{"logp_behavior": [-1.1 * n] * n, "logp_proximal": [-1.5] * n, "step": n} for n in lengths.tolist()]
     datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(
         str(tmp_path / "saved"), num_shards={"train": 2}
     )

@@ -15,7 +15,7 @@ from trimtab.cli.main import app
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.text import terminal_text
-from trimtab.diagnosis.reading.run_files import token_texts
+from trimtab.diagnosis.reading.tokenizers import token_texts
 from trimtab.errors import TrimtabError
 
 ODD = 7
