@@ -14,7 +14,7 @@ from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.preflight.rescore import OnProgress
+    from trimtab.preflight.rescoring import OnProgress
 
 SUFFIXES = (".parquet", ".jsonl")
 Dump = Annotated[
@@ -73,8 +73,8 @@ def rescore(
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
         raise TrimtabError(f"--out {out} is the file that is read: give another name")
-    from trimtab.preflight.rescore import encoded
-    from trimtab.preflight.rescore import rescore as run
+    from trimtab.preflight.rescoring import encoded
+    from trimtab.preflight.rescoring import rescore as run
     from trimtab.runs.atomic import write_output
 
     with _progress() as on_progress:

@@ -90,11 +90,14 @@ def flat(lists: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def _is_number_list(column: Column) -> bool:
-    kind = column.type if isinstance(column, pa.Array) else pa.null()
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not isinstance(column, pa.Array) or not is_list(column.type):
         return False
-    kind = kind.value_type
+    kind = column.type.value_type
     return pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import reprlib
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -88,6 +89,21 @@ def csv_cell(text: str) -> Any:
         return json.loads(text) if text.startswith("{") else _parsed_number(text) if text else None
     except (ValueError, RecursionError):
         return text
+
+
+def value_of(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a cell; `column.field` is that of an object, or the list of those of a list of objects."""
+    column, _, field = name.partition(".")
+    value = None if name in row else row.get(column)
+    if isinstance(value, list):
+        return [item.get(field) if isinstance(item, dict) else None for item in value]
+    return value.get(field) if isinstance(value, dict) else row.get(name)
+
+
+def names_inside(row: Mapping[str, Any]) -> set[str]:
+    """Returns the names `column.field` of the objects in a row."""
+    firsts = ((name, next(iter(cell), None) if isinstance(cell, list) else cell) for name, cell in row.items())
+    return {f"{name}.{field}" for name, first in firsts if isinstance(first, dict) for field in first}
 
 
 def plain(value: Any) -> Any:

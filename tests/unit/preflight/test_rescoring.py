@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trimtab.cli.main import run
 from trimtab.diagnosis.reading import open_log
 from trimtab.errors import TrimtabError
-from trimtab.preflight import rescore as module
-from trimtab.preflight.rescore import encoded, rescore
+from trimtab.preflight import rescoring as module
+from trimtab.preflight.rescoring import encoded, rescore
 
 DATA = Path(__file__).parents[1] / "diagnosis/reading/data"
 VOCABULARY = 40
