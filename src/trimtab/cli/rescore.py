@@ -47,8 +47,7 @@ Temperature = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "rescore",
-        epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold], then "
-        "[bold]trimtab diagnose rescored.parquet[/bold].",
+        epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold].",
     )(rescore)
 
 

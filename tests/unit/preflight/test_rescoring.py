@@ -28,7 +28,7 @@ VOCABULARY = 40
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers with random weights, without a tokenizer."""
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, **sizes)
     folder = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(folder)
