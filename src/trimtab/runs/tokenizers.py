@@ -1,15 +1,26 @@
-"""Finds the tokenizer of files, and gives the texts of token ids. Nothing is downloaded."""
+"""Finds the model and the tokenizer of runs, and gives the texts of token ids. Nothing is downloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trimtab.diagnosis.reading.run_files import model_of, run_of
 from trimtab.errors import TrimtabError
+from trimtab.files import parse_toml
+from trimtab.runs.layout import CONFIG, run_of
 
 _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FILE = "tokenizer.json"
+
+
+def model_of(run: Path) -> str | None:
+    """Returns the model of a run's recipe; None if it cannot be read."""
+    try:
+        model = parse_toml((run / CONFIG).read_text(encoding="utf-8")).get("model")
+    except (OSError, ValueError):
+        return None
+    path = model.get("path") if isinstance(model, Mapping) else None
+    return path if isinstance(path, str) else None
 
 
 def token_texts(path: Path, ids: Iterable[int], *, visible: bool = False) -> tuple[dict[int, str], str]:
