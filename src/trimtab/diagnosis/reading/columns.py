@@ -186,11 +186,18 @@ def _missing_column(
     path, names = next(
         ((path, names) for path, names in filled.items() if not names & set(known)), next(iter(filled.items()))
     )
+    spelled = {_letters(name) for one in LAYOUTS.values() for name in one.columns.get(role, ())}
+    likely = next((name for name in sorted(names - taken) if _letters(name) in spelled), known[0])
     called = "" if known[0] == role else f" ({layout.framework} calls it {known[0]})"
     return TrimtabError(
-        f"{path} has no {role}, {use}{called}; {_list_columns(names, known[:1], taken)}. Name it with --columns "
+        f"{path} has no {role}, {use}{called}; {_list_columns(names, [likely], taken)}. Name it with --columns "
         f"{role}=COLUMN, or: {(taken and layout.trainer_advice) or layout.advice}"
     )
+
+
+def _letters(name: str) -> str:
+    """Returns a name as every spelling has it: rolloutLogProbs as rollout_log_probs."""
+    return re.sub(r"\W|_", "", name).lower()
 
 
 def _list_columns(names: frozenset[str], known: Sequence[str], taken: frozenset[str] = frozenset()) -> str:

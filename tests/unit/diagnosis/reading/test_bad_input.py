@@ -377,3 +377,10 @@ def test_a_file_of_metrics_names_the_option_for_it(tmp_path: Path, content: str)
     assert f"--scalars {path}" in refused(path)
     tokens = lines(tmp_path / "b.jsonl", {"reward/acc": 1.0, "response_ids": [1]})
     assert "--scalars" not in refused(tokens)
+
+
+def test_another_spelling_of_a_known_column_is_suggested(tmp_path: Path) -> None:
+    data = {"rolloutLogProbs": [-1.0], "oldLogProbs": [-1.5]}
+    assert "did you mean 'rolloutLogProbs'?" in refused(lines(tmp_path / "a.jsonl", data))
+    with pytest.raises(TrimtabError, match="did you mean 'oldLogProbs'"):
+        open_log([tmp_path / "a.jsonl"], columns={"logp_behavior": "rolloutLogProbs"})
