@@ -78,6 +78,9 @@ def test_updates_that_never_arrive_are_named_in_the_columns_of_trl(tmp_path: Pat
         assert "(undelivered, possible, confidence 0.65)." in text
         assert "since TRL's GRPOTrainer sends its weights before every generation" in text
         unknown = command("diagnose", *files[:count], "--columns", "policy_version=", folder=tmp_path)
-        assert "verdict   Fits, but unproven: either the sampler lags on purpose, or new weights do not arrive (stale, " in unknown
+        assert (
+            "verdict   Fits, but unproven: either the sampler lags on purpose, or new weights do not arrive (stale, "
+            in unknown
+        )
         assert "First: Compare a checksum of the sampler's weights" in unknown
         assert "Nothing has to be repaired" not in text + unknown

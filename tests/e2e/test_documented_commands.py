@@ -116,6 +116,9 @@ PLANS = {
     ),
     "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
     "trimtab diagnose runs/mine --out mine.html": Plan(needs=("runs/mine",), leaves=("mine.html",), says="(?m)^causes"),
+    "trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64": Plan(
+        needs=("runs/mine",), leaves=("rescored.parquet",), says="trimtab diagnose rescored.parquet"
+    ),
     "trimtab report runs/a runs/b runs/c": Plan(needs=("runs/a", "runs/b", "runs/c"), leaves=("runs/report.html",)),
     "trimtab report runs/a runs/b": Plan(needs=("runs/a", "runs/b"), leaves=("runs/report.html",)),
     "trimtab report runs/mine": Plan(needs=("runs/mine",), says="runs/mine/report.html"),

@@ -14,7 +14,7 @@ from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
-    from trimtab.preflight.rescore import OnProgress
+    from trimtab.preflight.rescoring import OnProgress
 
 SUFFIXES = (".parquet", ".jsonl")
 Dump = Annotated[
@@ -47,8 +47,7 @@ Temperature = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "rescore",
-        epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold], then "
-        "[bold]trimtab diagnose rescored.parquet[/bold].",
+        epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold].",
     )(rescore)
 
 
@@ -73,8 +72,8 @@ def rescore(
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
         raise TrimtabError(f"--out {out} is the file that is read: give another name")
-    from trimtab.preflight.rescore import encoded
-    from trimtab.preflight.rescore import rescore as run
+    from trimtab.preflight.rescoring import encoded
+    from trimtab.preflight.rescoring import rescore as run
     from trimtab.runs.atomic import write_output
 
     with _progress() as on_progress:
@@ -89,9 +88,8 @@ def rescore(
             on_progress=on_progress,
         )
     write_output(out, encoded(rows, out.suffix))
-    echo(
-        f"scored    {rows.num_rows} responses with {model} in float32\nwrote     {out}\nnext      trimtab diagnose {out}"
-    )
+    echo(f"scored    {rows.num_rows} responses with {model} in float32")
+    echo(f"wrote     {out}\nnext      trimtab diagnose {out}")
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.batches import ReadCounts
-from trimtab.diagnosis.reading.run_files import named_tokenizer, token_texts, tokenizer_of
+from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.diagnosis.records import NOTHING_STATED, Measured, Placeholder, Stated
 from trimtab.diagnosis.redaction import Redaction
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.runs.tokenizers import named_tokenizer, token_texts, tokenizer_of
 
 OnProgress = Callable[[str, int], None]
 """Progress callback: called with the current activity and the number of tokens read so far."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
+from trimtab.monitor.contradictions import Contradiction, contradictions
 
 Row = Mapping[str, float]
 
@@ -29,8 +30,9 @@ class Scalar:
     """A row of `scalars.csv`: what a framework logs under a name; prefixes before it are ignored.
 
     quantity: the common name, one of `K3` and `METRICS` or ratio_mean, ratio_max, prob_difference, entropy, other.
-    formula: with p and q, the log-probs of trainer and sampler, and d = p - q. note: what else a reader of the number
-    must know. source: the file that computes it.
+    formula: with p and q, the log-probs of trainer and sampler, and d = p - q. over: what it is a mean over, tokens or
+    responses, where it can be held against others with the same word; empty where other tokens or weights may be in it.
+    note: what else a reader of the number must know. source: the file that computes it.
     """
 
     framework: str
@@ -38,6 +40,7 @@ class Scalar:
     quantity: str
     formula: str
     source: str
+    over: str = ""
     note: str = ""
 
 
@@ -119,6 +122,7 @@ class ScalarReport:
     curves: tuple[Curve, ...]
     alarms: tuple[Alarm, ...]
     restarts: tuple[Restart, ...]
+    contradictions: tuple[Contradiction, ...] = ()
 
     @property
     def not_judged(self) -> str:
@@ -168,7 +172,8 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
         if mismatch is not None and after.number <= before.number
     )
     alarms = tuple(map(without_sample, first_alarms(steps)))
-    return ScalarReport(framework, len(steps), mismatch, curves, alarms, restarts)
+    excluded = tuple(contradictions(rows, curves))
+    return ScalarReport(framework, len(steps), mismatch, curves, alarms, restarts, excluded)
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
@@ -250,6 +255,7 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
             steps = f"{curve.not_finite} of {curve.not_finite + len(curve.values)} steps"
             end = ", the last among them" if curve.ends_not_finite else ", which are left out"
             yield f"{'fail' if curve.ends_not_finite else 'note':<9} {curve.logged_as} is not finite at {steps}{end}"
+    yield from (f"fail      {found.text}" for found in report.contradictions)
     yield from (f"missing   {text}" for text in missing(report))
     if report.mismatch is not None and not any(report.mismatch.values):
         yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
@@ -257,7 +263,7 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
     if report.not_judged:
         yield f"note      {report.not_judged}"
-    elif not report.alarms and not any(curve.ends_not_finite for curve in report.curves):
+    elif not report.alarms and not report.contradictions and not any(curve.ends_not_finite for curve in report.curves):
         yield "ok        no alarm"
     yield f"limits    {LIMITS}"
 
@@ -298,6 +304,7 @@ def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
         ],
         "restarts": [asdict(restart) for restart in report.restarts],
         "alarms": [asdict(alarm) for alarm in report.alarms],
+        "contradictions": [asdict(found) | {"text": found.text} for found in report.contradictions],
         "limits": LIMITS,
     }
 

@@ -5,4 +5,5 @@ engine_pair       sampler and trainer of one model, and responses with the log-p
 checklist         the checks, and the result of all of them
 weight_checks     the check that changed weights arrive in the sampler
 preflight_page    the page
+rescoring         `trimtab rescore`: a third implementation scores the ids of a dump
 """

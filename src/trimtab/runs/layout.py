@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
 BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
+TRAJECTORIES = "trajectories"
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 
 
@@ -22,6 +24,13 @@ class BestCheckpoint:
     step: int
     metric: str
     value: float
+
+
+def run_of(file: Path) -> Path | None:
+    """Returns the run directory that a file belongs to, or None."""
+    folder = Path(os.path.realpath(file)).parent
+    places = (folder, folder.parent) if folder.name == TRAJECTORIES else (folder,)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -1,8 +1,9 @@
 """Checks of the sampled ids scored again: by the sampler's prefill, a third implementation, and a teacher.
 
-Prefill tells which part of the sampler makes the mismatch, a third implementation which side does. A teacher is another model, so that its log-probs may differ
-from the sampler's by any amount; but both are surprised by the same tokens. The correlation of the two lists is
-therefore highest in place, and near 0 where the teacher scored other ids or another context.
+Prefill tells which part of the sampler makes the mismatch, a third implementation which side does. A teacher is another
+model, so that its log-probs may differ from the sampler's by any amount; but both are surprised by the same tokens. The
+correlation of the two lists is therefore highest in place, and near 0 where the teacher scored other ids or another
+context.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.records import finding
+from trimtab.diagnosis.records import finding, read_table
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding
 from trimtab.intervals import Interval, cluster_intervals
@@ -105,8 +106,8 @@ def rescored_findings(table: TokenTable) -> tuple[Finding, ...]:
     """Returns one finding, or none without the column `logp_rescored`."""
     if (found := rescored_sides(table)) is None:
         return ()
-    key = "rescored-other" if found.is_other_model else f"rescored-{found.side}"
-    return (finding(key, sampler=short(found.sampler.value), trainer=short(found.trainer.value)),)
+    which = read_table("texts.toml")["rescored"]["other" if found.is_other_model else found.side]
+    return (finding("rescored", sampler=short(found.sampler.value), trainer=short(found.trainer.value), which=which),)
 
 
 FARTHEST = 4  # tokens that a shift is looked for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.batches import Batch, ReadCounts, list_lengths, to_batch
+from trimtab.diagnosis.reading.batches import Batch, is_list, list_lengths, to_batch
+from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_RESPONSE, MAX_ROW_VALUES, limit, open_parquet, too_long
 
 _MAX_ROWS = 65_536
+_Opened = pq.ParquetFile | pa.ipc.RecordBatchFileReader | pa.RecordBatchReader
 
 
 class ArrowFile:
@@ -26,43 +28,41 @@ class ArrowFile:
 
     def names(self) -> frozenset[str]:
         with self._opened() as file:
-            names = (file.schema_arrow if isinstance(file, pq.ParquetFile) else file.schema).names
-        if len(set(names)) < len(names):
+            schema = _schema(file)
+        if len(set(schema.names)) < len(schema.names):
             raise TrimtabError(f"{self.path} has two columns of one name: rename one")
-        return frozenset(names)
+        return frozenset(schema.names).union(*map(_names_inside, schema))
 
     def batches(self, columns: Mapping[str, str], tokens: int, _tally: ReadCounts) -> Iterator[Batch]:
         first = 1
         with self._opened() as file:
-            for rows in self._parts(file, columns, tokens):
-                for name in set(columns.values()):
-                    self._check_lengths(name, rows.column(name))
-                part = {role: rows.column(name) for role, name in columns.items()}
+            names = _schema(file).names
+            outer = {name: name if name in names else name.partition(".")[0] for name in columns.values()}
+            for rows in self._parts(file, sorted(set(outer.values())), outer[columns["logp_behavior"]], tokens):
+                part: dict[str, pa.Array] = {}
+                for role, name in columns.items():
+                    column = rows.column(outer[name])
+                    self._check_lengths(name, column)
+                    part[role] = column if name in names else _inside(column, name.partition(".")[2])
                 yield to_batch(part, range(first, first + rows.num_rows))
                 first += rows.num_rows
 
-    def _parts(
-        self,
-        file: pq.ParquetFile | pa.ipc.RecordBatchFileReader | pa.RecordBatchReader,
-        columns: Mapping[str, str],
-        tokens: int,
-    ) -> Iterator[pa.RecordBatch]:
+    def _parts(self, file: _Opened, names: Sequence[str], behavior: str, tokens: int) -> Iterator[pa.RecordBatch]:
         if isinstance(file, pq.ParquetFile):
-            self._check_compression(file.metadata, columns["logp_behavior"])
-            leaves = [leaf for name in set(columns.values()) for leaf in _leaves(file.metadata, name)]
+            self._check_compression(file.metadata, behavior)
+            leaves = [leaf for name in names for leaf in _leaves(file.metadata, name)]
             longest = max([1.0, *(leaf.num_values / rows for rows, leaf in leaves)])  # mean of the longest lists
             size = min(max(1, int(tokens / longest)), _MAX_ROWS)
-            yield from file.iter_batches(batch_size=size, columns=sorted(set(columns.values())))
+            yield from file.iter_batches(batch_size=size, columns=list(names))
             return
         is_file = isinstance(file, pa.ipc.RecordBatchFileReader)
         for batch in map(file.get_batch, range(file.num_record_batches)) if is_file else file:
             batch.validate(full=True)  # offsets beyond the file would be read as they are
-            size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(columns["logp_behavior"]).nbytes))
+            size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(behavior).nbytes))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
 
     def _check_lengths(self, name: str, column: pa.Array) -> None:
-        kind = column.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if is_list(column.type):
             longest = pc.call_function("max", [list_lengths(column)]).as_py() or 0
             if longest > limit(MAX_RESPONSE):
                 raise too_long(self.path, name, longest, 1, limit(MAX_RESPONSE))
@@ -74,7 +74,7 @@ class ArrowFile:
                 raise too_long(self.path, behavior, leaf.num_values, rows, limit(MAX_ROW_VALUES))
 
     @contextmanager
-    def _opened(self) -> Iterator[pq.ParquetFile | pa.ipc.RecordBatchFileReader | pa.RecordBatchReader]:
+    def _opened(self) -> Iterator[_Opened]:
         try:
             if self._is_parquet:
                 with open_parquet(self.path) as file:
@@ -89,6 +89,24 @@ class ArrowFile:
             raise TrimtabError(
                 f"{self.path} is damaged or unfinished ({reason}): write it again or leave it out"
             ) from None
+
+
+def _schema(file: _Opened) -> pa.Schema:
+    return file.schema_arrow if isinstance(file, pq.ParquetFile) else file.schema
+
+
+def _names_inside(field: pa.Field) -> set[str]:
+    """Returns the names `column.field` of the fields of a structure, or of a list of structures."""
+    kind = field.type.value_type if is_list(field.type) else field.type
+    return {f"{field.name}.{inner.name}" for inner in kind} if pa.types.is_struct(kind) else set()
+
+
+def _inside(column: pa.Array, field: str) -> pa.Array:
+    """Returns a field of a column of structures, or of lists of them as lists."""
+    if not is_list(column.type):
+        return pc.call_function("struct_field", [column], pc.StructFieldOptions([field]))
+    values = pc.call_function("struct_field", [column.values], pc.StructFieldOptions([field]))
+    return type(column).from_arrays(pa.array(column.offsets.to_numpy()), values, mask=column.is_null())
 
 
 def _leaves(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:

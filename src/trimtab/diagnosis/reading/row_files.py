@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import UNEQUAL, Batch, ReadCounts, as_list, csv_cell, plain, to_batch
+from trimtab.diagnosis.reading.batches import Batch, to_batch
+from trimtab.diagnosis.reading.cells import as_list, csv_cell, names_inside, plain, value_of
+from trimtab.diagnosis.reading.counts import UNEQUAL, ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long
 
@@ -41,7 +43,7 @@ class RowFile:
         known: set[str] = set()
         for _, row in islice(self._read(self.path, ReadCounts()), _ROWS_FOR_NAMES):
             every |= row.keys()
-            known |= {name for name, value in row.items() if value is not None}
+            known |= {name for name, value in row.items() if value is not None} | names_inside(row)
         return frozenset(known or every)
 
     def batches(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Batch]:
@@ -49,7 +51,7 @@ class RowFile:
         numbers: list[int] = []
         size, behavior, longest = 0, columns["logp_behavior"], limit(MAX_RESPONSE)
         for number, whole in self._read(self.path, tally):
-            row = {name: plain(whole.get(name)) for name in columns.values()}
+            row = {name: plain(value_of(whole, name)) for name in columns.values()}
             row[behavior] = cell = as_list(row[behavior])
             if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
                 # A batch of one, as NeMo-RL writes it: a list is around each of its values.

@@ -84,7 +84,7 @@ def load_plain(path: str) -> PreTrainedModel:
     source = str(bundled.folder()) if path == BUNDLED else str(Path(path).expanduser())
     with _readable_errors(path), silence_transformers():
         _check_index(Path(source))
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32,
             attn_implementation="sdpa",
@@ -92,6 +92,7 @@ def load_plain(path: str) -> PreTrainedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
+    model, info = loaded
     _check_complete(info, path)
     return model.eval()
 

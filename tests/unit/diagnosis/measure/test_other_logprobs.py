@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 import trimtab
 from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.measure.other_logprobs import rescored_sides
 from trimtab.diagnosis.output.text import terminal_text
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import Finding
 
 UP = float(np.log(1.5))
@@ -114,3 +117,39 @@ def test_what_is_wrong_is_named(
 def test_nothing_is_said_without_the_column_or_of_few_tokens(tmp_path: Path) -> None:
     assert teacher_findings(tmp_path / "a.jsonl", None) == []
     assert teacher_findings(tmp_path / "b.jsonl", lambda teacher: teacher, responses=4) == []
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "shared", "side"),
+    [
+        (0.5, 0.03, 0.0, "sampler"),
+        (0.03, 0.5, 0.0, "trainer"),
+        (0.5, 0.5, 0.0, "both"),
+        (0.03, 0.04, 0.0, "neither"),
+        (0.05, 0.001, 0.0, "sampler"),  # beyond 16 bits, and on one side only
+        (0.03, 0.001, 0.0, "neither"),  # within them, if on one side only
+        (0.1, 0.1, 1.0, "other"),
+    ],
+)
+def test_the_side_that_differs_from_the_rescored_column(
+    sampler: float, trainer: float, shared: float, side: str
+) -> None:
+    """Gaussian differences, of which k3 is about half the square, from a column that both may be far from."""
+    rng = np.random.default_rng(0)
+    rescored = (-3 - rng.random(3000)).astype(np.float32)
+    away = shared * rng.normal(size=3000)
+    behavior, proximal = (rescored + away + spread * rng.normal(size=3000) for spread in (sampler, trainer))
+    table = TokenTable(
+        starts=np.arange(0, 3001, 30),
+        mask=np.ones(3000, dtype=np.bool_),
+        behavior=behavior.astype(np.float32),
+        proximal=proximal.astype(np.float32),
+        rescored=rescored,
+    )
+    found = rescored_sides(table)
+    assert found is not None
+    assert ("other" if found.is_other_model else found.side) == side
+    if not shared:
+        assert found.sampler.value == pytest.approx(sampler**2 / 2, rel=0.3)
+        assert found.trainer.low < found.trainer.value < found.trainer.high
+    assert rescored_sides(replace(table, rescored=None)) is None

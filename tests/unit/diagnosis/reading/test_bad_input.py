@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.support.token_tables import values
 
+from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
@@ -55,7 +56,7 @@ GOOD = row()
         (row(None), "no logp_behavior"),
         ({"logp_proximal": [-1.0]}, "no logp_behavior"),
         (row(("a", "b")), "logp_behavior is not a list of numbers"),
-        (row(("-1.0", "-2.0")), "logp_behavior is not a list of numbers"),
+        (row(("-1.0", "NaN")), "logp_behavior is not a list of numbers"),
         (row(([-1.0], [-2.0])), "logp_behavior is not a list of numbers"),
         (row(([-1.0], -2.0)), "logp_behavior is not a list of numbers"),
         (row(-1.0), "logp_behavior is not a list of numbers but one number"),
@@ -303,10 +304,21 @@ def test_ambiguous_padding_is_refused(tmp_path: Path) -> None:
     assert "tells tokens from padding" in refused(tmp_path / "a.pt")
 
 
-def test_a_column_of_probabilities_is_refused_by_name(tmp_path: Path) -> None:
-    message = refused(lines(tmp_path / "a.jsonl", *[row((0.5, 0.25), (-0.7, -1.4))] * 3))
-    assert "logp_behavior is above 0 at most trained tokens" in message
+@pytest.mark.parametrize(
+    ("values", "meant"),
+    [((0.5, 0.25), "probabilities"), ((0.5, 2.5), "Change their sign"), ((124.0, -8.0, 1.0), "log_softmax")],
+)
+def test_a_column_above_zero_is_refused_with_its_range(tmp_path: Path, values: tuple[float, ...], meant: str) -> None:
+    message = refused(lines(tmp_path / "a.jsonl", *[row(values, (-0.7,) * len(values))] * 3))
+    share = sum(value > 0 for value in values) / len(values)
+    assert f"logp_behavior is above 0 at {share:.0%} of the trained tokens" in message
+    assert f"(from {min(values):.3g} to {max(values):.3g})" in message
     assert "--columns logp_behavior=COLUMN" in message
+    assert [word in message for word in ("probabilities", "Change their sign", "log_softmax")].count(True) == 1
+    assert meant in message
+
+
+def test_a_few_values_above_zero_are_a_finding(tmp_path: Path) -> None:
     _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
     assert any("above 0" in found.text for found in origin.findings), "a few are a finding"
 
@@ -322,3 +334,53 @@ def test_a_file_of_one_token_a_row_says_to_join_them(tmp_path: Path, kind: str) 
     assert "3 x logp_behavior is not a list of numbers but one number (first: row 1 of" in message
     assert "join the tokens of each response to one row" in message
     assert "--columns" not in message
+
+
+def test_numbers_as_text_are_read_and_a_word_among_them_is_shown(tmp_path: Path) -> None:
+    text = row(("-1.0", "-2.0"), ("-1.5", "-2.5"), response_ids=["7", "8"])
+    (table,), origin = read(lines(tmp_path / "a.jsonl", row(response_ids=[7, 8]), text, row((-1.0, "NaN"))))
+    assert table.behavior.tolist() == [-1, -2, -1, -2]
+    assert table.proximal is not None
+    assert table.proximal.tolist() == [-1.5, -2, -1.5, -2.5]
+    assert table.ids is not None
+    assert table.ids.tolist() == [7, 8, 7, 8]
+    assert origin.dropped == {"logp_behavior is not a list of numbers": 1}
+    assert any("'NaN' at place 2 of 2" in found.detail for found in origin.findings)
+
+
+@pytest.mark.parametrize("column", ["logp_behavior", "both"])
+def test_columns_of_whole_numbers_are_a_finding_and_have_no_cause(tmp_path: Path, column: str) -> None:
+    rng = np.random.default_rng(0)
+    behavior = np.round(-rng.exponential(2.0, (20, 50)))
+    proximal = np.round(behavior - 0.3) if column == "both" else behavior - 0.3 * rng.random(behavior.shape)
+    data = [row(tuple(b), tuple(p)) for b, p in zip(behavior.tolist(), proximal.tolist(), strict=True)]
+    diagnosis = diagnose(lines(tmp_path / "a.jsonl", *data))
+    [found] = [one for one in diagnosis.answer.findings if one.name == "whole numbers"]
+    assert found.status == "fail"
+    assert ("logp_proximal" in found.detail) == (column == "both")
+    assert diagnosis.causes == ()
+    assert diagnosis.measured.size.floor > 0.01
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"_step": 1, "train/loss": 0.5}\n',
+        "Step,run - train/kl,run - train/kl__MIN\n1,0.5,0.5\n",
+        "Wall time,Step,Value\n1.0,1,0.5\n",
+        '{"log_history": []}\n',
+    ],
+)
+def test_a_file_of_metrics_names_the_option_for_it(tmp_path: Path, content: str) -> None:
+    path = tmp_path / ("a.jsonl" if content.startswith("{") else "a.csv")
+    path.write_text(content)
+    assert f"--scalars {path}" in refused(path)
+    tokens = lines(tmp_path / "b.jsonl", {"reward/acc": 1.0, "response_ids": [1]})
+    assert "--scalars" not in refused(tokens)
+
+
+def test_another_spelling_of_a_known_column_is_suggested(tmp_path: Path) -> None:
+    data = {"rolloutLogProbs": [-1.0], "oldLogProbs": [-1.5]}
+    assert "did you mean 'rolloutLogProbs'?" in refused(lines(tmp_path / "a.jsonl", data))
+    with pytest.raises(TrimtabError, match="did you mean 'oldLogProbs'"):
+        open_log([tmp_path / "a.jsonl"], columns={"logp_behavior": "rolloutLogProbs"})

@@ -16,7 +16,7 @@ from tests.support.token_tables import values
 from tests.unit.diagnosis.reading.test_bad_input import lines
 
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.batches import as_list, shown
+from trimtab.diagnosis.reading.cells import as_list, shown
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import Finding, TrimtabError
@@ -200,7 +200,7 @@ def test_the_tokens_of_verl_are_read_beside_its_text(tmp_path: Path) -> None:
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     lengths = np.random.default_rng(0).integers(1, 9, 50)
-    rows = [{"logp_behavior": [-1.0 * n] * n, "logp_proximal": [-1.5] * n, "step": n} for n in lengths.tolist()]
+    rows = [{"logp_behavior": [-1.1 * n] * n, "logp_proximal": [-1.5] * n, "step": n} for n in lengths.tolist()]
     datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(
         str(tmp_path / "saved"), num_shards={"train": 2}
     )
@@ -214,3 +214,39 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     arrow.write_bytes(arrow.read_bytes()[:300])
     with pytest.raises(TrimtabError, match="is damaged or unfinished"):
         read(arrow)
+
+
+TOKENS = [[(7, -1.5, -1.25), (8, -0.5, -0.75)], [], [(9, -2.5, -2.25)]]
+COLUMNS = {
+    "records": {"logp_behavior": "tokens.q", "logp_proximal": "tokens.p", "response_ids": "tokens.id"},
+    "structures": {"logp_behavior": "rollout.q", "logp_proximal": "train.p", "response_ids": "rollout.id"},
+}
+
+
+@pytest.mark.parametrize("shape", sorted(COLUMNS))
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
+def test_fields_of_structures_are_columns(tmp_path: Path, kind: str, shape: str) -> None:
+    """Lists of structures, and structures of lists; a row that is null or empty is dropped and counted."""
+    rows: list[dict[str, Any]] = [{"tokens": [{"id": i, "q": q, "p": p} for i, q, p in row]} for row in TOKENS]
+    if shape == "structures":
+        rows = [
+            {"rollout": {"id": [i for i, *_ in row], "q": [q for _, q, _ in row]}, "train": {"p": [p for *_, p in row]}}
+            for row in TOKENS
+        ]
+    rows.append(dict.fromkeys(rows[0]))
+    path, table = tmp_path / f"a.{kind}", pa.Table.from_pylist(rows)
+    if kind == "parquet":
+        pq.write_table(table, path)
+    elif kind == "arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(TrimtabError, match=next(iter(COLUMNS[shape].values())).replace(".", r"\.")):
+        open_log([path])  # it says which fields there are
+    source = open_log([path], columns=COLUMNS[shape])
+    read = TokenTable.concat(list(source.tables()))
+    assert read.ids is not None and read.proximal is not None  # noqa: PT018
+    found = zip(read.ids.tolist(), read.behavior.tolist(), read.proximal.tolist(), strict=True)
+    assert list(found) == [token for row in TOKENS for token in row]
+    assert sum(source.summary().dropped.values()) == 2

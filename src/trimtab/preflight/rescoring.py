@@ -1,4 +1,4 @@
-"""Scores the token ids of a dump again, with transformers in float32: a third implementation beside sampler and trainer.
+"""Scores the ids of a dump again with transformers in float32: a third implementation beside sampler and trainer.
 
     files -> ids of prompts and responses -> log-probs from the checkpoint -> the same rows with `logp_rescored`
 
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -114,10 +114,12 @@ def _scores(table: TokenTable, name: str, on_progress: OnProgress) -> np.ndarray
     """Returns the log-prob of each token (tokens,) float32, in the order of the table."""
     assert table.ids is not None and table.prompt_ids is not None  # noqa: PT018
     device = default_device()
-    model = load_plain(name).to(device)
+    model = load_plain(name)
+    torch.nn.Module.to(model, device)
     prompts = table.prompt_ids.tolist()
     responses = np.split(table.ids, table.starts[1:-1])
-    known = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    known = len(embedding.weight)
     if wrong := [ids for ids in (*prompts, table.ids) if len(ids) and not 0 <= ids.min() <= ids.max() < known]:
         raise TrimtabError(
             f"the id {max(int(ids.max()) for ids in wrong)} is not among the {known} of model {name!r}: name the "

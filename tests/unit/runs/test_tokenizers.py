@@ -15,8 +15,8 @@ from trimtab.cli.main import app
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.text import terminal_text
-from trimtab.diagnosis.reading.run_files import token_texts
 from trimtab.errors import TrimtabError
+from trimtab.runs.tokenizers import token_texts
 
 ODD = 7
 """The id at which sampler and trainer disagree: one of sixteen tokens."""
