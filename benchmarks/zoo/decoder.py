@@ -6,7 +6,7 @@ float32 on one core; a response of 80 tokens takes about a millisecond in a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY, WIDTH, HEADS, LAYERS, RANK, EXPERTS = 384, 64, 4, 2, 8, 4
-HEAD = WIDTH // HEADS
+HEAD, BATCH = WIDTH // HEADS, 32
 START = 0
 """The id with which every prompt begins."""
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
@@ -76,6 +76,12 @@ class Context:
     positions: Tensor
     allowed: Tensor
     bias: Tensor | None = None
+
+    def batches(self) -> Iterator[Context]:
+        """Batches that fit a processor's cache."""
+        parts = (self.ids, self.positions, self.allowed, *(() if self.bias is None else (self.bias,)))
+        for columns in zip(*(part.split(BATCH) for part in parts), strict=True):
+            yield Context(*columns)
 
 
 class Decoder:
@@ -147,7 +153,7 @@ class Decoder:
         if how.window:
             allowed = allowed & (context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window)
         angles = positions[..., None] / how.stretch * how.theta ** (-torch.arange(0, HEAD, 2) / HEAD)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, :, None]
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
         def rounded(x: Tensor) -> Tensor:
             if not how.rounding:
@@ -162,19 +168,19 @@ class Decoder:
         x = w["head"][context.ids[:, start:end]]
         for layer in range(LAYERS):
             y = norm(x, how.epsilon)
-            q, k, v = ((y @ w[f"{name}{layer}"]).unflatten(-1, (HEADS, HEAD)) for name in "qkv")
+            q, k, v = ((y @ w[f"{name}{layer}"]).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for name in "qkv")
             q, k = rotated(q, turn), rotated(k, turn)
             if how.cache_bits_from >= 0:
-                late = (torch.arange(start, end) >= how.cache_bits_from)[None, :, None, None]
+                late = (torch.arange(start, end) >= how.cache_bits_from)[:, None]
                 k, v = (torch.where(late, quantized(part, "fp8"), part) for part in (k, v))
             if cache is not None:
-                cache[layer][0][:, start:end], cache[layer][1][:, start:end] = k, v
-                k, v = cache[layer][0][:, :end], cache[layer][1][:, :end]
-            scores = torch.einsum("bshd,bthd->bhst", q, k) * (how.attention[layer] / HEAD**0.5)
+                cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
+                k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
+            scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
             if bias is not None:
                 scores = scores + bias[:, :, start:end, :end]
             share = dropped(torch.softmax(scores.masked_fill(~allowed, -1e9), -1))
-            mixed = torch.einsum("bhst,bthd->bshd", share, v).flatten(2)
+            mixed = (share @ v).transpose(1, 2).flatten(2)
             x = rounded(x + mixed @ w[f"o{layer}"])
             y = norm(x, how.epsilon)
             inner = torch.nn.functional.silu(y @ w[f"gate{layer}"]) * (y @ w[f"up{layer}"])
@@ -200,8 +206,11 @@ class Decoder:
     @torch.inference_mode()
     def score(self, how: How, context: Context, random: torch.Generator) -> Tensor:
         """Log-probs (batch, length - 1) of all ids but the first, given all before."""
-        z = self.forward(how, context, random)[:, :-1]
-        return torch.log_softmax(z, -1).gather(-1, context.ids[:, 1:, None])[..., 0]
+        found = []
+        for part in context.batches():
+            z = self.forward(how, part, random)[:, :-1]
+            found.append(torch.log_softmax(z, -1).gather(-1, part.ids[:, 1:, None])[..., 0])
+        return torch.cat(found)
 
     @torch.inference_mode()
     def sample(
@@ -221,7 +230,7 @@ class Decoder:
         context = padded(prompts, [np.zeros(longest, np.int64)] * len(prompts))
         count, total = context.ids.shape
         start = total - longest
-        room = (count, total, HEADS, HEAD)
+        room = (count, HEADS, total, HEAD)
         kv = [(torch.zeros(room), torch.zeros(room)) for _ in range(LAYERS)]
         seen = torch.zeros(count, VOCABULARY)
         real = context.allowed[:, 0, start - 1, :start].float()
