@@ -28,7 +28,7 @@ COMPUTED = """# How good is the diagnosis of faults it was not made for?
 
 `python benchmarks/diagnosis_zoo.py --parts computed{options}` changes one thing on one side of a small decoder, draws
 tokens from the sampler's distribution and scores them with the trainer: {kinds} kinds at three strengths, written as
-seven trainers write them, {count:,} data sets, {seconds:.0f} s on one core. Thresholds are set on one half of the
+six trainers write them, {count:,} data sets, {seconds:.0f} s on one core. Thresholds are set on one half of the
 kinds, by a fixed hash of their names; the figures of the other half are those to quote.
 
 ## Goals

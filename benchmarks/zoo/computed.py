@@ -9,9 +9,10 @@ from functools import cache
 import numpy as np
 import torch
 
+from zoo.bases import FOLDER, read
 from zoo.decoder import START, VOCABULARY, Context, Decoder, decoder, padded
-from zoo.kinds import Kind, Sides
-from zoo.streams import Stream
+from zoo.kinds import SAMPLER, TRAINER, Kind, Sides
+from zoo.streams import Stream, prompt_ids
 
 SHORTEST, LONGEST, GROUP, PACKED = 24, 120, 8, 5
 BASES: Mapping[str, dict[str, float]] = {
@@ -22,6 +23,7 @@ BASES: Mapping[str, dict[str, float]] = {
     "heavy": {"rounding": 2.0**-9, "spread": 1.2},
 }
 """Noise of both sides, as fields of `How`."""
+FILE = FOLDER / "computed" / "smollm2.parquet"
 COLUMNS = ("ids", "behavior", "trainer", "rescored")
 OFTEN = ("bfloat16", "bfloat16", "rough", "heavy", "float32")
 
@@ -41,6 +43,12 @@ class DataSet:
     prompts: Sequence[np.ndarray]
     sides: Sides
     noise: float
+
+    @property
+    def wrong(self) -> str:
+        """The side at fault."""
+        same = replace(self.sides.sampler, rounding=0.0) == self.sides.right
+        return self.kind.wrong or (TRAINER if same or self.base == "smollm2" else SAMPLER)
 
 
 def compute(kind: Kind, level: int, tokens: int, seed: int = 0) -> DataSet:
@@ -74,18 +82,46 @@ def compute(kind: Kind, level: int, tokens: int, seed: int = 0) -> DataSet:
         columns["behavior"], columns["trainer"] = sides.change(columns["behavior"], columns["trainer"], random)
     step = np.repeat(np.arange(steps), groups * group)
     number = {prompt.tobytes(): count for count, prompt in enumerate(prompts)}
+    reward = (random.random(len(prompts)) < 0.5).astype(float)
     rows = {
         "step": step,
         "prompt": np.array([number[prompt.tobytes()] for prompt in prompts]),
         "prompt_length": np.array([len(prompt) for prompt in prompts]),
         "group": np.arange(len(prompts)) // group,
-        "reward": (random.random(len(prompts)) < 0.5).astype(float),
+        "reward": reward,
+        "advantage": (reward.reshape(-1, group) - reward.reshape(-1, group).mean(1, keepdims=True)).ravel(),
     }
     if sides.lag is not None:
         rows["proximal_version"] = step + (sides.lag or 0)
         columns["version"] = np.repeat(step, lengths)
     stream = Stream(np.append(0, np.cumsum(lengths)), columns, rows)
     return DataSet(kind, level, tokens, base, stream, prompts, sides, noise(base))
+
+
+@cache
+def scored() -> Stream | None:
+    """Text of SmolLM2 in bfloat16, with the log-probs of trainers with one thing changed, by kind; None without it."""
+    return read(FILE) if FILE.exists() else None
+
+
+def measured(kind: Kind) -> DataSet | None:
+    """The data set of a kind in SmolLM2, or None."""
+    stream = scored()
+    if stream is None or kind.name not in stream.tokens:
+        return None
+    columns = {"ids": stream["ids"], "behavior": stream["behavior"], "rescored": stream["trainer"]}
+    count = np.arange(stream.responses)
+    rows = {
+        **stream.rows,
+        "step": 0 * count,
+        "group": stream.rows["prompt"],
+        "reward": 0.0 * count,
+        "advantage": 0.0 * count,
+    }
+    lengths = zip(rows["prompt"], rows["prompt_length"], strict=True)
+    prompts = [np.array(prompt_ids(*item)) for item in lengths]
+    changed = Stream(stream.starts, {**columns, "trainer": stream[kind.name]}, rows)
+    return DataSet(kind, 1, len(stream), "smollm2", changed, prompts, kind.sides(1, 0), stream.k3)
 
 
 def on_base(sides: Sides, base: str) -> Sides:

@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
-from zoo.computed import compute
+from zoo.computed import compute, measured
 from zoo.kinds import KINDS, MODEL, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
 from zoo.layouts import layout_of, write
 from zoo.plants import REFUSED
@@ -64,6 +64,7 @@ class Judged:
     layout: str
     k3: float
     outweighed: bool
+    wrong: str
     said: Said
     rescored: Said | None = None
 
@@ -82,7 +83,7 @@ class Judged:
     @property
     def side_found(self) -> bool:
         """Whether the column of the right model leads to the side that differs from it."""
-        return self.rescored is not None and self.rescored.wrong == self.kind.wrong
+        return self.rescored is not None and self.rescored.wrong == self.wrong
 
     def among(self, said: Said, count: int) -> bool:
         """Whether one of the first candidates is of a family of this kind."""
@@ -114,7 +115,10 @@ def said_of(path: Path) -> Said:
 
 @dataclass(frozen=True)
 class Cell:
-    """One data set of a kind. rescored: whether it is diagnosed with the right model's column, too."""
+    """One data set of a kind. tokens: 0 for the responses of SmolLM2, where it was measured.
+
+    rescored: whether it is diagnosed with the right model's column, too.
+    """
 
     kind: Kind
     level: int
@@ -135,6 +139,7 @@ def plan(*, full: bool, seed: int = 0) -> list[Cell]:
         cells += [
             Cell(kind, level, tokens, 10 * seed + more) for kind in KINDS if kind.healthy for tokens, level in small
         ]
+    cells += [Cell(kind, 1, 0, rescored=True) for kind in KINDS if measured(kind) is not None]
     return cells + [Cell(kind, 1, tokens, 10 * seed) for kind in KINDS for tokens in sizes]
 
 
@@ -146,13 +151,13 @@ def described(one: Judged) -> str:
 
 def judge(cell: Cell) -> Judged:
     """Computes, writes and diagnoses a data set."""
-    data = compute(cell.kind, cell.level, cell.tokens, cell.seed)
+    data = (measured(cell.kind) if cell.tokens == 0 else None) or compute(cell.kind, cell.level, cell.tokens, cell.seed)
     layout = layout_of(data, cell.seed)
     with tempfile.TemporaryDirectory() as folder:
         said = said_of(write(data, Path(folder) / "plain", layout))
         beside = said_of(write(data, Path(folder) / "rescored", "jsonl", rescored=True)) if cell.rescored else None
     weak = data.stream.k3 < OUTWEIGHED * data.noise
-    return Judged(cell.kind, cell.level, cell.tokens, data.base, layout, data.stream.k3, weak, said, beside)
+    return Judged(cell.kind, cell.level, data.tokens, data.base, layout, data.stream.k3, weak, data.wrong, said, beside)
 
 
 def _share(results: Sequence[Judged], which: Callable[[Judged], bool]) -> str:

@@ -18,6 +18,7 @@ from zoo.decoder import RANK, START, How, Process
 MODEL, SAMPLING, WEIGHTS, PRECISION, QUANTIZED = "model", "sampling", "weights", "precision", "quantized"
 ROUTING, VALUES, NONE = "routing", "values", "none"
 SAMPLER, TRAINER, NEITHER = "sampler", "trainer", "neither"
+VERSIONED = ("jsonl", "trimtab", "miles")
 
 RIGHT = How()
 Prompts = Callable[[np.ndarray], np.ndarray]
@@ -106,6 +107,24 @@ def _formula(level: int) -> Sides:
     return Sides(right, replace(right, formula="wrong"), right)
 
 
+def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
+    return _kind(name, sides, MODEL, "unexplained long-context", TRAINER)
+
+
+def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
+    """The trainer has another prompt than the sampler."""
+
+    def sides(level: int) -> Sides:
+        return Sides(prompts=lambda prompt: change(prompt, level))
+
+    return _kind(name, sides, "model prompt values", "unexplained misaligned retokenized", TRAINER)
+
+
+def _aging(name: str, sides: Callable[..., Sides], families: str, accepted: str, steps: int, **more: object) -> Kind:
+    """A fault of the sampler that changes from step to step."""
+    return _kind(name, sides, families, accepted, SAMPLER, steps=steps, **more)
+
+
 # Settings of the sampler, in vLLM's order.
 
 
@@ -165,11 +184,13 @@ def _undelivered(level: int, step: int) -> Sides:
     return Sides(How(drift=0.004), new, new, lag=0)
 
 
-def _old(stated: bool) -> Callable[[int, int], Sides]:
+def _old(first: int | None) -> Callable[[int, int], Sides]:
+    """Weights of some updates ago; `first`: the version of the first step, None where no versions are written."""
+
     def sides(level: int, step: int) -> Sides:
         lag = (2, 4, 8)[level]
         new = How(ages=(step + lag,) * 3, drift=0.003)
-        return Sides(How(ages=(step,) * 3, drift=0.003), new, new, lag=lag if stated else None)
+        return Sides(How(ages=(step,) * 3, drift=0.003), new, new, lag=None if first is None else lag)
 
     return sides
 
@@ -199,7 +220,7 @@ def _quantized(name: str, bits: str, *, stated: bool = False) -> Kind:
         SAMPLER,
         detector=stated,
         intended=stated,
-        layouts=("parquet",) if stated else (),
+        layouts=("trimtab",) if stated else (),
         recipe=bits if stated else "",
     )
 
@@ -215,7 +236,7 @@ def _routing(level: int) -> Sides:
 
 def _healthy(name: str, stored: Callable[[np.ndarray], np.ndarray] | None = None, *, base: str) -> Kind:
     sides = Sides() if stored is None else Sides(change=lambda b, p, _random: (stored(b), stored(p)))
-    layouts = () if stored is None else ("jsonl", "parquet")
+    layouts = () if stored is None else ("jsonl", "trimtab")
     return _kind(name, lambda _level: sides, "none precision", "none precision", NEITHER, base=base, layouts=layouts)
 
 
@@ -275,94 +296,24 @@ FAULTS = (
         f"{MODEL} {SAMPLING}",
         wrong=TRAINER,
     ),
-    _kind(
-        "left padding: positions",
-        lambda level: Sides(place="gap", strength=(0.02, 0.1, 1.0)[level]),
-        MODEL,
-        "unexplained long-context",
-        TRAINER,
+    _trainer("left padding: positions", lambda level: Sides(place="gap", strength=(0.02, 0.1, 1.0)[level])),
+    _trainer("left padding: attended", lambda level: Sides(place="pads", strength=(-5.0, -3.0, 0.0)[level])),
+    _trainer("packed sequences attend", lambda level: Sides(place="pack", strength=(-7.0, -5.5, -4.0)[level])),
+    _prompt("start token doubled", lambda prompt, _level: np.append(START, prompt)),
+    _prompt("another template", lambda prompt, level: np.insert(prompt, 1, np.arange(5, 6 + 2 * level))),
+    _prompt("prompt cut", lambda prompt, level: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
+    _aging("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
+    _aging("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
+    _aging("old weights, no versions", _old(None), f"{WEIGHTS} {MODEL}", "stale undelivered unexplained", 4),
+    *(
+        _aging(name, _adapter(scale, rank), f"{MODEL} {WEIGHTS}", "undelivered unexplained", 8)
+        for name, scale, rank in (
+            ("adapter twice", 2.0, RANK),
+            ("adapter unmerged", 0.0, RANK),
+            ("adapter of another rank", 1.0, RANK // 2),
+        )
     ),
-    _kind(
-        "left padding: attended",
-        lambda level: Sides(place="pads", strength=(-5.0, -3.0, 0.0)[level]),
-        MODEL,
-        "unexplained",
-        TRAINER,
-    ),
-    _kind(
-        "packed sequences attend",
-        lambda level: Sides(place="pack", strength=(-7.0, -5.5, -4.0)[level]),
-        MODEL,
-        "unexplained",
-        TRAINER,
-    ),
-    _kind(
-        "start token doubled",
-        lambda _: Sides(prompts=lambda prompt: np.append(START, prompt)),
-        "model prompt values",
-        "unexplained misaligned retokenized",
-        TRAINER,
-    ),
-    _kind(
-        "another template",
-        lambda level: Sides(
-            prompts=lambda prompt: np.concatenate([prompt[:1], np.arange(5, 6 + 2 * level), prompt[1:]])
-        ),
-        "model prompt values",
-        "unexplained misaligned retokenized",
-        TRAINER,
-    ),
-    _kind(
-        "prompt cut",
-        lambda level: Sides(prompts=lambda prompt: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
-        "model prompt values",
-        "unexplained misaligned retokenized",
-        TRAINER,
-    ),
-    _kind(
-        "undelivered",
-        _undelivered,
-        WEIGHTS,
-        "undelivered",
-        SAMPLER,
-        detector=True,
-        steps=8,
-        layouts=("jsonl", "parquet", "miles"),
-    ),
-    _kind(
-        "old weights, versions",
-        _old(True),
-        WEIGHTS,
-        "stale",
-        SAMPLER,
-        detector=True,
-        intended=True,
-        steps=4,
-        layouts=("jsonl", "parquet"),
-    ),
-    _kind(
-        "old weights, no versions", _old(False), f"{WEIGHTS} {MODEL}", "stale undelivered unexplained", SAMPLER, steps=4
-    ),
-    _kind("adapter twice", _adapter(2.0), f"{MODEL} {WEIGHTS}", "undelivered unexplained", SAMPLER, steps=8),
-    _kind("adapter unmerged", _adapter(0.0), f"{MODEL} {WEIGHTS}", "undelivered unexplained", SAMPLER, steps=8),
-    _kind(
-        "adapter of another rank",
-        _adapter(1.0, RANK // 2),
-        f"{MODEL} {WEIGHTS}",
-        "undelivered unexplained",
-        SAMPLER,
-        steps=8,
-    ),
-    _kind(
-        "stale prefix cache",
-        _stale_cache,
-        WEIGHTS,
-        "stale-cache",
-        SAMPLER,
-        detector=True,
-        steps=6,
-        layouts=("jsonl", "parquet"),
-    ),
+    _aging("stale prefix cache", _stale_cache, WEIGHTS, "stale-cache", 6, detector=True, layouts=VERSIONED),
     _model(
         "8-bit cache from a position on",
         [{"cache_bits_from": v} for v in (90, 60, 0)],

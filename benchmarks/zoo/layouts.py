@@ -1,12 +1,9 @@
-"""Data sets in the files that trainers write: one file for each step, its rows by the trainer's layout."""
+"""Data sets in the files of every trainer: one file for each step, columns by the layouts that the diagnosis reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from trimtab.diagnosis.reading.layouts import LAYOUTS, Layout
 from zoo.computed import DataSet
 
 DIGITS, PAD = 7, 151_643
@@ -26,173 +24,91 @@ quantize = "{bits}"
 dtype = "bfloat16"
 autocast = "none"
 """
-Row = SimpleNamespace
-"""One response: prompt, ids, b, p, n (its length), step, group, question, reward, advantage, more (further columns)."""
-
-
-def rows_of(data: DataSet, *, rescored: bool) -> list[Row]:
-    stream, kept = data.stream, data.stream.rows
-    members = int(np.sum(kept["group"] == 0))
-    reward = kept["reward"].reshape(-1, members)
-    advantage = ((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-6)).round(6).ravel()
-    names = ["ids", "behavior", "trainer", "rescored", *(["version"] if "version" in stream.tokens else [])]
-    flat = {name: stream[name] for name in names}
-    flat = {name: (x.round(DIGITS) if x.dtype.kind == "f" else x).tolist() for name, x in flat.items()}
-    rows = []
-    for number, (begin, end) in enumerate(pairwise(stream.starts)):
-        own = {name: values[begin:end] for name, values in flat.items()}
-        more = {"logp_rescored": own["rescored"]} if rescored else {}
-        if "version" in own:
-            more |= {"policy_version": own["version"], "proximal_version": int(kept["proximal_version"][number])}
-        if data.sides.settings:
-            more["sampling"] = {"temperature": 1.0, "top_p": 1.0, **data.sides.settings}
-        rows.append(
-            Row(
-                prompt=data.prompts[number].tolist(),
-                ids=own["ids"],
-                b=own["behavior"],
-                p=own["trainer"],
-                n=int(end - begin),
-                step=int(kept["step"][number]),
-                group=int(kept["group"][number]),
-                question=int(kept["prompt"][number]),
-                reward=float(kept["reward"][number]),
-                advantage=float(advantage[number]),
-                more=more,
-            )
-        )
-    return rows
-
-
-def _trimtab(row: Row, _width: int) -> dict[str, Any]:
-    return {
-        "step": row.step,
-        "group": row.group,
-        "prompt_id": f"q{row.question}",
-        "prompt_ids": row.prompt,
-        "response_ids": row.ids,
-        "logp_behavior": row.b,
-        "logp_proximal": row.p,
-        "reward": row.reward,
-        "advantage": row.advantage,
-        **row.more,
-    }
-
-
-def _verl(row: Row, width: int) -> dict[str, Any]:
-    pad = width - len(row.prompt) - row.n
-    mask = [1] * row.n + [0] * pad
-    return {
-        "input": f"question {row.question}",
-        "output": "text",
-        "score": row.reward,
-        "step": row.step,
-        "uid": str(row.group),
-        "responses": row.ids + [PAD] * pad,
-        "response_mask": mask,
-        "attention_mask": mask,
-        "rollout_log_probs": row.b + [-1.0] * pad,
-        "old_log_probs": row.p + [0.0] * pad,
-        "advantages": [row.advantage] * len(mask),
-    }
-
-
-def _trl(row: Row, width: int) -> dict[str, Any]:
-    pad = width - len(row.prompt) - row.n
-    return {
-        "step": row.step,
-        "prompt": f"question {row.question}",
-        "completion": " ".join(map(str, row.ids)),
-        "reward": row.reward,
-        "advantage": row.advantage,
-        "completion_ids": row.ids + [PAD] * pad,
-        "completion_mask": [1] * row.n + [0] * pad,
-        "sampling_per_token_logps": row.b + [0.0] * pad,
-        "old_per_token_logps": row.p + [-1.5] * pad,
-    }
-
-
-def _prime_rl(row: Row, _width: int) -> dict[str, Any]:
-    before, total = len(row.prompt), len(row.prompt) + row.n
-    return {
-        "schema_version": 1,
-        "step": row.step,
-        "rank": 0,
-        "token_ids": row.prompt + row.ids,
-        "position_ids": list(range(total)),
-        "loss_mask": [False] * before + [True] * row.n,
-        "advantages": [row.advantage] * total,
-        "inference_logprobs": [0.0] * before + row.b,
-        "trainer_logprobs": [-2.0] * before + row.p,
-    }
-
-
-def _nemo_rl(row: Row, width: int) -> dict[str, Any]:
-    before, pad = len(row.prompt), width - len(row.prompt) - row.n
-    return {
-        "content": [["user", "assistant"]],
-        "rewards": [row.reward],
-        "input_lengths": [before + row.n],
-        "token_ids": [row.prompt + row.ids + [0] * pad],
-        "token_loss_mask": [[0] * before + [1] * row.n + [0] * pad],
-        "sample_loss_mask": [1.0],
-        "advantages": [[row.advantage] * width],
-        "generation_logprobs": [[0.0] * before + row.b + [0.0] * pad],
-        "prev_logprobs": [[-2.0] * before + row.p + [-20.0] * pad],
-    }
-
-
-def _miles(row: Row, _width: int) -> dict[str, Any]:
-    return {
-        "tokens": torch.tensor(row.prompt + row.ids),
-        "response_lengths": row.n,
-        "loss_masks": torch.ones(row.n, dtype=torch.int),
-        "rollout_log_probs": torch.tensor(row.b),
-        "log_probs": torch.tensor(row.p),
-        "raw_reward": row.reward,
-        "advantages": torch.full((row.n,), row.advantage),
-        **({"weight_versions": [str(row.more["policy_version"][0])]} if "policy_version" in row.more else {}),
-    }
-
-
-LAYOUTS: Mapping[str, tuple[str, Callable[[Row, int], dict[str, Any]]]] = {
-    "jsonl": ("tokens-{}.jsonl", _trimtab),
-    "parquet": ("trajectories/step-{:06d}.parquet", _trimtab),
-    "verl": ("tokens-{}.jsonl", _verl),
-    "trl": ("completions_{:05d}.parquet", _trl),
-    "prime-rl": ("token_exports/step_{}/rank_0.jsonl", _prime_rl),
-    "nemo-rl": ("train_data_step{}.jsonl", _nemo_rl),
-    "miles": ("train_data/{}_0.pt", _miles),
+FILES = {
+    "trimtab": "trajectories/step-{:06d}.parquet",
+    "jsonl": "tokens-{}.jsonl",
+    "verl": "tokens-{}.jsonl",
+    "trl": "completions_{:05d}.parquet",
+    "prime-rl": "token_exports/step_{}/rank_0.jsonl",
+    "nemo-rl": "train_data_step{}.jsonl",
+    "miles": "train_data/{}_0.pt",
 }
-"""Name of the file of a step and its rows, by trainer."""
+"""The file of a step by trainer; `jsonl` has Trimtab's columns."""
 
 
 def layout_of(data: DataSet, seed: int = 0) -> str:
-    """The layout of a data set: another one for each kind, strength and size."""
-    names = data.kind.layouts or tuple(LAYOUTS)
+    """The trainer whose files a data set is written as: another one for each kind, strength and size."""
+    names = data.kind.layouts or tuple(FILES)
     return names[(sum(data.kind.name.encode()) + 3 * data.level + data.tokens // 600 + seed) % len(names)]
 
 
-def write(data: DataSet, folder: Path, layout: str, *, rescored: bool = False) -> Path:
-    """Writes a data set in one of `LAYOUTS` and returns what to diagnose. rescored: with the right model's column."""
-    name, columns = LAYOUTS[layout]
-    rows = rows_of(data, rescored=rescored)
-    for step in sorted({row.step for row in rows}):
-        part = [row for row in rows if row.step == step]
-        width = max(len(row.prompt) + row.n for row in part)
-        path = folder / name.format(step)
+def write(data: DataSet, folder: Path, name: str, *, rescored: bool = False) -> Path:
+    """Writes a data set as one of `FILES` and returns what to diagnose. rescored: with the right model's column."""
+    layout = LAYOUTS[{"jsonl": "trimtab"}.get(name, name)]
+    stream = data.stream
+    lengths = stream.rows["prompt_length"] * layout.whole + stream.lengths
+    for step in np.unique(stream.rows["step"]):
+        members = np.flatnonzero(stream.rows["step"] == step)
+        width = int(lengths[members].max()) if layout.padded else 0
+        rows = [_row(data, layout, number, width, rescored=rescored) for number in members.tolist()]
+        path = folder / FILES[name].format(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _save(path, [columns(row, width) for row in part], step)
-    if data.kind.recipe and layout == "parquet":
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        elif path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            columns = {key: [_tensor(row[key]) for row in rows] for key in rows[0]}
+            torch.save({"rollout_id": int(step), "rank": 0, "rollout_data": columns, "cp_size": 1}, path)
+    if data.kind.recipe:
         (folder / "config.toml").write_text(RECIPE.format(bits=data.kind.recipe))
     return folder
 
 
-def _save(path: Path, rows: Sequence[dict[str, Any]], step: int) -> None:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        torch.save({"rollout_id": step, "rank": 0, "rollout_data": columns, "cp_size": 1}, path)
+def _row(data: DataSet, layout: Layout, number: int, width: int, *, rescored: bool) -> dict[str, Any]:
+    """One response. Padding and untrained prompts hold the constants that trainers write there."""
+    stream, prompt = data.stream, data.prompts[number].tolist()
+    begin, end = stream.starts[number : number + 2]
+    count = int(end - begin)
+    before = len(prompt) if layout.whole else 0
+    after = max(0, width - before - count)
+
+    def spread(values: list[Any], first: Any, last: Any) -> list[Any]:
+        return [first] * before + values + [last] * after
+
+    def floats(name: str) -> list[float]:
+        return stream[name][begin:end].round(DIGITS).tolist()
+
+    own = {name: values[number].item() for name, values in stream.rows.items()}
+    whole_ids = prompt if layout.whole or layout.framework == "miles" else []
+    trainer = spread(floats("trainer"), -2.0, 0.0)
+    per_token = layout.framework not in ("trimtab", "trl")
+    roles: dict[str, Any] = {
+        "logp_behavior": spread(floats("behavior"), 0.0, -1.0),
+        "logp_proximal" if "logp_proximal" in layout.columns else "logp_current": trainer,
+        "response_ids": whole_ids + stream["ids"][begin:end].tolist() + [PAD] * after,
+        "loss_mask": spread([True] * count, False, False),
+        "padding_mask": spread([True] * count, True, False),
+        "response_length": count,
+        "prompt_length": len(prompt),
+        "step": own["step"],
+        "group": f"group {own['group']}",
+        "prompt": f"question {own['prompt']}",
+        "reward": own["reward"],
+        "advantage": spread([own["advantage"]] * count, 0.0, 0.0) if per_token else own["advantage"],
+        "sample_id": number,
+        "sample_mask": 1.0,
+    }
+    if data.sides.settings:
+        roles["sampling"] = {"temperature": 1.0, "top_p": 1.0, **data.sides.settings}
+    row = {names[0]: roles[role] for role, names in layout.columns.items() if role in roles}
+    if "version" in stream.tokens:
+        row["policy_version"] = spread(stream["version"][begin:end].tolist(), 0, 0)
+        row["proximal_version"] = own["proximal_version"]
+    if rescored:
+        row["logp_rescored"] = spread(floats("rescored"), 0.0, 0.0)
+    return {key: [value] for key, value in row.items()} if layout.framework == "nemo-rl" else row
+
+
+def _tensor(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, list) else value
