@@ -89,7 +89,9 @@ Share right by number of tokens, over all bases and strengths.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="every base with 200,000 tokens, and more seeds")
+    parser.add_argument(
+        "--full", action="store_true", help="every base with 200,000 tokens, more seeds, larger computed data"
+    )
     parser.add_argument("--page", type=Path, default=Path(__file__).parents[1] / "docs" / "results" / "diagnosis.md")
     parser.add_argument(
         "--computed-page", type=Path, default=Path(__file__).parents[1] / "docs" / "results" / "diagnosis-held-out.md"

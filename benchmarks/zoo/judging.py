@@ -12,7 +12,7 @@ from typing import Any
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
-from zoo.kinds import KINDS, MODEL, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
+from zoo.kinds import HEALTHY, KINDS, MODEL, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
 from zoo.layouts import layout_of, write
 from zoo.plants import REFUSED
 from zoo.tables import LARGE, SURE, percent, table
@@ -38,11 +38,12 @@ CONSIDERED = 3
 @dataclass(frozen=True)
 class Said:
     """What a diagnosis says. first: the first cause, `none` or `refused`; kind: of answer (healthy, proven, fits,
-    differential). families: of the candidates, most likely first. wrong: the side that a rescored column accuses."""
+    differential). families: of the candidates, most likely first. wrong: the side that a rescored column accuses.
+    texts: all that is said.
+    """
 
     first: str
     confidence: float
-    names: tuple[str, ...] = ()
     kind: str = ""
     families: tuple[str, ...] = ()
     wrong: str = ""
@@ -104,13 +105,12 @@ def read(diagnosis: Any) -> Said:
         if kind in ("healthy", "proven", "fits"):
             families = (*(FAMILY[name] for name in names[:1] or (NOTHING,) if name in FAMILY), *families)
     first, confidence = (names[0], causes[0].confidence) if causes else (NOTHING, 1.0)
-    texts = " ".join([text for _, text in answer.verdict])
-    return Said(first, confidence, names, kind, families, getattr(answer, "wrong_side", ""), texts)
+    return Said(first, confidence, kind, families, getattr(answer, "wrong_side", ""), repr(answer))
 
 
 def said_of(path: Path) -> Said:
     diagnosis = diagnosed(path)
-    return Said(REFUSED, 1.0, (REFUSED,), families=(VALUES,)) if diagnosis is None else read(diagnosis)
+    return Said(REFUSED, 1.0, families=(VALUES,)) if diagnosis is None else read(diagnosis)
 
 
 @dataclass(frozen=True)
@@ -128,25 +128,25 @@ class Cell:
 
 
 def plan(*, full: bool, seed: int = 0) -> list[Cell]:
-    """Every kind at three strengths with 600 and 5,000 tokens and at one with 50,000; healthy kinds more often.
+    """Every kind at three strengths with 5,000 and 600 tokens; healthy kinds more often.
 
-    full: 200,000 tokens as well.
+    full: at one strength with 50,000 tokens as well, and every eighth kind with 200,000.
     """
-    sizes = (50_000, 200_000) if full else (50_000,)
-    small = [(tokens, level) for tokens in (600, 5_000) for level in range(3)]
-    cells = [Cell(kind, level, tokens, 10 * seed, tokens >= LARGE) for kind in KINDS for tokens, level in small]
+    sizes = [(tokens, level) for tokens in (5_000, 600) for level in range(3)]
+    cells = [Cell(kind, level, tokens, 10 * seed, tokens >= LARGE) for tokens, level in sizes for kind in KINDS]
     for more in range(1, 1 + REPEATED):
-        cells += [
-            Cell(kind, level, tokens, 10 * seed + more) for kind in KINDS if kind.healthy for tokens, level in small
-        ]
+        cells += [Cell(kind, level, tokens, 10 * seed + more) for tokens, level in sizes for kind in HEALTHY]
     cells += [Cell(kind, 1, 0, rescored=True) for kind in KINDS if measured(kind) is not None]
-    return cells + [Cell(kind, 1, tokens, 10 * seed) for kind in KINDS for tokens in sizes]
+    if full:
+        cells += [Cell(kind, 1, 50_000, 10 * seed) for kind in KINDS]
+        cells += [Cell(kind, 1, 200_000, 10 * seed) for kind in KINDS[::8]]
+    return cells
 
 
 def described(one: Judged) -> str:
     where = f"{one.layout} on {one.base}, {one.tokens:,} tokens, strength {one.level}, k3 {one.k3:.1e}"
     nothing = ", nothing has to be repaired" if one.said.repairs_nothing else ""
-    return f"{one.kind.name} ({where}): {one.said.first} {one.said.confidence:.2f}{nothing}"
+    return f"{one.kind.name} ({where}): {one.said.kind} {one.said.first} {one.said.confidence:.2f}{nothing}"
 
 
 def judge(cell: Cell) -> Judged:
@@ -161,12 +161,14 @@ def judge(cell: Cell) -> Judged:
 
 
 def _share(results: Sequence[Judged], which: Callable[[Judged], bool]) -> str:
-    count = sum(map(which, results))
-    return f"{percent(count / len(results))} of {len(results)}" if results else "-"
+    """The share of data sets, each kind with the same weight."""
+    parts = [[which(one) for one in results if one.kind is kind] for kind in KINDS]
+    shares = [sum(part) / len(part) for part in parts if part]
+    return f"{percent(sum(shares) / len(shares))} of {len(shares)} kinds" if shares else "-"
 
 
 def goals(results: Sequence[Judged]) -> str:
-    """The goals over all kinds and over each half."""
+    """The goals over all kinds and over each half; a kind counts, not a data set."""
     faulty = lambda part: [one for one in part if not one.kind.healthy]  # noqa: E731
     proven = lambda part: [one for one in part if one.kind.detector and one.tokens >= LARGE and not one.outweighed]  # noqa: E731
     tried = lambda part: [one for one in faulty(part) if one.rescored is not None]  # noqa: E731

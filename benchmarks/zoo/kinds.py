@@ -348,7 +348,7 @@ FAULTS = (
         "temperature truncated-sampling",
     ),
     _settings("banned ids", [{"banned": v} for v in (1, 4, 16)], "truncated-sampling"),
-    _kind("routing", _routing, ROUTING, "routing", NEITHER, detector=True, intended=True),
+    _kind("routing", _routing, ROUTING, "routing", NEITHER, detector=True),
     _kind("padding constant trained", _filled(-1.0, (0.01, 0.03, 0.1)), VALUES, "placeholder", SAMPLER, detector=True),
     _kind("values above 0", _above_zero, VALUES, "unexplained refused placeholder", TRAINER),
     _kind(
