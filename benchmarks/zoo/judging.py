@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.pages.numbers import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
@@ -71,7 +72,8 @@ class Judged:
 
     @property
     def accepted(self) -> frozenset[str]:
-        return self.kind.accepted | ({NOTHING, "precision"} if self.outweighed else set())
+        unproven = self.kind.possible if self.said.confidence < SURE else frozenset()
+        return self.kind.accepted | unproven | ({NOTHING, "precision"} if self.outweighed else set())
 
     @property
     def right(self) -> bool:
@@ -222,7 +224,7 @@ def kinds(results: Sequence[Judged]) -> str:
                 kind.name,
                 half(kind.name),
                 str(len(part)),
-                f"{min(one.k3 for one in part):.0e} to {max(one.k3 for one in part):.0e}",
+                short_exponent(f"{min(one.k3 for one in part):.0e} to {max(one.k3 for one in part):.0e}"),
                 percent(sum(one.right for one in part) / len(part)),
                 percent(sum(one.sure_and_wrong for one in part) / len(part)),
                 percent(sum(one.among(one.said, CONSIDERED) for one in part) / len(part)),

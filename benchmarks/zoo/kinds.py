@@ -55,16 +55,18 @@ class Kind:
     """A kind of fault.
 
     sides: what differs at a strength (0 to 2) in a step. families: those of which one should be among the first
-    candidates. accepted: first causes that count as right. wrong: the side at fault. detector: whether the diagnosis
-    can prove it. intended: whether it may be said that nothing has to be repaired. steps: of data sets with 5,000
-    tokens and more. layouts: file formats; empty for all. base: of the noise, empty for several. recipe: states the
-    quantization of the sampler.
+    candidates. accepted: first causes that count as right; possible: those that do with a confidence below 0.7. wrong:
+    the side at fault, empty where it changes with the strength. detector: whether the diagnosis can prove it.
+    intended: whether it may be said that nothing has to be repaired. steps: of data sets with 5,000 tokens and more.
+    layouts: file formats; empty for all. base: of the noise, empty for several. recipe: states the quantization of the
+    sampler.
     """
 
     name: str
     sides: Callable[[int, int], Sides]
     families: frozenset[str]
     accepted: frozenset[str]
+    possible: frozenset[str]
     wrong: str
     detector: bool = False
     intended: bool = False
@@ -86,7 +88,9 @@ def half(name: str) -> str:
 def _kind(name: str, sides: Callable[..., Sides], families: str, accepted: str, wrong: str, **more: object) -> Kind:
     takes_step = sides.__code__.co_argcount == 2
     both = sides if takes_step else (lambda level, _step: sides(level))
-    return Kind(name, both, frozenset(families.split()), frozenset(accepted.split()), wrong, **more)  # type: ignore[arg-type]
+    first = {cause.rstrip("?"): cause.endswith("?") for cause in accepted.split()}
+    sure, possible = (frozenset(cause for cause, doubt in first.items() if doubt == one) for one in (False, True))
+    return Kind(name, both, frozenset(families.split()), sure, possible, wrong, **more)  # type: ignore[arg-type]
 
 
 def _model(
@@ -108,7 +112,7 @@ def _formula(level: int) -> Sides:
 
 
 def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
-    return _kind(name, sides, MODEL, "unexplained long-context", TRAINER)
+    return _kind(name, sides, MODEL, "unexplained long-context?", TRAINER)
 
 
 def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
@@ -117,7 +121,7 @@ def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
     def sides(level: int) -> Sides:
         return Sides(prompts=lambda prompt: change(prompt, level))
 
-    return _kind(name, sides, "model prompt values", "unexplained misaligned retokenized", TRAINER)
+    return _kind(name, sides, "model prompt values", "unexplained misaligned? retokenized?", TRAINER)
 
 
 def _aging(name: str, sides: Callable[..., Sides], families: str, accepted: str, steps: int, **more: object) -> Kind:
@@ -171,7 +175,8 @@ def _settings(
         return Sides(process=settings(**values[level]), settings=shown, raw=raw)  # type: ignore[arg-type]
 
     layouts = ("jsonl",) if stated else ()
-    return _kind(name, sides, SAMPLING, "unexplained " + accepted, SAMPLER, detector=detector, layouts=layouts)
+    doubt = "" if detector else "unexplained "
+    return _kind(name, sides, SAMPLING, doubt + accepted, SAMPLER, detector=detector, layouts=layouts)
 
 
 # Weights, adapters, caches.
@@ -216,7 +221,7 @@ def _quantized(name: str, bits: str, *, stated: bool = False) -> Kind:
         name,
         lambda _level: Sides(sampler=How(bits=bits)),
         QUANTIZED,
-        "quantized" if stated else "quantized unexplained",
+        "quantized" if stated else "quantized? unexplained",
         SAMPLER,
         detector=stated,
         intended=stated,
@@ -275,24 +280,24 @@ HEALTHY = (
 """Kinds without a fault."""
 
 FAULTS = (
-    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "long-context"),
-    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "long-context"),
-    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "long-context"),
-    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context"),
-    _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context"),
-    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature"),
-    _kind("soft cap formula", _formula, MODEL, "unexplained temperature", TRAINER),
+    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "long-context? quantized?"),
+    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "long-context? quantized?"),
+    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "long-context? quantized?"),
+    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context? quantized?"),
+    _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context? quantized?"),
+    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?"),
+    _kind("soft cap formula", _formula, MODEL, "unexplained temperature?", TRAINER),
     _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{MODEL} {SAMPLING}"),
     _model("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),
-    _model("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature"),
-    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized", f"{MODEL} {WEIGHTS}"),
-    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered stale", f"{MODEL} {WEIGHTS}"),
-    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered stale", f"{MODEL} {WEIGHTS}"),
+    _model("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature?"),
+    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{MODEL} {WEIGHTS}"),
+    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
+    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
     _model("dropout", [{"dropout": v} for v in (0.01, 0.03, 0.1)], wrong=TRAINER),
     _model(
         "padded vocabulary",
         [{"padded": v} for v in (16, 64, 256)],
-        "truncated-sampling",
+        "truncated-sampling?",
         f"{MODEL} {SAMPLING}",
         wrong=TRAINER,
     ),
@@ -304,9 +309,9 @@ FAULTS = (
     _prompt("prompt cut", lambda prompt, level: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
     _aging("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
     _aging("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
-    _aging("old weights, no versions", _old(None), f"{WEIGHTS} {MODEL}", "stale undelivered unexplained", 4),
+    _aging("old weights, no versions", _old(None), f"{WEIGHTS} {MODEL}", "stale undelivered? unexplained", 4),
     *(
-        _aging(name, _adapter(scale, rank), f"{MODEL} {WEIGHTS}", "undelivered unexplained", 8)
+        _aging(name, _adapter(scale, rank), f"{MODEL} {WEIGHTS}", "undelivered? unexplained", 8)
         for name, scale, rank in (
             ("adapter twice", 2.0, RANK),
             ("adapter unmerged", 0.0, RANK),
@@ -317,7 +322,7 @@ FAULTS = (
     _model(
         "8-bit cache from a position on",
         [{"cache_bits_from": v} for v in (90, 60, 0)],
-        "quantized long-context",
+        "quantized? long-context?",
         f"{QUANTIZED} {MODEL}",
     ),
     _quantized("int8 weights, stated", "int8", stated=True),
@@ -347,7 +352,7 @@ FAULTS = (
         ],
         "temperature truncated-sampling",
     ),
-    _settings("banned ids", [{"banned": v} for v in (1, 4, 16)], "truncated-sampling"),
+    _settings("banned ids", [{"banned": v} for v in (1, 4, 16)], "truncated-sampling?"),
     _kind("routing", _routing, ROUTING, "routing", NEITHER, detector=True),
     _kind("padding constant trained", _filled(-1.0, (0.01, 0.03, 0.1)), VALUES, "placeholder", SAMPLER, detector=True),
     _kind("values above 0", _above_zero, VALUES, "unexplained refused placeholder", TRAINER),
