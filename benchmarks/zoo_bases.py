@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from routing import draw
 from trimtab.trainer import environments, tasks
@@ -321,40 +320,25 @@ def measure_vllm() -> None:
     save("vllm-bfloat16.plain", stream(responses, trainer, TEXT, conditions=True))
 
 
-def _attention(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling *= 1.05
-
-
 def _theta(model: Any) -> None:
     rotary = model.model.rotary_emb
     rotary.inv_freq = 50_000 ** (-torch.arange(0, 64, 2) / 64)
 
 
-def _disturbed(weight: Tensor, size: float) -> torch.nn.Parameter:
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(7))
-    return torch.nn.Parameter(weight + size * weight.std() * noise, requires_grad=False)
-
-
-def _untied(model: Any) -> None:
-    model.lm_head.weight = _disturbed(model.lm_head.weight, 0.05)
-
-
 def _one_layer(model: Any) -> None:
+    random = torch.Generator().manual_seed(7)
     for module in model.model.layers[15].modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight = _disturbed(module.weight, 0.1)
+            noise = torch.randn(module.weight.shape, generator=random)
+            module.weight.data += 0.1 * module.weight.std() * noise
 
 
-CHANGED: dict[str, Callable[[Any], None]] = {
-    "rope: base": _theta,
-    "attention scale": _attention,
-    "output matrix untied": _untied,
-    "one layer old": _one_layer,
+CHANGED: dict[str, tuple[Callable[[Any], None], int]] = {
+    "rope: base": (_theta, 0),
+    "one layer old": (_one_layer, 0),
+    "another template": (lambda _model: None, 22),
 }
-PROMPTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "another template": lambda prompt: prompt[22:],  # without the system message
-}
+"""What is changed in the model, and how many tokens before the question (the system message) are left out, by kind."""
 
 
 @torch.inference_mode()
@@ -365,18 +349,18 @@ def measure_computed() -> None:
     ids = np.split(sampled["ids"], sampled.starts[1:-1])
     asked = [prose()[number].ids for number in sampled.rows["prompt"]]
     found = {"behavior": sampled["behavior"], "trainer": sampled["trainer"]}
-    for name in (*CHANGED, *PROMPTS):
+    for name, (change, first) in CHANGED.items():
         model = plain_model(smollm2().model)
-        CHANGED.get(name, lambda _model: None)(model)
+        change(model)
         parts = []
-        for prompt, response in zip(map(PROMPTS.get(name, np.array), asked), ids, strict=True):
-            row = torch.from_numpy(np.append(prompt, response))
+        for prompt, response in zip(asked, ids, strict=True):
+            row = torch.from_numpy(np.append(prompt[first:], response))
             scores = model(row[None, :-1], logits_to_keep=len(response)).logits[0]
             logps = torch.log_softmax(scores.double(), -1)
             parts.append(logps.gather(1, row[-len(response) :, None])[:, 0].numpy())
         found[name] = np.concatenate(parts)
         print(name, sampled.changed(trainer=found[name]).k3, flush=True)
-    save("computed/smollm2", sampled.changed(**found))
+    save("computed/smollm2", Stream(sampled.starts, {"ids": sampled["ids"], **found}, sampled.rows))
 
 
 MEASURED: dict[str, Callable[[], None]] = {
