@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/zoo_bases.py [NAME ...]
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/zoo_bases.py vllm
 
-NAME is one of laboratory, drift, mixture, smollm2, settings, tools, trained, vllm; without one all but vllm are
-measured, in half an hour on one idle core. A stream is named by base, kind and strength, as `zoo.synthetic` names its
+NAME is one of laboratory, drift, mixture, smollm2, settings, tools, trained, computed, vllm; without one all but vllm
+are measured, in an hour on one idle core. A stream is named by base, kind and strength, as `zoo.synthetic` names its
 own:
 
 * plain: sampled at temperature 1; cold: at another; cut: with top-p; turns: with a tool and its results
 * aged: of weights some updates old, with their versions; steps: of weights that never arrive, while versions say so
 * cached: of new weights over keys and values that old weights left in the prefix cache
+* computed: other trainers, each with one thing changed, beside the right one
 * routed: a mixture of experts, with the trainer's log-probs under the sampler's experts beside its own
 """
 
@@ -38,6 +39,7 @@ from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Problem, Prompt, SamplingParams
 from turns import MAX_TOKENS, SHOWN, nails
+from zoo.bases import FOLDER, read
 from zoo.measuring import (
     Response,
     Training,
@@ -318,6 +320,49 @@ def measure_vllm() -> None:
     save("vllm-bfloat16.plain", stream(responses, trainer, TEXT, conditions=True))
 
 
+def _theta(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = 50_000 ** (-torch.arange(0, 64, 2) / 64)
+
+
+def _one_layer(model: Any) -> None:
+    random = torch.Generator().manual_seed(7)
+    for module in model.model.layers[15].modules():
+        if isinstance(module, torch.nn.Linear):
+            noise = torch.randn(module.weight.shape, generator=random)
+            module.weight.data += 0.1 * module.weight.std() * noise
+
+
+CHANGED: dict[str, tuple[Callable[[Any], None], int]] = {
+    "rope: base": (_theta, 0),
+    "one layer old": (_one_layer, 0),
+    "another template": (lambda _model: None, 22),
+}
+"""What is changed in the model, and how many tokens before the question (the system message) are left out, by kind."""
+
+
+@torch.inference_mode()
+def measure_computed() -> None:
+    """A sixth of the responses of `smollm2` in bfloat16, scored by trainers with one thing changed (`zoo.kinds`)."""
+    whole = read(FOLDER / "smollm2-bfloat16.plain.parquet")
+    sampled = whole.take(np.arange(0, whole.responses, 6))
+    ids = np.split(sampled["ids"], sampled.starts[1:-1])
+    asked = [prose()[number].ids for number in sampled.rows["prompt"]]
+    found = {"behavior": sampled["behavior"], "trainer": sampled["trainer"]}
+    for name, (change, first) in CHANGED.items():
+        model = plain_model(smollm2().model)
+        change(model)
+        parts = []
+        for prompt, response in zip(asked, ids, strict=True):
+            row = torch.from_numpy(np.append(prompt[first:], response))
+            scores = model(row[None, :-1], logits_to_keep=len(response)).logits[0]
+            logps = torch.log_softmax(scores.double(), -1)
+            parts.append(logps.gather(1, row[-len(response) :, None])[:, 0].numpy())
+        found[name] = np.concatenate(parts)
+        print(name, sampled.changed(trainer=found[name]).k3, flush=True)
+    save("computed/smollm2", Stream(sampled.starts, {"ids": sampled["ids"], **found}, sampled.rows))
+
+
 MEASURED: dict[str, Callable[[], None]] = {
     "laboratory": measure_laboratory,
     "drift": measure_drift,
@@ -326,6 +371,7 @@ MEASURED: dict[str, Callable[[], None]] = {
     "settings": measure_settings,
     "tools": measure_tools,
     "trained": measure_trained,
+    "computed": measure_computed,
     "vllm": measure_vllm,
 }
 

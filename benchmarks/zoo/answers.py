@@ -9,7 +9,7 @@ from pathlib import Path
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.pipeline import examine
-from trimtab.diagnosis.records import Cause, Recommendation
+from trimtab.diagnosis.records import Recommendation
 from trimtab.errors import TrimtabError
 from zoo.plants import REFUSED
 from zoo.streams import Stream
@@ -34,17 +34,20 @@ class Answer:
 def answer(stream: Stream, file: Path, *, bare: bool = False, without: Collection[str] = ()) -> Answer:
     """Writes the stream to `file` and diagnoses it. `without`: causes that the diagnosis must not know."""
     stream.write(file, bare=bare)
-    try:
-        causes, step = _verdict(file, without)
-    except TrimtabError:
+    found = diagnosed(file, without)
+    if found is None:
         return Answer(REFUSED, 1.0, (REFUSED,))
+    causes, step = found.causes, found.answer.verdict[-1][1]
     if not causes:
         return Answer(NONE, 1.0, (), step)
     return Answer(causes[0].name, causes[0].confidence, tuple(cause.name for cause in causes), step)
 
 
-def _verdict(file: Path, without: Collection[str]) -> tuple[tuple[Cause, ...], str]:
-    """The causes of a file and the first step; without trying presets, which takes most of the time."""
-    measured, _ = examine([file], None, {}, lambda _activity, _tokens: None, without)
-    causes = find_causes(measured, without)
-    return causes, Diagnosis(measured, causes, (), Recommendation("a preset", {}, "")).answer.verdict[-1][1]
+def diagnosed(path: Path, without: Collection[str] = ()) -> Diagnosis | None:
+    """The diagnosis of a file or folder without trying presets, which takes most of the time; None if refused."""
+    try:
+        measured, _ = examine([path], None, {}, lambda _activity, _tokens: None, without)
+        causes = find_causes(measured, without)
+    except TrimtabError:
+        return None
+    return Diagnosis(measured, causes, (), Recommendation("a preset", {}, ""))

@@ -142,8 +142,8 @@ def save(name: str, measured: Stream) -> None:
     columns |= {key: pa.array(values.astype(np.int32)) for key, values in measured.rows.items()}
     table = pa.table(columns)
     floats = [f"{key}.list.element" for key, values in measured.tokens.items() if values.dtype.kind == "f"]
-    FOLDER.mkdir(exist_ok=True)
     file = FOLDER / f"{name}.parquet"
+    file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(
         table,
         file,

@@ -133,7 +133,7 @@ class Stream:
                 prompts = self.rows["prompt"]
                 lengths = self.rows.get("prompt_length", np.full(self.responses, 12))
                 columns["prompt_id"] = pa.array([f"prompt-{number}" for number in prompts])
-                columns["prompt_ids"] = pa.array([_prompt(*item) for item in zip(prompts, lengths, strict=True)])
+                columns["prompt_ids"] = pa.array([prompt_ids(*item) for item in zip(prompts, lengths, strict=True)])
             for name in ("step", "proximal_version"):
                 if name in self.rows:
                     columns[name] = pa.array(self.rows[name])
@@ -161,7 +161,7 @@ def joined(parts: list[Stream]) -> Stream:
     return Stream(starts, tokens, rows)
 
 
-def _prompt(number: int, length: int) -> list[int]:
+def prompt_ids(number: int, length: int) -> list[int]:
     """The ids of a prompt: a prefix that all prompts share, then ids of its own."""
     own = max(2, length - SHARED_PREFIX)
     return [*range(1, length - own + 1), 1000 + number // 1000, *[2000 + number % 1000] * (own - 1)]

@@ -56,7 +56,7 @@ ROWS = {
     "corrections": Row("--rounds 1 --rows 32", "speed .*x verl", made_by="bench-install"),
     "corpus": Row("score $OUT", "found first"),
     "diagnose": Row("--tokens 20000 --folder $OUT", "peak, GB"),
-    "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied", r"copied \| 100%"),
+    "diagnosis_zoo": Row("--bases smollm2-bfloat16 --plants copied --kinds top-k", r"copied \| 100%"),
     "early_warnings": Row("--seeds 1 --steps 20 --out $OUT", "report, runs that do not collapse: .*healthy"),
     "engines": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "relative to vLLM", made_by="vllm-cpu"),
     "fair_map": Row(

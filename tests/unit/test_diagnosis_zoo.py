@@ -141,3 +141,72 @@ def test_only_a_lag_that_versions_state_needs_no_repair(tmp_path: Path) -> None:
     stated = run(Cell(exact_bases()[1], stale, 1, 5_000), tmp_path / "cell.parquet")
     assert stated is not None
     assert stated.answer.step.startswith("Nothing has to be repaired; use the correction")
+
+
+@functools.cache
+def computed(name: str, level: int = 2) -> Any:
+    from zoo.computed import compute
+    from zoo.kinds import KINDS
+
+    return compute(next(kind for kind in KINDS if kind.name == name), level, 600)
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        ("rope: base", "trainer"),
+        ("packed sequences attend", "trainer"),
+        ("undelivered", "sampler"),
+        ("top-k", "sampler"),
+    ],
+)
+def test_a_computed_fault_is_on_one_side(name: str, side: str) -> None:
+    data = computed(name)
+    other = {"trainer": "behavior", "sampler": "trainer"}[side]
+    right = data.stream["rescored"]
+    assert data.wrong == side
+    assert data.stream.changed(trainer=right, behavior=data.stream[other]).k3 < 3 * data.noise + 1e-6
+    assert data.stream.k3 > 10 * data.noise
+
+
+def test_computed_tokens_are_drawn_from_what_the_sampler_reports() -> None:
+    for name in ("int8 weights", "attention scale", "dropout"):
+        stream = computed(name, 0).stream
+        assert abs(excess(stream, "trainer", "behavior")) < Z
+
+
+def test_settings_of_the_sampler_act_as_they_say() -> None:
+    import torch
+
+    from zoo.kinds import settings
+
+    z, seen = torch.tensor([[2.0, 1.0, -1.0, 0.0]]), torch.tensor([[1.0, 0, 1, 0]])
+    inf = torch.inf
+    assert settings(repetition=2.0)(z, seen).tolist() == [[1.0, 1.0, -2.0, 0.0]]
+    assert settings(presence=0.5)(z, seen).tolist() == [[1.5, 1.0, -1.5, 0.0]]
+    assert settings(temperature=0.5)(z, seen).tolist() == [[4.0, 2.0, -2.0, 0.0]]
+    assert settings(top_k=2)(z, seen).tolist() == [[2.0, 1.0, -inf, -inf]]
+    assert settings(min_p=0.2)(z, seen).tolist() == [[2.0, 1.0, -inf, -inf]]  # exp(-1) = .37, exp(-2) = .14
+    assert settings(top_p=0.7)(z, seen).tolist() == [[2.0, 1.0, -inf, -inf]]  # masses .64, .24
+    assert settings(banned=2)(z, seen).tolist() == [[2.0, -inf, -inf, 0.0]]
+
+
+def test_every_file_of_a_computed_fault_is_read_as_it_was_written(tmp_path: Path) -> None:
+    from zoo.answers import diagnosed
+    from zoo.layouts import FILES, write
+
+    for name in ("undelivered", "temperature, stated"):
+        data = computed(name)
+        for layout in FILES:
+            found = diagnosed(write(data, tmp_path / name / layout, layout, rescored=True))
+            assert found is not None
+            assert found.measured.origin.trained == len(data.stream)
+            assert found.measured.size.mismatch["k3"] == pytest.approx(data.stream.k3, rel=1e-4)
+
+
+def test_kinds_have_names_of_their_own_and_both_halves_hold_many() -> None:
+    from zoo.kinds import KINDS, half
+
+    names = [kind.name for kind in KINDS]
+    assert len(set(names)) == len(names) > 50
+    assert min(sum(half(name) == side for name in names) for side in "AB") >= 20

@@ -1,0 +1,226 @@
+"""Data sets of computed faults: responses that are drawn, with the log-probs of sampler, trainer and right model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+
+from zoo.bases import FOLDER, read
+from zoo.decoder import START, VOCABULARY, Context, Decoder, decoder, padded
+from zoo.kinds import SAMPLER, TRAINER, Kind, Sides
+from zoo.streams import Stream, prompt_ids
+
+SHORTEST, LONGEST, GROUP, PACKED = 24, 120, 8, 5
+BASES: Mapping[str, dict[str, float]] = {
+    "bfloat16": {"rounding": 2.0**-9},
+    "float16": {"rounding": 2.0**-12},
+    "float32": {},
+    "rough": {"rounding": 2.0**-7.5},
+    "heavy": {"rounding": 2.0**-9, "spread": 1.2},
+}
+"""Noise of both sides, as fields of `How`."""
+FILE = FOLDER / "computed" / "smollm2.parquet"
+COLUMNS = ("ids", "behavior", "trainer", "rescored")
+OFTEN = ("bfloat16", "bfloat16", "rough", "heavy", "float32")
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """One data set. stream: its tokens, with `rescored`, the log-probs of the right model in float32.
+
+    prompts: ids of the prompt of each response. sides: of the last step. noise: k3 of the base alone.
+    """
+
+    kind: Kind
+    level: int
+    tokens: int
+    base: str
+    stream: Stream
+    prompts: Sequence[np.ndarray]
+    sides: Sides
+    noise: float
+
+    @property
+    def wrong(self) -> str:
+        """The side at fault."""
+        same = replace(self.sides.sampler, rounding=0.0) == self.sides.right
+        return self.kind.wrong or (TRAINER if same or self.base == "smollm2" else SAMPLER)
+
+
+def compute(kind: Kind, level: int, tokens: int, seed: int = 0) -> DataSet:
+    """Draws and scores responses of at least `tokens` tokens; the same for the same arguments."""
+    random = np.random.default_rng([seed, level, tokens, *kind.name.encode()])
+    base = kind.base or OFTEN[int(random.integers(len(OFTEN)))]
+    steps = kind.steps if tokens >= 5_000 or kind.steps == 1 else max(4, kind.steps // 2)
+    if kind.steps == 1 and tokens >= 5_000 and random.random() < 0.5:
+        steps = 4
+    model = decoder((seed + level) % 3)
+    responses = round(2 * tokens / (SHORTEST + LONGEST) / steps)
+    group = min(GROUP, max(2, responses // 2))
+    groups = max(2, round(responses / group))
+    parts, prompts, sides = [], [], Sides()
+    for step in range(steps):
+        sides = on_base(kind.sides(level, step), base)
+        own = [np.append(START, random.integers(1, VOCABULARY, int(random.integers(8, 48)))) for _ in range(groups)]
+        batches = [(own, replace(sides, cached=None))]
+        if sides.cached is not None and step:  # half of the prompts are those of the first step
+            old = prompts[: group * (groups // 2) : group]
+            batches = [(old, sides), (own[len(old) :], replace(sides, cached=None))]
+        for these, how in batches:
+            asked = [prompt for prompt in these for _ in range(group)]
+            if asked:
+                lengths = random.integers(SHORTEST, LONGEST + 1, len(asked))
+                parts.append(_step(model, how, asked, lengths, random))
+                prompts += asked
+    lengths = np.concatenate([part["lengths"] for part in parts])
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    if sides.change is not None:
+        columns["behavior"], columns["trainer"] = sides.change(columns["behavior"], columns["trainer"], random)
+    step = np.repeat(np.arange(steps), groups * group)
+    number = {prompt.tobytes(): count for count, prompt in enumerate(prompts)}
+    reward = (random.random(len(prompts)) < 0.5).astype(float)
+    rows = {
+        "step": step,
+        "prompt": np.array([number[prompt.tobytes()] for prompt in prompts]),
+        "prompt_length": np.array([len(prompt) for prompt in prompts]),
+        "group": np.arange(len(prompts)) // group,
+        "reward": reward,
+        "advantage": (reward.reshape(-1, group) - reward.reshape(-1, group).mean(1, keepdims=True)).ravel(),
+    }
+    if sides.lag is not None:
+        rows["proximal_version"] = step + (sides.lag or 0)
+        columns["version"] = np.repeat(step, lengths)
+    stream = Stream(np.append(0, np.cumsum(lengths)), columns, rows)
+    return DataSet(kind, level, tokens, base, stream, prompts, sides, noise(base))
+
+
+@cache
+def scored() -> Stream | None:
+    """Text of SmolLM2 in bfloat16, with the log-probs of trainers with one thing changed, by kind; None without it."""
+    return read(FILE) if FILE.exists() else None
+
+
+def measured(kind: Kind) -> DataSet | None:
+    """The data set of a kind in SmolLM2, or None."""
+    stream = scored()
+    if stream is None or kind.name not in stream.tokens:
+        return None
+    columns = {"ids": stream["ids"], "behavior": stream["behavior"], "rescored": stream["trainer"]}
+    count = np.arange(stream.responses)
+    rows = {
+        **stream.rows,
+        "step": 0 * count,
+        "group": stream.rows["prompt"],
+        "reward": 0.0 * count,
+        "advantage": 0.0 * count,
+    }
+    lengths = zip(rows["prompt"], rows["prompt_length"], strict=True)
+    prompts = [np.array(prompt_ids(*item)) for item in lengths]
+    changed = Stream(stream.starts, {**columns, "trainer": stream[kind.name]}, rows)
+    return DataSet(kind, 1, len(stream), "smollm2", changed, prompts, kind.sides(1, 0), stream.k3)
+
+
+def on_base(sides: Sides, base: str) -> Sides:
+    """Both sides with the rounding errors of a base; the right model has its sharpness only."""
+    more = BASES[base]
+    exact = {name: value for name, value in more.items() if name != "rounding"}
+    cached = None if sides.cached is None else replace(sides.cached, **more)
+    return replace(
+        sides,
+        sampler=replace(sides.sampler, **more),
+        trainer=replace(sides.trainer, **more),
+        right=replace(sides.right, **exact),
+        cached=cached,
+    )
+
+
+def _step(
+    model: Decoder, sides: Sides, prompts: Sequence[np.ndarray], lengths: np.ndarray, random: np.random.Generator
+) -> dict[str, np.ndarray]:
+    sampling, training = (torch.Generator().manual_seed(int(random.integers(2**31))) for _ in range(2))
+    ids, processed, raw = model.sample(
+        sides.sampler, prompts, int(lengths.max()), sampling, process=sides.process, prompt_how=sides.cached
+    )
+    responses = [row[:length] for row, length in zip(ids.numpy(), lengths, strict=True)]
+    reported = raw if sides.raw else processed
+    flat = lambda table: np.concatenate([row[:n] for row, n in zip(table.numpy(), lengths, strict=True)]).astype(float)  # noqa: E731
+    seen = prompts if sides.prompts is None else [sides.prompts(prompt) for prompt in prompts]
+    after = int(lengths.max())
+    if sides.place == "pack":
+        trainer = packed(model, sides, seen, responses, training, random)
+    else:
+        context = laid_out(padded(seen, responses), after, seen, sides)
+        trainer = flat(model.score(sides.trainer, context, training)[:, -after:])
+    right = model.score(sides.right, padded(prompts, responses), training)[:, -after:]
+    return {
+        "lengths": lengths,
+        "ids": np.concatenate(responses),
+        "behavior": flat(reported),
+        "trainer": trainer,
+        "rescored": flat(right),
+    }
+
+
+def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides: Sides) -> Context:
+    """The batch as a trainer with a fault of left padding has it.
+
+    gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
+    attended to, with `strength` added to its scores.
+    """
+    before = context.ids.shape[1] - after
+    missing = before - torch.tensor([len(prompt) for prompt in prompts])
+    if sides.place == "gap":
+        positions = context.positions.float()
+        positions[:, before:] += sides.strength * missing[:, None]
+        return replace(context, positions=positions)
+    if sides.place == "pads":
+        places = torch.arange(context.ids.shape[1])
+        pads = (places < missing[:, None])[:, None, None]
+        allowed = (places[:, None] >= places)[None, None].expand(len(prompts), 1, -1, -1)
+        return replace(context, allowed=allowed, bias=sides.strength * pads.expand_as(allowed).float())
+    return context
+
+
+def packed(
+    model: Decoder,
+    sides: Sides,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    training: torch.Generator,
+    random: np.random.Generator,
+) -> np.ndarray:
+    """Log-probs of a trainer that packs `PACKED` sequences into a row and attends across their borders.
+
+    Positions begin anew; scores across a border are lower by `strength`.
+    """
+    order = random.permutation(len(prompts))
+    scores: list[np.ndarray] = [np.zeros(0)] * len(prompts)
+    for first in range(0, len(order), PACKED):
+        members = order[first : first + PACKED]
+        parts = [np.concatenate([prompts[row], responses[row]]) for row in members]
+        sizes = [len(part) for part in parts]
+        ids = torch.from_numpy(np.concatenate(parts))[None]
+        own = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(sizes))
+        positions = torch.cat([torch.arange(size) for size in sizes])[None]
+        places = torch.arange(len(own))
+        bias = sides.strength * (own[:, None] != own)[None, None].float()
+        context = Context(ids, positions, (places[:, None] >= places)[None, None], bias)
+        found = model.score(sides.trainer, context, training)[0].numpy()
+        for row, end in zip(members, np.cumsum(sizes), strict=True):
+            scores[row] = found[end - 1 - len(responses[row]) : end - 1]
+    return np.concatenate(scores).astype(float)
+
+
+@cache
+def noise(base: str) -> float:
+    """k3 of a base without a fault."""
+    if base == "float32":
+        return 1e-9
+    sides, random = on_base(Sides(), base), np.random.default_rng(5)
+    prompts = [np.append(START, random.integers(1, VOCABULARY, 20)) for _ in range(64)]
+    part = _step(decoder(0), sides, prompts, np.full(64, 60), random)
+    return Stream(np.array([0, 64 * 60]), part).k3

@@ -1,0 +1,287 @@
+"""A small decoder, of which one thing can be changed: two layers, rotary positions, gated layers, a tied output matrix.
+
+Weights are random, logits are peaked as those of language models are. Sampling and scoring share one forward pass, in
+float32 on one core; a response of 80 tokens takes about a millisecond in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VOCABULARY, WIDTH, HEADS, LAYERS, RANK, EXPERTS = 384, 64, 4, 2, 8, 4
+HEAD, BATCH = WIDTH // HEADS, 32
+START = 0
+"""The id with which every prompt begins."""
+MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
+
+Process = Callable[[Tensor, Tensor], Tensor]
+"""Changes logits (batch, vocabulary); the second argument counts each id in the context (batch, vocabulary)."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How one side computes; the defaults are those of the right model without rounding.
+
+    theta, stretch: base of the rotary angles; positions are divided by `stretch`. attention: factor on the attention
+    scores of each layer. window: number of last tokens that are attended to, 0 for all. cap, formula: soft cap of the
+    logits, 0 for none; tanh or `wrong`, z * tanh(z / cap) where z > 0. gain: factor on logits. epsilon: of the norms.
+    offset: added to the gain of the last norm. adapter: size of a low-rank update; adapter_scale: factor on it;
+    adapter_rank: of its columns, those that are used. ages: updates applied to the output matrix and each layer, of
+    size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in the
+    softmax. dropout: of attention. bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which
+    keys and values are of 8 bits, -1 for none. rounding: relative error of activations; 2**-9 for bfloat16, 2**-12 for
+    float16. spread: how much the sharpness of the logits varies with the context. experts: whether the last layer is a
+    mixture; router_noise: of its scores.
+    """
+
+    theta: float = 10_000.0
+    stretch: float = 1.0
+    attention: tuple[float, float] = (1.0, 1.0)
+    window: int = 0
+    cap: float = 0.0
+    formula: str = "tanh"
+    gain: float = 1.0
+    epsilon: float = 1e-6
+    offset: float = 0.0
+    adapter: float = 0.0
+    adapter_scale: float = 1.0
+    adapter_rank: int = RANK
+    ages: tuple[int, ...] = (0, 0, 0)
+    drift: float = 0.01
+    untied: float = 0.0
+    padded: int = 0
+    dropout: float = 0.0
+    bits: str = ""
+    cache_bits_from: int = -1
+    rounding: float = 0.0
+    spread: float = 0.3
+    experts: bool = False
+    router_noise: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Left-padded sequences and what they attend to.
+
+    ids, positions: (batch, length). allowed: (batch, 1, length, length). bias: added to attention scores, or None.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    allowed: Tensor
+    bias: Tensor | None = None
+
+    def batches(self) -> Iterator[Context]:
+        """Batches that fit a processor's cache."""
+        parts = (self.ids, self.positions, self.allowed, *(() if self.bias is None else (self.bias,)))
+        for columns in zip(*(part.split(BATCH) for part in parts), strict=True):
+            yield Context(*columns)
+
+
+class Decoder:
+    """A model of one seed. `random` of each call makes its rounding errors and dropout."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(1000 + seed)
+        shapes = dict.fromkeys("qkvo", (WIDTH, WIDTH)) | {
+            "up": (WIDTH, 2 * WIDTH), "gate": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)
+        }  # fmt: skip
+        scale = {"o": 0.6, "down": 0.7}
+        self.plain = {"head": self._normal(VOCABULARY, WIDTH) / WIDTH**0.5}
+        for layer in range(LAYERS):
+            for name, shape in shapes.items():
+                self.plain[f"{name}{layer}"] = scale.get(name, 1.0) * self._normal(*shape) / shape[0] ** 0.5
+        self.updates = {
+            name: torch.stack([self._low_rank(w.shape, w.std()) for _ in range(32)]) for name, w in self.plain.items()
+        }
+        self.lora = {
+            name: (self._normal(w.shape[0], RANK), self._normal(RANK, w.shape[1]) * float(w.std()) / RANK**0.5)
+            for name, w in self.plain.items()
+            if name != "head"
+        }
+        self.untied = self._normal(VOCABULARY, WIDTH) / WIDTH**0.5
+        self.router = self._normal(WIDTH, EXPERTS)
+        self.mixture = [self._normal(2 * WIDTH, WIDTH) / (2 * WIDTH) ** 0.5 for _ in range(EXPERTS)]
+        self.pads = self._normal(512, WIDTH) * 0.8 / WIDTH**0.5
+        self.sharp = self._normal(WIDTH) / WIDTH**0.5
+        self.bias = -0.55 * torch.log(1.0 + torch.arange(VOCABULARY))
+        self.loaded = cache(self._loaded)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def _low_rank(self, shape: Sequence[int], size: Tensor) -> Tensor:
+        """One update of an optimizer: of rank 4, with entries as large as those of the matrix."""
+        return self._normal(shape[0], 4) @ self._normal(4, shape[1]) * (float(size) / 2)
+
+    def _loaded(self, how: How) -> dict[str, Tensor]:
+        """The weights as a side holds them: after its updates, with its adapter, quantized."""
+        weights = {}
+        for name, plain in self.plain.items():
+            part = 0 if name == "head" else 1 + int(name[-1])
+            weight = plain + how.drift * self.updates[name][: how.ages[part]].sum(0)
+            if how.adapter and name in self.lora:
+                a, b = self.lora[name]
+                low = a[:, : how.adapter_rank] @ b[: how.adapter_rank]
+                weight = weight + how.adapter * how.adapter_scale * low
+            weights[name] = weight
+        weights["output"] = weights["head"] + how.untied * self.untied
+        if how.bits:
+            weights = {name: quantized(weight, how.bits) for name, weight in weights.items()}
+        return weights
+
+    def forward(
+        self,
+        how: How,
+        context: Context,
+        random: torch.Generator,
+        cache: list[tuple[Tensor, Tensor]] | None = None,
+        start: int = 0,
+        end: int = 0,
+    ) -> Tensor:
+        """Returns the logits of positions `start` to `end` (0: the last); writes keys and values into `cache`."""
+        w = self.loaded(how)
+        end = end or context.ids.shape[1]
+        positions = context.positions[:, start:end]
+        allowed, bias = context.allowed[:, :, start:end, :end], context.bias
+        if how.window:
+            allowed = allowed & (context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window)
+        angles = positions[..., None] / how.stretch * how.theta ** (-torch.arange(0, HEAD, 2) / HEAD)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def rounded(x: Tensor) -> Tensor:
+            if not how.rounding:
+                return x
+            return x * (1 + how.rounding * (2 * torch.rand(x.shape, generator=random) - 1))
+
+        def dropped(x: Tensor) -> Tensor:
+            if not how.dropout:
+                return x
+            return x * (torch.rand(x.shape, generator=random) >= how.dropout) / (1 - how.dropout)
+
+        x = w["head"][context.ids[:, start:end]]
+        for layer in range(LAYERS):
+            y = norm(x, how.epsilon)
+            q, k, v = ((y @ w[f"{name}{layer}"]).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for name in "qkv")
+            q, k = rotated(q, turn), rotated(k, turn)
+            if how.cache_bits_from >= 0:
+                late = (torch.arange(start, end) >= how.cache_bits_from)[:, None]
+                k, v = (torch.where(late, quantized(part, "fp8"), part) for part in (k, v))
+            if cache is not None:
+                cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
+                k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
+            scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
+            if bias is not None:
+                scores = scores + bias[:, :, start:end, :end]
+            share = dropped(torch.softmax(scores.masked_fill(~allowed, -1e9), -1))
+            mixed = (share @ v).transpose(1, 2).flatten(2)
+            x = rounded(x + mixed @ w[f"o{layer}"])
+            y = norm(x, how.epsilon)
+            inner = torch.nn.functional.silu(y @ w[f"gate{layer}"]) * (y @ w[f"up{layer}"])
+            out = inner @ w[f"down{layer}"]
+            if how.experts and layer == LAYERS - 1:
+                route = y @ self.router
+                route = route + how.router_noise * torch.randn(route.shape, generator=random)
+                one = torch.nn.functional.one_hot(route.argmax(-1), EXPERTS).to(x)
+                every = torch.stack([inner @ expert for expert in self.mixture], -1)
+                out = out + 0.8 * (every * one[:, :, None]).sum(-1)
+            x = rounded(x + out)
+        h = rounded(norm(x, how.epsilon) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
+        sharpness = torch.exp(how.spread * torch.tanh(0.9 * h @ self.sharp) + 2.0)[..., None]
+        z = sharpness * (h @ w["output"].T) + self.bias
+        if how.padded:
+            pads = sharpness * (h @ self.pads[: how.padded].T) + self.bias[-1]
+            z = torch.cat([z, pads], -1)
+        if how.cap:
+            soft = torch.tanh(z / how.cap)
+            z = torch.where(z > 0, z, how.cap) * soft if how.formula == "wrong" else how.cap * soft
+        return how.gain * z
+
+    @torch.inference_mode()
+    def score(self, how: How, context: Context, random: torch.Generator) -> Tensor:
+        """Log-probs (batch, length - 1) of all ids but the first, given all before."""
+        found = []
+        for part in context.batches():
+            z = self.forward(how, part, random)[:, :-1]
+            found.append(torch.log_softmax(z, -1).gather(-1, part.ids[:, 1:, None])[..., 0])
+        return torch.cat(found)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        how: How,
+        prompts: Sequence[np.ndarray],
+        longest: int,
+        random: torch.Generator,
+        *,
+        process: Process | None = None,
+        prompt_how: How | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws `longest` tokens after each prompt: ids, log-probs they were drawn from, those before `process`.
+
+        prompt_how: how the keys and values of the prompts were computed, but for their last token.
+        """
+        context = padded(prompts, [np.zeros(longest, np.int64)] * len(prompts))
+        count, total = context.ids.shape
+        start = total - longest
+        room = (count, HEADS, total, HEAD)
+        kv = [(torch.zeros(room), torch.zeros(room)) for _ in range(LAYERS)]
+        seen = torch.zeros(count, VOCABULARY)
+        real = context.allowed[:, 0, start - 1, :start].float()
+        seen.scatter_add_(1, context.ids[:, :start], real)
+        self.forward(prompt_how or how, context, random, kv, 0, start - 1)
+        logps, raw = torch.zeros(count, longest), torch.zeros(count, longest)
+        for step in range(longest):
+            z = self.forward(how, context, random, kv, start + step - 1, start + step)[:, 0]
+            plain = torch.log_softmax(z, -1)
+            drawn = plain if process is None else torch.log_softmax(process(z[:, :VOCABULARY], seen), -1)
+            noise = -torch.log(-torch.log(torch.rand(drawn[:, :VOCABULARY].shape, generator=random)))
+            chosen = (drawn[:, :VOCABULARY] + noise).argmax(-1, keepdim=True)
+            logps[:, step], raw[:, step] = drawn.gather(1, chosen)[:, 0], plain.gather(1, chosen)[:, 0]
+            context.ids[:, start + step] = chosen[:, 0]
+            seen.scatter_add_(1, chosen, torch.ones(count, 1))
+        return context.ids[:, start:].clone(), logps, raw
+
+
+@cache
+def decoder(seed: int) -> Decoder:
+    return Decoder(seed)
+
+
+def norm(x: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (HEAD // 2, 2)).contiguous())
+    return torch.view_as_real(pairs * turn).flatten(-2)
+
+
+def quantized(x: Tensor, bits: str) -> Tensor:
+    """Rounds to 8 or 4 bits with one scale for each row of the last dimension."""
+    top = x.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    if bits == "fp8":
+        return (x / top * 448).to(torch.float8_e4m3fn).float() * top / 448
+    steps = {"int8": 127, "int4": 7}[bits]
+    return (x / top * steps).round() * top / steps
+
+
+def padded(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Context:
+    """Prompts padded on the left and responses on the right, as one batch."""
+    before, after = max(map(len, prompts)), max(map(len, responses))
+    ids = torch.zeros(len(prompts), before + after, dtype=torch.int64)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids[row, before - len(prompt) : before] = torch.from_numpy(prompt)
+        ids[row, before : before + len(response)] = torch.from_numpy(response)
+    places = torch.arange(before + after)
+    positions = (places - (before - lengths)[:, None]).clamp_min(0)
+    allowed = places[None, :, None] >= places[None, None, :]
+    allowed = allowed & (places >= (before - lengths)[:, None])[:, None]
+    return Context(ids, positions, allowed[:, None])

@@ -1,0 +1,369 @@
+"""Kinds of computed faults: one thing is changed on one side of a model, and what a diagnosis may say of it.
+
+Thresholds of the diagnosis may be set on the kinds of one half only; `half` says which half a kind belongs to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.decoder import RANK, START, How, Process
+
+MODEL, SAMPLING, WEIGHTS, PRECISION, QUANTIZED = "model", "sampling", "weights", "precision", "quantized"
+ROUTING, VALUES, NONE = "routing", "values", "none"
+SAMPLER, TRAINER, NEITHER = "sampler", "trainer", "neither"
+VERSIONED = ("jsonl", "trimtab", "miles")
+
+RIGHT = How()
+Prompts = Callable[[np.ndarray], np.ndarray]
+Change = Callable[[np.ndarray, np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How sampler and trainer compute in one step, and how both should.
+
+    process: settings of the sampler; settings: those that a file can state. raw: whether the log-probs before them are
+    reported. cached: how the sampler's keys and values of the prompt were computed. place: how the trainer lays out
+    sequences (`gap`, `pads`, `pack`, or empty), by `strength`. prompts: what the trainer makes of a prompt.
+    change: of the two columns (tokens,), after all. lag: updates by which the sampler is behind, None where no versions
+    are written.
+    """
+
+    sampler: How = RIGHT
+    trainer: How = RIGHT
+    right: How = RIGHT
+    process: Process | None = None
+    settings: dict[str, float] = field(default_factory=dict)
+    raw: bool = False
+    cached: How | None = None
+    place: str = ""
+    strength: float = 0.0
+    prompts: Prompts | None = None
+    change: Change | None = None
+    lag: int | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    sides: what differs at a strength (0 to 2) in a step. families: those of which one should be among the first
+    candidates. accepted: first causes that count as right; possible: those that do with a confidence below 0.7. wrong:
+    the side at fault, empty where it changes with the strength. detector: whether the diagnosis can prove it.
+    intended: whether it may be said that nothing has to be repaired. steps: of data sets with 5,000 tokens and more.
+    layouts: file formats; empty for all. base: of the noise, empty for several. recipe: states the quantization of the
+    sampler.
+    """
+
+    name: str
+    sides: Callable[[int, int], Sides]
+    families: frozenset[str]
+    accepted: frozenset[str]
+    possible: frozenset[str]
+    wrong: str
+    detector: bool = False
+    intended: bool = False
+    steps: int = 1
+    layouts: tuple[str, ...] = ()
+    base: str = ""
+    recipe: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        return NONE in self.families
+
+
+def half(name: str) -> str:
+    """`A` or `B`, by a fixed hash of the kind's name."""
+    return "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
+
+
+def _kind(name: str, sides: Callable[..., Sides], families: str, accepted: str, wrong: str, **more: object) -> Kind:
+    takes_step = sides.__code__.co_argcount == 2
+    both = sides if takes_step else (lambda level, _step: sides(level))
+    first = {cause.rstrip("?"): cause.endswith("?") for cause in accepted.split()}
+    sure, possible = (frozenset(cause for cause, doubt in first.items() if doubt == one) for one in (False, True))
+    return Kind(name, both, frozenset(families.split()), sure, possible, wrong, **more)  # type: ignore[arg-type]
+
+
+def _model(
+    name: str, changed: Sequence[dict[str, object]], accepted: str = "", families: str = MODEL, *, wrong: str = ""
+) -> Kind:
+    """Another function on one side, given as fields of `How` by strength; the sampler's at the second one."""
+
+    def sides(level: int) -> Sides:
+        other = How(**changed[level])  # type: ignore[arg-type]
+        return Sides(sampler=other) if level == 1 and not wrong else Sides(trainer=other)
+
+    return _kind(name, sides, families, "unexplained " + accepted, wrong)
+
+
+def _formula(level: int) -> Sides:
+    """z * tanh(z / cap) in place of cap * tanh(z / cap)."""
+    right = How(cap=(60.0, 40.0, 30.0)[level])
+    return Sides(right, replace(right, formula="wrong"), right)
+
+
+def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
+    return _kind(name, sides, MODEL, "unexplained long-context?", TRAINER)
+
+
+def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
+    """The trainer has another prompt than the sampler."""
+
+    def sides(level: int) -> Sides:
+        return Sides(prompts=lambda prompt: change(prompt, level))
+
+    return _kind(name, sides, "model prompt values", "unexplained misaligned? retokenized?", TRAINER)
+
+
+def _aging(name: str, sides: Callable[..., Sides], families: str, accepted: str, steps: int, **more: object) -> Kind:
+    """A fault of the sampler that changes from step to step."""
+    return _kind(name, sides, families, accepted, SAMPLER, steps=steps, **more)
+
+
+# Settings of the sampler, in vLLM's order.
+
+
+def settings(
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    banned: int = 0,
+) -> Process:
+    def process(z: Tensor, seen: Tensor) -> Tensor:
+        z, there = z.clone(), seen > 0
+        z = torch.where(there, torch.where(z > 0, z / repetition, z * repetition), z) - presence * there
+        if banned:
+            z[:, 1 : 1 + banned] = -torch.inf
+        z = z / temperature
+        if top_k:
+            z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
+        if min_p:
+            z = z.masked_fill(z < z.amax(-1, keepdim=True) + np.log(min_p), -torch.inf)
+        if top_p < 1:
+            ordered, order = z.sort(-1, descending=True)
+            mass = torch.softmax(ordered, -1).cumsum(-1)
+            cut = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1) >= top_p
+            z = z.masked_fill(cut.gather(1, order.argsort(-1)), -torch.inf)
+        return z
+
+    return process
+
+
+def _settings(
+    name: str,
+    values: Sequence[dict[str, float]],
+    accepted: str,
+    *,
+    raw: bool = False,
+    detector: bool = False,
+    stated: bool = False,
+) -> Kind:
+    def sides(level: int) -> Sides:
+        shown = values[level] if stated else {}
+        return Sides(process=settings(**values[level]), settings=shown, raw=raw)  # type: ignore[arg-type]
+
+    layouts = ("jsonl",) if stated else ()
+    doubt = "" if detector else "unexplained "
+    return _kind(name, sides, SAMPLING, doubt + accepted, SAMPLER, detector=detector, layouts=layouts)
+
+
+# Weights, adapters, caches.
+
+
+def _undelivered(level: int, step: int) -> Sides:
+    """No weights arrive after step 0."""
+    ages = ((1, 1, 1), (2, 2, 2), (4, 4, 4))[level]
+    new = How(ages=tuple(age * step for age in ages), drift=0.004)
+    return Sides(How(drift=0.004), new, new, lag=0)
+
+
+def _old(first: int | None) -> Callable[[int, int], Sides]:
+    """Weights of some updates ago; `first`: the version of the first step, None where no versions are written."""
+
+    def sides(level: int, step: int) -> Sides:
+        lag = (2, 4, 8)[level]
+        new = How(ages=(step + lag,) * 3, drift=0.003)
+        return Sides(How(ages=(step,) * 3, drift=0.003), new, new, lag=None if first is None else lag)
+
+    return sides
+
+
+def _adapter(scale: float | None, rank: int = RANK) -> Callable[[int, int], Sides]:
+    """The trainer's adapter grows with every step; the sampler applies it `scale` times, or with fewer columns."""
+
+    def sides(level: int, step: int) -> Sides:
+        size = (0.0008, 0.0016, 0.003)[level] * step
+        new = How(adapter=size)
+        return Sides(replace(new, adapter_scale=scale, adapter_rank=rank), new, new)
+
+    return sides
+
+
+def _stale_cache(level: int, step: int) -> Sides:
+    new = How(ages=(2 * step,) * 3, drift=(0.003, 0.005, 0.01)[level])
+    return Sides(new, new, new, cached=replace(new, ages=(0, 0, 0)), lag=0)
+
+
+def _quantized(name: str, bits: str, *, stated: bool = False) -> Kind:
+    return _kind(
+        name,
+        lambda _level: Sides(sampler=How(bits=bits)),
+        QUANTIZED,
+        "quantized" if stated else "quantized? unexplained",
+        SAMPLER,
+        detector=stated,
+        intended=stated,
+        layouts=("trimtab",) if stated else (),
+        recipe=bits if stated else "",
+    )
+
+
+def _routing(level: int) -> Sides:
+    """Experts are chosen by scores that differ a little between the sides."""
+    noisy = How(experts=True, router_noise=(0.005, 0.02, 0.06)[level])
+    return Sides(noisy, noisy, How(experts=True))
+
+
+# Changes of the columns themselves.
+
+
+def _healthy(name: str, stored: Callable[[np.ndarray], np.ndarray] | None = None, *, base: str) -> Kind:
+    sides = Sides() if stored is None else Sides(change=lambda b, p, _random: (stored(b), stored(p)))
+    layouts = () if stored is None else ("jsonl", "trimtab")
+    return _kind(name, lambda _level: sides, "none precision", "none precision", NEITHER, base=base, layouts=layouts)
+
+
+def _equal(_level: int) -> Sides:
+    return Sides(change=lambda b, _p, _random: (b, b))
+
+
+def _some(values: np.ndarray, share: float, random: np.random.Generator) -> np.ndarray:
+    return random.random(len(values)) < share
+
+
+def _filled(value: float, shares: Sequence[float]) -> Callable[[int], Sides]:
+    """A constant in place of a share of the sampler's values."""
+
+    def sides(level: int) -> Sides:
+        return Sides(change=lambda b, p, random: (np.where(_some(b, shares[level], random), value, b), p))
+
+    return sides
+
+
+def _above_zero(level: int) -> Sides:
+    """The normalizer is missing at a share of the trainer's values."""
+
+    def change(b: np.ndarray, p: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return b, np.where(_some(b, (0.1, 0.3, 0.6)[level], random), p + random.uniform(76, 124, len(p)), p)
+
+    return Sides(change=change)
+
+
+HEALTHY = (
+    *(_healthy(f"healthy: {base}", base=base) for base in ("bfloat16", "float16", "float32", "rough", "heavy")),
+    _healthy("healthy: stored as float16", lambda b: b.astype(np.float16).astype(float), base="bfloat16"),
+    _healthy("healthy: two decimals", lambda b: b.round(2), base="rough"),
+    _kind("healthy: equal", _equal, "none values", "none copied", NEITHER, base="float32"),
+)
+"""Kinds without a fault."""
+
+FAULTS = (
+    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "long-context? quantized?"),
+    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "long-context? quantized?"),
+    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "long-context? quantized?"),
+    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context? quantized?"),
+    _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context? quantized?"),
+    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?"),
+    _kind("soft cap formula", _formula, MODEL, "unexplained temperature?", TRAINER),
+    _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{MODEL} {SAMPLING}"),
+    _model("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),
+    _model("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature?"),
+    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{MODEL} {WEIGHTS}"),
+    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
+    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
+    _model("dropout", [{"dropout": v} for v in (0.01, 0.03, 0.1)], wrong=TRAINER),
+    _model(
+        "padded vocabulary",
+        [{"padded": v} for v in (16, 64, 256)],
+        "truncated-sampling?",
+        f"{MODEL} {SAMPLING}",
+        wrong=TRAINER,
+    ),
+    _trainer("left padding: positions", lambda level: Sides(place="gap", strength=(0.02, 0.1, 1.0)[level])),
+    _trainer("left padding: attended", lambda level: Sides(place="pads", strength=(-5.0, -3.0, 0.0)[level])),
+    _trainer("packed sequences attend", lambda level: Sides(place="pack", strength=(-7.0, -5.5, -4.0)[level])),
+    _prompt("start token doubled", lambda prompt, _level: np.append(START, prompt)),
+    _prompt("another template", lambda prompt, level: np.insert(prompt, 1, np.arange(5, 6 + 2 * level))),
+    _prompt("prompt cut", lambda prompt, level: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
+    _aging("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
+    _aging("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
+    _aging("old weights, no versions", _old(None), f"{WEIGHTS} {MODEL}", "stale undelivered? unexplained", 4),
+    *(
+        _aging(name, _adapter(scale, rank), f"{MODEL} {WEIGHTS}", "undelivered? unexplained", 8)
+        for name, scale, rank in (
+            ("adapter twice", 2.0, RANK),
+            ("adapter unmerged", 0.0, RANK),
+            ("adapter of another rank", 1.0, RANK // 2),
+        )
+    ),
+    _aging("stale prefix cache", _stale_cache, WEIGHTS, "stale-cache", 6, detector=True, layouts=VERSIONED),
+    _model(
+        "8-bit cache from a position on",
+        [{"cache_bits_from": v} for v in (90, 60, 0)],
+        "quantized? long-context?",
+        f"{QUANTIZED} {MODEL}",
+    ),
+    _quantized("int8 weights, stated", "int8", stated=True),
+    *(_quantized(f"{bits} weights", bits) for bits in ("int8", "fp8", "int4")),
+    _settings("repetition penalty", [{"repetition": v} for v in (1.02, 1.05, 1.2)], ""),
+    _settings("presence penalty", [{"presence": v} for v in (0.2, 0.5, 1.5)], ""),
+    _settings("minimum probability", [{"min_p": v} for v in (0.02, 0.05, 0.2)], "truncated-sampling", detector=True),
+    _settings("top-p", [{"top_p": v} for v in (0.98, 0.95, 0.8)], "truncated-sampling", detector=True),
+    _settings("top-k", [{"top_k": v} for v in (10, 4, 2)], "truncated-sampling", detector=True),
+    _settings("temperature", [{"temperature": v} for v in (0.9, 0.7, 1.2)], "temperature", detector=True),
+    _settings(
+        "temperature, stated", [{"temperature": v} for v in (0.9, 0.7, 1.2)], "temperature", detector=True, stated=True
+    ),
+    _settings(
+        "temperature, raw log-probs",
+        [{"temperature": v} for v in (0.9, 0.7, 0.5)],
+        "raw-logprobs",
+        raw=True,
+        detector=True,
+    ),
+    _settings(
+        "several settings",
+        [
+            {"temperature": 0.8, "top_p": 0.95},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition": 1.05},
+        ],
+        "temperature truncated-sampling",
+    ),
+    _settings("banned ids", [{"banned": v} for v in (1, 4, 16)], "truncated-sampling?"),
+    _kind("routing", _routing, ROUTING, "routing", NEITHER, detector=True),
+    _kind("padding constant trained", _filled(-1.0, (0.01, 0.03, 0.1)), VALUES, "placeholder", SAMPLER, detector=True),
+    _kind("values above 0", _above_zero, VALUES, "unexplained refused placeholder", TRAINER),
+    _kind(
+        "logarithms to base 10",
+        lambda _: Sides(change=lambda b, p, _r: (b / np.log(10), p)),
+        VALUES,
+        "log-base",
+        SAMPLER,
+        detector=True,
+    ),
+)
+
+KINDS = (*HEALTHY, *FAULTS)
