@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.causes import find_causes
+from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.pipeline import examine
 from trimtab.diagnosis.records import Recommendation
 from trimtab.errors import TrimtabError
@@ -50,4 +50,5 @@ def diagnosed(path: Path, without: Collection[str] = ()) -> Diagnosis | None:
         causes = find_causes(measured, without)
     except TrimtabError:
         return None
-    return Diagnosis(measured, causes, (), Recommendation("a preset", {}, ""))
+    candidates = find_candidates(measured, causes, {})
+    return Diagnosis(measured, causes, (), Recommendation("a preset", {}, ""), candidates=candidates)

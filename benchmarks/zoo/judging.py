@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.measure.other_logprobs import rescored_sides
 from trimtab.pages.numbers import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
-from zoo.kinds import HEALTHY, KINDS, MODEL, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
+from zoo.kinds import CONFIG, HEALTHY, KINDS, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
 from zoo.layouts import layout_of, write
 from zoo.plants import REFUSED
 from zoo.tables import LARGE, SURE, percent, table
@@ -24,10 +25,10 @@ FAMILY: Mapping[str, str] = {
     ),
     **dict.fromkeys(("temperature", "raw-logprobs", "truncated-sampling"), SAMPLING),
     **dict.fromkeys(("undelivered", "stale", "stale-cache"), WEIGHTS),
-    **{"routing": ROUTING, "quantized": QUANTIZED, "precision": PRECISION, "long-context": MODEL, NOTHING: NONE},
+    **{"routing": ROUTING, "quantized": QUANTIZED, "precision": PRECISION, "long-context": CONFIG, NOTHING: NONE},
     REFUSED: VALUES,
 }
-"""The family of each cause; `unexplained` has none."""
+"""The candidate of each cause; `unexplained` has none."""
 OUTWEIGHED = 3.0
 """A fault whose k3 is less than this many times that of the base may be taken for its noise."""
 REPEATED = 2
@@ -94,20 +95,18 @@ class Judged:
         return bool(families & set(said.families[:count]))
 
 
-def read(diagnosis: Any) -> Said:
-    """Reads what `trimtab diagnose` answers: the only function here that knows its fields."""
+def read(diagnosis: Diagnosis) -> Said:
+    """Reads what `trimtab diagnose` answers: the only function here that knows its fields.
+
+    A proven cause, or a healthy answer, is its own first candidate.
+    """
     answer, causes = diagnosis.answer, diagnosis.causes
-    names = tuple(cause.name for cause in causes)
-    candidates = getattr(answer, "candidates", getattr(diagnosis, "candidates", None))
-    kind = getattr(answer, "kind", "")
-    if candidates is None:
-        families = tuple(FAMILY[name] for name in names or (NOTHING,) if name in FAMILY)
-    else:
-        families = tuple(one["family"] if isinstance(one, dict) else one.family for one in candidates)
-        if kind in ("healthy", "proven", "fits"):
-            families = (*(FAMILY[name] for name in names[:1] or (NOTHING,) if name in FAMILY), *families)
-    first, confidence = (names[0], causes[0].confidence) if causes else (NOTHING, 1.0)
-    return Said(first, confidence, kind, families, getattr(answer, "wrong_side", ""), repr(answer))
+    first, confidence = (causes[0].name, causes[0].confidence) if causes else (NOTHING, 1.0)
+    families = tuple(candidate.name for candidate in diagnosis.candidates)
+    if answer.kind in ("healthy", "proven") and first in FAMILY:
+        families = (FAMILY[first], *families)
+    sides = rescored_sides(diagnosis.measured.sample)
+    return Said(first, confidence, answer.kind, families, sides.side if sides else "", repr(answer))
 
 
 def said_of(path: Path) -> Said:
@@ -178,14 +177,19 @@ def goals(results: Sequence[Judged]) -> str:
     lines: Sequence[tuple[str, str, Callable[[list[Judged]], str]]] = (
         ("wrong with confidence 0.7 and more", "<= 1%", lambda part: _share(part, lambda one: one.sure_and_wrong)),
         (
-            "a true family among the first three candidates",
+            "the true candidate among the first three",
             ">= 85%",
             lambda part: _share(part, lambda one: one.among(one.said, CONSIDERED)),
         ),
         (
-            "a true family first, given the log-probs of the right model",
-            ">= 90%",
+            "the true candidate first, given the log-probs of the right model",
+            "",
             lambda part: _share(tried(part), lambda one: one.among(one.rescored or one.said, 1)),
+        ),
+        (
+            "the true candidate found by these and the tests of at most three candidates",
+            ">= 90%",
+            lambda part: _share(tried(part), lambda one: one.among(one.rescored or one.said, CONSIDERED)),
         ),
         (
             "that side named which is wrong, given the same",
@@ -238,7 +242,7 @@ def kinds(results: Sequence[Judged]) -> str:
         "k3",
         "first cause right",
         "wrong and sure",
-        "family among three",
+        "candidate among three",
         "named where wrong",
     ]
     return table(head, rows)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from zoo.decoder import RANK, START, How, Process
 
-MODEL, SAMPLING, WEIGHTS, PRECISION, QUANTIZED = "model", "sampling", "weights", "precision", "quantized"
-ROUTING, VALUES, NONE = "routing", "values", "none"
+CONFIG, LAYOUT, LAST, PROMPT, RANDOM = "model-config", "batch-layout", "last-layer", "prompt", "randomness"
+SAMPLING, WEIGHTS, PRECISION, QUANTIZED, ROUTING = "settings", "weights", "rounding", "quantized", "routing"
+VALUES, NONE = "values", "none"
 SAMPLER, TRAINER, NEITHER = "sampler", "trainer", "neither"
 VERSIONED = ("jsonl", "trimtab", "miles")
 
@@ -54,12 +55,12 @@ class Sides:
 class Kind:
     """A kind of fault.
 
-    sides: what differs at a strength (0 to 2) in a step. families: those of which one should be among the first
-    candidates. accepted: first causes that count as right; possible: those that do with a confidence below 0.7. wrong:
-    the side at fault, empty where it changes with the strength. detector: whether the diagnosis can prove it.
-    intended: whether it may be said that nothing has to be repaired. steps: of data sets with 5,000 tokens and more.
-    layouts: file formats; empty for all. base: of the noise, empty for several. recipe: states the quantization of the
-    sampler.
+    sides: what differs at a strength (0 to 2) in a step. families: candidates of the diagnosis of which one should
+    be among the first (`values`: what it can prove only). accepted: first causes that count as right; possible:
+    those that do with a confidence below 0.7. wrong: the side at fault, empty where it changes with the strength.
+    detector: whether the diagnosis can prove it. intended: whether it may be said that nothing has to be repaired.
+    steps: of data sets with 5,000 tokens and more. layouts: file formats; empty for all. base: of the noise, empty
+    for several. recipe: states the quantization of the sampler.
     """
 
     name: str
@@ -94,7 +95,7 @@ def _kind(name: str, sides: Callable[..., Sides], families: str, accepted: str, 
 
 
 def _model(
-    name: str, changed: Sequence[dict[str, object]], accepted: str = "", families: str = MODEL, *, wrong: str = ""
+    name: str, changed: Sequence[dict[str, object]], accepted: str = "", families: str = CONFIG, *, wrong: str = ""
 ) -> Kind:
     """Another function on one side, given as fields of `How` by strength; the sampler's at the second one."""
 
@@ -112,7 +113,7 @@ def _formula(level: int) -> Sides:
 
 
 def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
-    return _kind(name, sides, MODEL, "unexplained long-context?", TRAINER)
+    return _kind(name, sides, LAYOUT, "unexplained long-context?", TRAINER)
 
 
 def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
@@ -121,7 +122,7 @@ def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
     def sides(level: int) -> Sides:
         return Sides(prompts=lambda prompt: change(prompt, level))
 
-    return _kind(name, sides, "model prompt values", "unexplained misaligned? retokenized?", TRAINER)
+    return _kind(name, sides, PROMPT, "unexplained misaligned? retokenized?", TRAINER)
 
 
 def _aging(name: str, sides: Callable[..., Sides], families: str, accepted: str, steps: int, **more: object) -> Kind:
@@ -286,19 +287,19 @@ FAULTS = (
     _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context? quantized?"),
     _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context? quantized?"),
     _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?"),
-    _kind("soft cap formula", _formula, MODEL, "unexplained temperature?", TRAINER),
-    _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{MODEL} {SAMPLING}"),
+    _kind("soft cap formula", _formula, f"{LAST} {CONFIG}", "unexplained temperature?", TRAINER),
+    _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{LAST} {SAMPLING}"),
     _model("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),
     _model("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature?"),
-    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{MODEL} {WEIGHTS}"),
-    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
-    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{MODEL} {WEIGHTS}"),
+    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{LAST} {WEIGHTS}"),
+    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{LAST} {WEIGHTS}"),
+    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", WEIGHTS),
     _model("dropout", [{"dropout": v} for v in (0.01, 0.03, 0.1)], wrong=TRAINER),
     _model(
         "padded vocabulary",
         [{"padded": v} for v in (16, 64, 256)],
         "truncated-sampling?",
-        f"{MODEL} {SAMPLING}",
+        f"{LAST} {SAMPLING}",
         wrong=TRAINER,
     ),
     _trainer("left padding: positions", lambda level: Sides(place="gap", strength=(0.02, 0.1, 1.0)[level])),
@@ -309,9 +310,9 @@ FAULTS = (
     _prompt("prompt cut", lambda prompt, level: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
     _aging("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
     _aging("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
-    _aging("old weights, no versions", _old(None), f"{WEIGHTS} {MODEL}", "stale undelivered? unexplained", 4),
+    _aging("old weights, no versions", _old(None), WEIGHTS, "stale undelivered? unexplained", 4),
     *(
-        _aging(name, _adapter(scale, rank), f"{MODEL} {WEIGHTS}", "undelivered? unexplained", 8)
+        _aging(name, _adapter(scale, rank), WEIGHTS, "undelivered? unexplained", 8)
         for name, scale, rank in (
             ("adapter twice", 2.0, RANK),
             ("adapter unmerged", 0.0, RANK),
@@ -323,7 +324,7 @@ FAULTS = (
         "8-bit cache from a position on",
         [{"cache_bits_from": v} for v in (90, 60, 0)],
         "quantized? long-context?",
-        f"{QUANTIZED} {MODEL}",
+        QUANTIZED,
     ),
     _quantized("int8 weights, stated", "int8", stated=True),
     *(_quantized(f"{bits} weights", bits) for bits in ("int8", "fp8", "int4")),

@@ -83,14 +83,15 @@ Kind = Literal["healthy", "proven", "fits", "differential"]
 class Answer:
     """What a diagnosis says.
 
-    severity: good or warn. kind: healthy; proven, where undoing a cause heals or the files state it; fits, where the
-    first cause is only of that size and shape; differential, where no cause is named. cause: what the first cause means
-    and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to do first, each
-    after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about the data;
-    masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the sentence.
-    faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
-    everything that was found, the causes first. candidates: those that are shown. known: faults that were reported in public, by cause. method: the
-    recommended preset, after the condition under which it is one. outcome: that of the recommended preset.
+    severity: good or warn. kind: healthy; proven, where undoing a cause heals or the files state it; fits, where
+    the first cause is only of that size and shape; differential, where no cause is named. cause: what the first
+    cause means and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to
+    do first, each after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about
+    the data; masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the
+    sentence. faults: the remedy, by name, of the causes and findings that must be repaired before any correction.
+    findings: everything that was found, the causes first. candidates: those that are shown. known: faults that were
+    reported in public, by cause. method: the recommended preset, after the condition under which it is one.
+    outcome: that of the recommended preset.
     """
 
     severity: str
