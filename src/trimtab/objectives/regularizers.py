@@ -28,8 +28,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.corrections.code_lines import Lines, exponent, number
 from trimtab.corrections.divergences import k1, k2, k3
-from trimtab.corrections.ratios import Number, bounded
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
@@ -86,6 +87,18 @@ class KL:
             "unbiased": f"{ratio}·({k3}), gradient through both",
         }[self.kind]
 
+    def code(self, lines: Lines) -> str:
+        """Returns the term of a token as PyTorch code."""
+        d = lines.define("to_reference", "reference - current")
+        k3 = f"torch.expm1({exponent(d)}) - {d}.clamp(max={number(LOG_RATIO_BOUND)})"
+        estimate = {"k1": f"-{d}", "k2": f"0.5 * {d}.square()"}.get(self.kind, k3)
+        if self.kind == "unbiased":
+            q = "current - behavior"
+            q = f"torch.where(off_policy, current - current.detach(), {q})" if lines.external else q
+            lines.define("q", f"{exponent(q)}.exp()  # pi/mu, with gradient")
+            estimate = f"q * ({k3})"
+        return lines.define("kl", estimate)
+
 
 MASS_FLOOR = 1e-6
 """Smallest mass outside the head, of either policy."""
@@ -134,3 +147,19 @@ def centering_equation(ceiling: Number | None) -> str:
     """Returns what C is, as text with its numbers."""
     weight = "μ(v)" if ceiling is None else f"min(π(v), {ceiling:g} μ(v))"
     return f"C = Σ_v sg[{weight} − α π(v)] log π(v) over the sampler's most probable v, α from the mass outside"
+
+
+def centering_code(ceiling: Number | None, lines: Lines) -> str:
+    """Returns C of each token as PyTorch code."""
+    head = "torch.where(mask[..., None], {}, -torch.inf).to(current.dtype)"
+    log = lines.define("head_log_pi", head.format("head_current"))
+    pi = lines.define("head_pi", f"{log}.detach().exp()")
+    mu = lines.define("head_mu", f"{head.format('head_behavior.detach()')}.exp()")
+    rest = f"(1 - {{}}.sum(-1, keepdim=True)).clamp(min={number(MASS_FLOOR)})"
+    tail = lines.define("tail", f"{rest.format(mu)} / {rest.format(pi)}  # mu / pi of all other ids")
+    score = f"{mu} - {tail} * {pi}"
+    if ceiling is not None:
+        cap = number(ceiling)
+        score = f"torch.minimum({pi}, {cap} * {mu}) - ({cap} * {tail}).clamp(max=1) * {pi}"
+    score = lines.define("expected", score)
+    return lines.define("center", f"({score} * torch.where({score} == 0, 0.0, {log})).sum(-1)")

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
@@ -120,6 +121,14 @@ class Surrogate(ABC):
         """Returns further lines of the equation: definitions of symbols and warnings."""
         return ()
 
+    def code(self, lines: Lines) -> str:
+        """Returns the term as PyTorch code; optional, for `Objective.code`."""
+        raise NotImplementedError
+
+    def limit_code(self, lines: Lines) -> str:
+        """Returns what `limit` in the code is for a whole update, as PyTorch code; for one that `collects`."""
+        raise NotImplementedError
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
@@ -172,6 +181,14 @@ class Clipped(Surrogate):
         clipped = f"min({ratio} A, clip({ratio}, {1 - self.low:g}, {1 + self.high:g}) A)"
         return clipped if self.dual is None else f"max[A<0]({clipped}, {self.dual:g} A)"
 
+    def code(self, lines: Lines) -> str:
+        lines.use("ratio")
+        clipped = f"ratio.clamp({number(1 - self.low)}, {number(1 + self.high)}) * advantage"
+        if self.dual is None:
+            return f"torch.minimum(ratio * advantage, {clipped})"
+        lines.define("clipped", f"torch.minimum(ratio * advantage, {clipped})")
+        return f"torch.where(advantage < 0, torch.maximum(clipped, {number(self.dual)} * advantage), clipped)"
+
     def notes(self) -> tuple[str, ...]:
         if self.dual is None or self.dual > 1 + self.high:
             return ()
@@ -203,6 +220,11 @@ class Reinforce(Surrogate):
         weight = ratio if self.ceiling == math.inf else f"min({ratio}, {self.ceiling:g})"
         return f"sg[{weight}] A log π"
 
+    def code(self, lines: Lines) -> str:
+        lines.use("ratio")
+        capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
+        return f"ratio.detach(){capped} * advantage * current"
+
     def unbounded(self) -> Surrogate:
         return Unclipped()
 
@@ -233,6 +255,12 @@ class Regression(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"−({self.beta:g}·log {ratio} − A)²/T"
+
+    def code(self, lines: Lines) -> str:
+        lines.use("log_ratio", "length")
+        lines.define("residual", f"{number(self.beta)} * log_ratio.detach() - advantage")
+        slope = f"{number(2 * self.beta)} * residual * (log_ratio - log_ratio.detach())"
+        return f"-(residual.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "sequence":
@@ -271,6 +299,12 @@ class Shaped(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
 
+    def code(self, lines: Lines) -> str:
+        lines.use("ratio")
+        shift = number(-math.log(self.gamma))
+        lines.define("shaped", f"(current + {shift}).sigmoid()  # pi / (pi + {self.gamma:g})")
+        return "torch.where(off_policy, shaped, ratio) * advantage"
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if not corrected:
             return None
@@ -290,6 +324,9 @@ class LogProb(Surrogate):
     def equation(self, ratio: str) -> str:
         return "A log π"
 
+    def code(self, lines: Lines) -> str:
+        return "advantage * current"
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"
 
@@ -303,3 +340,7 @@ class Unclipped(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"{ratio} A"
+
+    def code(self, lines: Lines) -> str:
+        lines.use("ratio")
+        return "ratio * advantage"
