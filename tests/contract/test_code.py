@@ -251,7 +251,7 @@ def test_a_slip_in_the_code_is_found(right: str, wrong: str) -> None:
 
 @dataclass(frozen=True)
 class Squashed(Surrogate):
-    """tanh(r) A, with a name that the function has already."""
+    """tanh(r) A, with names that the function has already."""
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         return torch.tanh(terms.ratio) * terms.advantage, {}
@@ -260,8 +260,7 @@ class Squashed(Surrogate):
         return f"tanh({ratio}) A"
 
     def code(self, lines: Lines) -> str:
-        lines.use("ratio")
-        return f"{lines.define('loss', 'torch.tanh(ratio)')} * {lines.define('mask', 'advantage')}"
+        return f"{lines.define('length', 'torch.tanh(ratio)')} * {lines.define('weight', 'advantage')}"
 
 
 class Halved(Squashed):

@@ -238,12 +238,9 @@ class Divergence(Mask):
 
     def code(self, lines: Lines) -> str:
         log = lines.log_of(self.over)
-        value = divergences.code(self.kind, self.over, log, lines)
-        if self.reduce == "mean":
-            lines.use("length")
         reduced = {"mean": ".sum(1, keepdim=True) / length", "max": ".amax(1, keepdim=True)"}
         reduced |= {"sum": ".sum(1, keepdim=True)", "token": ""}
-        near = f"({value}{reduced[self.reduce]} <= {number(self.max)})"
+        near = f"({divergences.code(self.kind, self.over, log, lines)}{reduced[self.reduce]} <= {number(self.max)})"
         return f"({near} | (advantage * {log} <= 0))" if self.outward else near
 
 
@@ -293,8 +290,8 @@ class Veto(Mask):
 
     def code(self, lines: Lines) -> str:
         log = self.over if self.of == "probability" else lines.log_of(self.over)
-        least = lines.define("least_log", f"{number(math.log(self.min))}  # log {self.min:g}")
-        return f"({log}.amin(1, keepdim=True) >= {least})"
+        least = lines.define("least", f"{log}.amin(1, keepdim=True)  # its log must be that of {self.min:g} or more")
+        return f"({least} >= {number(math.log(self.min))})"
 
 
 _REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (torch.ne, "≠")}
@@ -340,8 +337,7 @@ class OPSM(Mask):
         return f"not (A {_REJECTED[self.sign][1]} 0 and mean_t(log μ − log π) > {self.delta:g})"
 
     def code(self, lines: Lines) -> str:
-        mean = lines.at_level(lines.log_of("current"), "geometric")
-        lag = lines.define("lag", f"-{mean}  # mean of log mu - log pi over the response")
+        lag = lines.define("lag", f"-{lines.at_level(lines.log_of('current'), 'geometric')}  # mean of log mu - log pi")
         sign = {"negative": "<", "positive": ">", "both": "!="}[self.sign]
         return f"~((advantage {sign} 0) & ({lag} > {number(self.delta)}))"
 
@@ -418,20 +414,18 @@ class PrefixBudget(Mask):
         )
 
     def code(self, lines: Lines) -> str:
-        log = lines.log_of("current")
-        lines.use("length", "position")
+        log, limit = lines.log_of("current"), number(self.max)
         gap = divergences.code("binary_tv", "current", log, lines)
-        place = "(position - 1).to(current.dtype) / (length - 1).clamp(min=1)"
-        fall = f"{number(1 - self.weight_min)} * {place}"
+        fall = f"{number(1 - self.weight_min)} * (position - 1).to(current.dtype) / (length - 1).clamp(min=1)"
         early = lines.define("u", f"torch.where(mask, 1 - {fall}, 0.0)  # early tokens count for more")
         ordered = lines.define("ordered", f"torch.where(mask, {gap}, torch.inf).sort(1).values")
         place = lines.define("place", f"{number(self.quantile)} * (length - 1).to(current.dtype)  # of the quantile")
-        around = (f"{ordered}.gather(1, {place}.{end}().long())" for end in ("floor", "ceil"))
-        quantile = lines.define("quantile", f"torch.lerp({', '.join(around)}, {place}.frac())")
+        around = ", ".join(f"{ordered}.gather(1, {place}.{end}().long())" for end in ("floor", "ceil"))
+        quantile = lines.define("quantile", f"torch.lerp({around}, {place}.frac())")
         rate = lines.define("rate", f"{quantile}.clamp({number(self.budget)}, {number(2 * self.budget)})")
         spent = lines.define("spent", f"{early} * {gap}")
         before = f"{rate} * ({early}.cumsum(1) - {early}) - ({spent}.cumsum(1) - {spent})"
-        left = lines.define("left", f"({number(self.max)} + {before}).clamp(max={number(self.max)})")
+        left = lines.define("left", f"({limit} + {before}).clamp(max={limit})")
         return f"(({spent} <= {left}) | (advantage * {log} <= 0))"
 
 

@@ -102,14 +102,14 @@ class Weight:
             return f"torch.where({inside}, {rho}, 0.0)"
         return f"{rho}.clamp({low}, {high})" if self.low > 0 else f"{rho}.clamp(max={high})"
 
-    def mean_code(self, lines: Lines, weight: str) -> str:
-        """Returns the mean that the named weight is divided by, as PyTorch code."""
+    def mean_code(self, lines: Lines) -> str:
+        """Returns the mean that `normalize` divides by as PyTorch code, of a whole update."""
+        weight = lines.define("weight", self.code(lines))
         if self.level in TURN_LEVELS:
-            length = lines.turn_length(lines.log_of("proximal"))
-            mean = f"({weight} / {length})[mask].sum() / (1 / {length})[mask].sum()"
+            length = lines.turn_length()
+            lines.define("mean", f"({weight} / {length})[mask].sum() / (1 / {length}.double())[mask].sum()")
         else:
-            mean = f"{weight}[{'mask' if self.level in PER_TOKEN_LEVELS else 'mask.any(1)'}].mean()"
-        lines.define("mean", mean)
+            lines.define("mean", f"{weight}[{'mask' if self.level in PER_TOKEN_LEVELS else 'mask.any(1)'}].mean()")
         return f"torch.where(mean > {number(MEAN_FLOOR)}, mean, 1.0)"
 
     def definition(self) -> str:

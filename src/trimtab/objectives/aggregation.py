@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.state import State
@@ -82,27 +81,20 @@ class Aggregation:
         rejected = "counted" if self.denominator == "original" else "not counted"
         return f"{text}; what is rejected is {rejected}" if rejects else text
 
-    @property
-    def counted(self) -> str:
-        """The argument of the printed function that is the denominator of the update: tokens or responses."""
-        return "tokens" if self.kind == "token-mean" else "responses"
+    def code(self, values: str, count: str, keep: str = "mask") -> tuple[str, str]:
+        """Returns the aggregated values, and the count of a whole update that they are divided by, as PyTorch code.
 
-    def count_code(self, keep: str = "") -> str:
-        """Returns the number of tokens or responses as PyTorch code; keep: the name of what is left, if that counts."""
-        if self.kind == "token-mean":
-            return f"{keep or 'mask'}.sum().clamp(min=1)"
-        if self.kind == "trained-mean-token-sum":
-            return f"{keep or 'mask'}.any(1).sum().clamp(min=1)"
-        return f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if keep else "max(len(mask), 1)"
-
-    def code(self, lines: Lines, values: str, count: str, keep: str = "") -> str:
-        """Returns the aggregated values of tokens as PyTorch code. count: the denominator; keep as in `count_code`."""
-        if self.kind == "seq-mean-token-mean":
-            length = f"{keep}.sum(1, keepdim=True).clamp(min=1)" if keep else "length"
-            if not keep:
-                lines.use("length")
-            return f"({values} / {length}).sum() / {count}"
-        return f"{values}.sum() / " + (f"({count} * {self.length_max})" if self.kind == "constant" else count)
+        keep: the tokens that count, by name, as `values` and `count` are.
+        """
+        rows = "max(len(mask), 1)" if keep == "mask" else f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)"
+        length = "length" if keep == "mask" else f"{keep}.sum(1, keepdim=True).clamp(min=1)"
+        return {
+            "token-mean": (f"{values}.sum() / {count}", f"{keep}.sum().clamp(min=1)"),
+            "seq-mean-token-mean": (f"({values} / {length}).sum() / {count}", rows),
+            "seq-mean-token-sum": (f"{values}.sum() / {count}", rows),
+            "constant": (f"{values}.sum() / ({count} * {self.length_max})", rows),
+            "trained-mean-token-sum": (f"{values}.sum() / {count}", f"{keep}.any(1).sum().clamp(min=1)"),
+        }[self.kind]
 
 
 def _positive(count: Tensor) -> Tensor:

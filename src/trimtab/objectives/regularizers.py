@@ -28,9 +28,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.code_lines import Lines, exponent, number
+from trimtab.corrections import divergences
+from trimtab.corrections.code_lines import Lines, exponential, number
 from trimtab.corrections.divergences import k1, k2, k3
-from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, bounded
+from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
@@ -89,15 +90,14 @@ class KL:
 
     def code(self, lines: Lines) -> str:
         """Returns the term of a token as PyTorch code."""
-        d = lines.define("to_reference", "reference - current")
-        k3 = f"torch.expm1({exponent(d)}) - {d}.clamp(max={number(LOG_RATIO_BOUND)})"
-        estimate = {"k1": f"-{d}", "k2": f"0.5 * {d}.square()"}.get(self.kind, k3)
-        if self.kind == "unbiased":
-            q = "current - behavior"
-            q = f"torch.where(off_policy, current - current.detach(), {q})" if lines.external else q
-            lines.define("q", f"{exponent(q)}.exp()  # pi/mu, with gradient")
-            estimate = f"q * ({k3})"
-        return lines.define("kl", estimate)
+        log = lines.define("log_reference", "reference - current")
+        estimate = divergences.code("k3" if self.kind == "unbiased" else self.kind, "reference", log, lines)
+        if self.kind != "unbiased":
+            return estimate
+        own = (
+            "torch.where(off_policy, current - current.detach(), log_w)" if lines.external else lines.log_of("current")
+        )
+        return f"{lines.define('q', exponential(own))} * {estimate}"
 
 
 MASS_FLOOR = 1e-6

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.code_lines import Lines, exponent, number
+from trimtab.corrections.code_lines import Lines, clamped, exponential, number
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
@@ -27,9 +27,8 @@ def _code_by_sign(lines: Lines, where: str, name: str, positive: str, negative: 
     """Returns an expression of one of two forms in printed code, by the sign of the advantage where these differ."""
     if positive == negative:
         return lines.define(name, positive)
-    lines.define("positive", positive)
-    lines.define("negative", negative)
-    return lines.define(name, f"torch.where({where}, positive, negative)")
+    forms = lines.define("positive", positive), lines.define("negative", negative)
+    return lines.define(name, f"torch.where({where}, {', '.join(forms)})")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class SoftGate(Surrogate):
         return f"(4/τ) σ(τ ({ratio} − 1)) A"
 
     def code(self, lines: Lines) -> str:
-        lines.use("log_ratio")
-        lines.define("excess", f"torch.expm1({exponent('log_ratio')})  # ratio - 1")
-        gates = (f"4 / {number(t)} * ({number(t)} * excess).sigmoid()" for t in (self.positive, self.negative))
+        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
+        gates = (f"4 / {number(t)} * ({number(t)} * {excess}).sigmoid()" for t in (self.positive, self.negative))
         return f"{_code_by_sign(lines, 'advantage > 0', 'gate', *gates)} * advantage"
 
     def notes(self) -> tuple[str, ...]:
@@ -106,9 +104,8 @@ class GammaWeight(Surrogate):
         return f"sg[{ratio}^k1 e^(−k2 ({ratio} − 1))] A log π"
 
     def code(self, lines: Lines) -> str:
-        lines.use("log_ratio")
-        log = lines.define("log_w", exponent("log_ratio.detach()"))
-        excess = lines.define("excess", f"torch.expm1({log})  # w - 1")
+        log = lines.define("log_detached", clamped("log_ratio.detach()"))
+        excess = lines.define("excess", f"torch.expm1({log})  # W - 1")
         powers = ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative))
         phis = (f"({number(k1)} * {log} - {number(k2)} * {excess}).exp()" for k1, k2 in powers)
         return f"{_code_by_sign(lines, 'advantage >= 0', 'phi', *phis)} * advantage * current"
@@ -164,12 +161,11 @@ class GeometricClip(Surrogate):
         return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
 
     def code(self, lines: Lines) -> str:
-        lines.use("log_ratio", "length")
         above, below = f"log_ratio.clamp(max={number(self.high)})", f"log_ratio.clamp(min={number(-self.low)})"
-        lines.define("clipped", f"torch.where(advantage > 0, {above}, {below})")
-        lines.define("mean", "clipped.detach().sum(1, keepdim=True) / length")
-        lines.define("log_mean", "mean + (clipped - clipped.detach())  # gradient of each token")
-        return f"{exponent('log_mean')}.exp() * advantage"
+        clip = lines.define("log_clipped", f"torch.where(advantage > 0, {above}, {below})")
+        mean = lines.define("mean", f"{clip}.detach().sum(1, keepdim=True) / length")
+        log = lines.define("log_mean", f"{mean} + ({clip} - {clip}.detach())  # gradient of each token")
+        return f"{exponential(log)} * advantage"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "token":
@@ -210,11 +206,10 @@ class QuadraticPenalty(Surrogate):
         return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
 
     def code(self, lines: Lines) -> str:
-        lines.use("log_ratio")
-        lines.define("excess", f"torch.expm1({exponent('log_ratio')})  # ratio - 1")
-        lines.define("mu", "behavior.clamp(max=0).exp()")
-        lines.define("penalty", f"advantage.abs() * mu * excess.square() / {number(2 * self.epsilon)}")
-        return "(1 + excess) * advantage - penalty"
+        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
+        mu = lines.define("mu", "behavior.clamp(max=0).exp()")
+        penalty = f"advantage.abs() * {mu} * {excess}.square() / {number(2 * self.epsilon)}"
+        return f"(1 + {excess}) * advantage - {penalty}"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio == Ratio("token", "behavior"):

@@ -126,7 +126,7 @@ class Surrogate(ABC):
         raise NotImplementedError
 
     def limit_code(self, lines: Lines) -> str:
-        """Returns what `limit` in the code is for a whole update, as PyTorch code; for one that `collects`."""
+        """Returns `limit` in that code, as PyTorch code for a whole update; for one that `collects`."""
         raise NotImplementedError
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
@@ -182,12 +182,9 @@ class Clipped(Surrogate):
         return clipped if self.dual is None else f"max[A<0]({clipped}, {self.dual:g} A)"
 
     def code(self, lines: Lines) -> str:
-        lines.use("ratio")
-        clipped = f"ratio.clamp({number(1 - self.low)}, {number(1 + self.high)}) * advantage"
-        if self.dual is None:
-            return f"torch.minimum(ratio * advantage, {clipped})"
-        lines.define("clipped", f"torch.minimum(ratio * advantage, {clipped})")
-        return f"torch.where(advantage < 0, torch.maximum(clipped, {number(self.dual)} * advantage), clipped)"
+        bounds = f"{number(1 - self.low)}, {number(1 + self.high)}"
+        clipped = f"torch.minimum(ratio * advantage, ratio.clamp({bounds}) * advantage)"
+        return clipped if self.dual is None else dual_code(lines, clipped, number(self.dual))
 
     def notes(self) -> tuple[str, ...]:
         if self.dual is None or self.dual > 1 + self.high:
@@ -221,7 +218,6 @@ class Reinforce(Surrogate):
         return f"sg[{weight}] A log π"
 
     def code(self, lines: Lines) -> str:
-        lines.use("ratio")
         capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
         return f"ratio.detach(){capped} * advantage * current"
 
@@ -257,10 +253,9 @@ class Regression(Surrogate):
         return f"−({self.beta:g}·log {ratio} − A)²/T"
 
     def code(self, lines: Lines) -> str:
-        lines.use("log_ratio", "length")
-        lines.define("residual", f"{number(self.beta)} * log_ratio.detach() - advantage")
-        slope = f"{number(2 * self.beta)} * residual * (log_ratio - log_ratio.detach())"
-        return f"-(residual.square() / length + {slope})"
+        residual = lines.define("residual", f"{number(self.beta)} * log_ratio.detach() - advantage")
+        slope = f"{number(2 * self.beta)} * {residual} * (log_ratio - log_ratio.detach())"
+        return f"-({residual}.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "sequence":
@@ -300,10 +295,8 @@ class Shaped(Surrogate):
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
 
     def code(self, lines: Lines) -> str:
-        lines.use("ratio")
-        shift = number(-math.log(self.gamma))
-        lines.define("shaped", f"(current + {shift}).sigmoid()  # pi / (pi + {self.gamma:g})")
-        return "torch.where(off_policy, shaped, ratio) * advantage"
+        shaped = f"(current + {number(-math.log(self.gamma))}).sigmoid()  # pi / (pi + {self.gamma:g})"
+        return f"torch.where(off_policy, {lines.define('shaped', shaped)}, ratio) * advantage"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if not corrected:
@@ -342,5 +335,10 @@ class Unclipped(Surrogate):
         return f"{ratio} A"
 
     def code(self, lines: Lines) -> str:
-        lines.use("ratio")
         return "ratio * advantage"
+
+
+def dual_code(lines: Lines, clipped: str, dual: str) -> str:
+    """Returns a clipped term that is at least dual * A for A < 0, as PyTorch code."""
+    clipped = lines.define("clipped", clipped)
+    return f"torch.where(advantage < 0, torch.maximum({clipped}, {dual} * advantage), {clipped})"
