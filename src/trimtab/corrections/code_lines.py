@@ -29,7 +29,7 @@ class Lines:
         self.rows: list[str] = []
         self._defined: dict[str, str] = {}
         self._token = "log_ratio" if level == "token" else "token_log_ratio"
-        whole = f"{level}_log_ratio + (token_log_ratio - token_log_ratio.detach())  # gradient of each token"
+        whole = f"{level}_log_ratio + (token_log_ratio - token_log_ratio.detach())  # with each token's own gradient"
         self._shared = {
             "length": "mask.sum(1, keepdim=True).clamp(min=1)",
             "position": "mask.cumsum(1).clamp(min=1)  # 1 at the first trained token",

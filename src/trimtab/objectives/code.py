@@ -65,7 +65,10 @@ def write(objective: Objective, command: str) -> str:
     read = _arguments(loss)
     rows = [*_docstring(objective, read, given), *_selection(objective, read), _valid(read), *loss.rows]
     functions.append(_function(f"{name}_loss", [*read, *(f"{key}=None" for key in given)], rows))
-    titles = (objective.source or f"The objective {objective.name}.", f"Printed by: {command}")
+    titles = (
+        f"{objective.name}: {objective.source or 'of its own parts'}",
+        f"Printed by Trimtab (Apache-2.0): {command}",
+    )
     head = [row for title in titles for row in textwrap.wrap(title, 118, initial_indent="# ", subsequent_indent="# ")]
     return "\n".join([*head, "import torch", "", "", "\n\n\n".join(functions)]) + "\n"
 
@@ -166,7 +169,8 @@ def _selection(objective: Objective, read: Sequence[str]) -> list[str]:
 def _valid(read: Sequence[str]) -> str:
     finite = " + ".join(name for name in POLICIES if name in read)
     sampled = f" & (behavior >= {number(MIN_BEHAVIOR)}).all()" if "behavior" in read else ""
-    return f"valid = ({finite}).isfinite().all(){sampled}  # else the loss is NaN"
+    finite = f"({finite})" if " " in finite else finite
+    return f"valid = {finite}.isfinite().all(){sampled}  # else the loss is NaN"
 
 
 def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:

@@ -104,10 +104,9 @@ class GammaWeight(Surrogate):
         return f"sg[{ratio}^k1 e^(−k2 ({ratio} − 1))] A log π"
 
     def code(self, lines: Lines) -> str:
-        log = lines.define("log_detached", clamped("log_ratio.detach()"))
-        excess = lines.define("excess", f"torch.expm1({log})  # W - 1")
+        log = lines.define("log_bounded", clamped("sequence_log_ratio"))
         powers = ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative))
-        phis = (f"({number(k1)} * {log} - {number(k2)} * {excess}).exp()" for k1, k2 in powers)
+        phis = (f"({number(k1)} * {log} - {number(k2)} * torch.expm1({log})).exp()" for k1, k2 in powers)
         return f"{_code_by_sign(lines, 'advantage >= 0', 'phi', *phis)} * advantage * current"
 
     def notes(self) -> tuple[str, ...]:
@@ -164,7 +163,7 @@ class GeometricClip(Surrogate):
         above, below = f"log_ratio.clamp(max={number(self.high)})", f"log_ratio.clamp(min={number(-self.low)})"
         clip = lines.define("log_clipped", f"torch.where(advantage > 0, {above}, {below})")
         mean = lines.define("mean", f"{clip}.detach().sum(1, keepdim=True) / length")
-        log = lines.define("log_mean", f"{mean} + ({clip} - {clip}.detach())  # gradient of each token")
+        log = lines.define("log_mean", f"{mean} + ({clip} - {clip}.detach())  # with each token's own gradient")
         return f"{exponential(log)} * advantage"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:

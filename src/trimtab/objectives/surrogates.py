@@ -253,8 +253,8 @@ class Regression(Surrogate):
         return f"−({self.beta:g}·log {ratio} − A)²/T"
 
     def code(self, lines: Lines) -> str:
-        residual = lines.define("residual", f"{number(self.beta)} * log_ratio.detach() - advantage")
-        slope = f"{number(2 * self.beta)} * {residual} * (log_ratio - log_ratio.detach())"
+        residual = lines.define("residual", f"{number(self.beta)} * sequence_log_ratio - advantage")
+        slope = f"{number(2 * self.beta)} * {residual} * (token_log_ratio - token_log_ratio.detach())"
         return f"-({residual}.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
