@@ -48,9 +48,9 @@ class Lines:
             free = f"{name}_{number}"
         return self._add(free, expression)
 
-    def end(self, expression: str) -> None:
-        """Adds `return expression`."""
-        self.rows.append(f"return {self._use(expression)}")
+    def add(self, row: str) -> None:
+        """Adds a line that gives no value to a new name."""
+        self.rows.append(self._use(row))
 
     def log_of(self, policy: str) -> str:
         """Returns the name of log policy/behavior of each token. policy: proximal or current."""
@@ -67,17 +67,17 @@ class Lines:
         """Returns a log-ratio at a level, from the name of the tokens' log-ratio."""
         if level in TURN_LEVELS:
             self.define("numbers, turn", "turn.unique(return_inverse=True)  # turns, numbered from 0")
-            zeros = self.define("zeros", f"torch.zeros(len(mask), len(numbers)).to({name.partition('.')[0]})")
-            total = f"{zeros}.scatter_add(1, turn, {name}).gather(1, turn)"
+            if "zeros" not in self._defined:
+                self.define("zeros", f"torch.zeros(len(mask), len(numbers)).to({name.partition('.')[0]})")
+            total = f"zeros.scatter_add(1, turn, {name}).gather(1, turn)"
             return total if level == "turn" else f"{total} / {self.turn_length()}"
         place = "position" if level in PER_TOKEN_LEVELS else "length"
         total = {"token": name, "position": f"{name}.cumsum(1)"}.get(place, f"{name}.sum(1, keepdim=True)")
         return name if level == "token" else f"{total} / {place}" if level.endswith("geometric") else total
 
     def turn_length(self) -> str:
-        """Returns the name of the number of trained tokens in the turn of each token."""
-        zeros = "torch.zeros(len(mask), len(numbers), dtype=torch.long, device=mask.device)"
-        return self.define("turn_length", f"{zeros}.scatter_add(1, turn, mask.long()).gather(1, turn).clamp(min=1)")
+        """Returns the name of the number of trained tokens in the turn of each token, after a log-ratio at that level."""
+        return self.define("turn_length", "zeros.scatter_add(1, turn, mask.to(zeros)).gather(1, turn).clamp(min=1)")
 
     def _use(self, expression: str) -> str:
         """Defines what an expression shares with others, and returns it."""

@@ -107,7 +107,7 @@ class Weight:
         weight = lines.define("weight", self.code(lines))
         if self.level in TURN_LEVELS:
             length = lines.turn_length()
-            lines.define("mean", f"({weight} / {length})[mask].sum() / (1 / {length}.double())[mask].sum()")
+            lines.define("mean", f"({weight} / {length})[mask].sum() / (1 / {length})[mask].sum()")
         else:
             lines.define("mean", f"{weight}[{'mask' if self.level in PER_TOKEN_LEVELS else 'mask.any(1)'}].mean()")
         return f"torch.where(mean > {number(MEAN_FLOOR)}, mean, 1.0)"

@@ -95,13 +95,13 @@ def _of_update(objective: Objective) -> dict[str, Lines]:
     found: dict[str, Lines] = {}
     if objective.surrogate.collects:
         lines = found["limit"] = _lines(objective)
-        lines.end(objective.surrogate.limit_code(lines))
+        lines.add(f"return {objective.surrogate.limit_code(lines)}")
     if objective.weight is not None and objective.weight.normalize:
         lines = found["mean_weight"] = _lines(objective)
-        lines.end(objective.weight.mean_code(lines))
+        lines.add(f"return {objective.weight.mean_code(lines)}")
     if objective.aggregation.denominator == "kept":
         lines = found["kept"] = _lines(objective)
-        lines.end(objective.aggregation.code("", "", _keep(objective, lines))[1])
+        lines.add(f"return {objective.aggregation.code('', '', _keep(objective, lines))[1]}")
     return found
 
 
@@ -110,7 +110,12 @@ def _keep(objective: Objective, lines: Lines) -> str:
     conditions, weight = [rule.code(lines) for rule in objective.masks], objective.weight
     if objective.aggregation.denominator == "kept" and weight is not None and weight.rejects:
         conditions.append(f"({lines.define('weight', weight.code(lines))} > 0)")
-    return lines.define("keep", " & ".join(["mask", *conditions])) if conditions else "mask"
+    if not conditions:
+        return "mask"
+    keep = lines.define("keep", f"mask & {conditions[0]}")
+    for condition in conditions[1:]:
+        lines.add(f"{keep} = {keep} & {condition}")
+    return keep
 
 
 def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
@@ -136,7 +141,7 @@ def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
                 given[count] = (
                     f"{what} of the whole update (per rank, where ranks average gradients); by default, of this batch"
                 )
-    lines.end(f"torch.where(valid, {' + '.join(results)}, torch.nan)")
+    lines.add(f"return torch.where(valid, {' + '.join(results)}, torch.nan)")
     return given
 
 
@@ -170,7 +175,7 @@ def _valid(read: Sequence[str]) -> str:
     finite = " + ".join(name for name in POLICIES if name in read)
     sampled = f" & (behavior >= {number(MIN_BEHAVIOR)}).all()" if "behavior" in read else ""
     finite = f"({finite})" if " " in finite else finite
-    return f"valid = {finite}.isfinite().all(){sampled}  # else the loss is NaN"
+    return f"valid = {finite}.isfinite().all(){sampled}  # else NaN"
 
 
 def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
