@@ -76,7 +76,7 @@ class Lines:
         return name if level == "token" else f"{total} / {place}" if level.endswith("geometric") else total
 
     def turn_length(self) -> str:
-        """Returns the name of the number of trained tokens in the turn of each token, after a log-ratio at that level."""
+        """Returns the name of the number of trained tokens in each token's turn, after a log-ratio of turns."""
         return self.define("turn_length", "zeros.scatter_add(1, turn, mask.to(zeros)).gather(1, turn).clamp(min=1)")
 
     def _use(self, expression: str) -> str:

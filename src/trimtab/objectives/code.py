@@ -133,7 +133,9 @@ def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
     results = []
     for count, terms in ({"kept": policy, counted: regularizers} if kept else {counted: policy + regularizers}).items():
         if terms:
-            values = lines.define("losses" if policy[0] in terms else "regularizers", " + ".join(terms))
+            values = lines.define(
+                "losses" if policy[0] in terms else "regularizers", " + ".join(terms).replace("+ -", "- ")
+            )
             summed, default = aggregation.code(values, count, keep if count == "kept" else "mask")
             results.append(summed)
             if count != "kept":
