@@ -262,7 +262,7 @@ class Squashed(Surrogate):
         return f"tanh({ratio}) A"
 
     def code(self, lines: Lines) -> str:
-        return f"{lines.define('length', 'torch.tanh(ratio)')} * {lines.define('weight', 'advantage')}"
+        return f"{lines.define('length', 'torch.tanh(ratio)')} * {lines.define('mask', 'advantage')}"
 
 
 class Halved(Squashed):

@@ -16,6 +16,19 @@ from trimtab.corrections.ratios import LOG_RATIO_BOUND, PER_TOKEN_LEVELS, TURN_L
 WIDTH = 116
 """Of a line in a function of 120 columns."""
 
+TAKEN: tuple[str, ...] = (
+    "current",
+    "proximal",
+    "behavior",
+    "mask",
+    "advantage",
+    "valid",
+    "tokens",
+    "responses",
+    "kept",
+)
+"""Names that the function gives itself, so that no part can."""
+
 
 class Lines:
     """The body of a function: assignments, each name once.
@@ -27,7 +40,7 @@ class Lines:
     def __init__(self, level: str, over: str, *, external: bool = False) -> None:
         self.level, self.over, self.external = level, over, external
         self.rows: list[str] = []
-        self._defined: dict[str, str] = {}
+        self._defined: dict[str, str] = dict.fromkeys(TAKEN, "")
         self._token = "log_ratio" if level == "token" else "token_log_ratio"
         whole = f"{level}_log_ratio + (token_log_ratio - token_log_ratio.detach())  # with each token's own gradient"
         self._shared = {

@@ -290,7 +290,7 @@ class Veto(Mask):
 
     def code(self, lines: Lines) -> str:
         log = self.over if self.of == "probability" else lines.log_of(self.over)
-        least = lines.define("least", f"{log}.amin(1, keepdim=True)  # its log must be that of {self.min:g} or more")
+        least = lines.define("least", f"{log}.amin(1, keepdim=True)  # at least log {self.min:g}")
         return f"({least} >= {number(math.log(self.min))})"
 
 

@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
+from trimtab.corrections.masks import Mask
+from trimtab.corrections.ratios import Number
+from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
-from trimtab.objectives.regularizers import centering_ceiling, centering_code
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.regularizers import KL, centering_ceiling, centering_code
+from trimtab.objectives.surrogates import Surrogate
 from trimtab.types import MIN_BEHAVIOR
 
-if TYPE_CHECKING:
-    from trimtab.objectives.objective import Objective
+
+class Parts(NamedTuple):
+    """What is read of an `Objective`, by the names of its attributes."""
+
+    name: str
+    ratio: Ratio
+    surrogate: Surrogate
+    weight: Weight | None
+    masks: tuple[Mask, ...]
+    aggregation: Aggregation
+    kl: KL
+    centering: bool
+    entropy_coef: Number
+    advantage: str
+    source: str
+    needs: frozenset[str]
+    equation: Callable[[], str]
+
 
 ARGUMENTS = {
-    "current": "log pi of the sampled tokens, (batch, time), with gradient",
+    "current": "log pi of the sampled tokens, (batch, time), a response in each row, with gradient",
     "proximal": "log pi_old, by the trainer with the weights before the update",
     "behavior": "log mu, as the sampler reported it",
     "reference": "log pi_ref, of the reference policy",
@@ -38,6 +60,15 @@ ARGUMENTS = {
 POLICIES = ("current", "proximal", "behavior", "reference")
 """Arguments that are log-probs; the first alone has a gradient."""
 
+OF_UPDATE = {
+    "limit": "the limit c on |log ratio|",
+    "mean_weight": "the mean weight",
+    "kept": "the denominator without what is rejected",
+}
+"""What the functions of a whole update return, by the argument of the loss that takes it."""
+
+PER_RANK = " (per rank, where ranks average gradients); by default, of this batch"
+
 ASCII = {
     **{"−": "-", "·": "*", "≤": "<=", "≥": ">=", "≠": "!=", "‖": "||", "²": "^2", "½": "1/2", "∞": "inf", "w̄": "mean"},
     **{"π": "pi", "μ": "mu", "ρ": "rho", "τ": "tau", "α": "alpha", "σ": "sigmoid", "Σ": "sum", "Π": "prod"},
@@ -46,38 +77,41 @@ ASCII = {
 """How an equation is written in a docstring."""
 
 
-def write(objective: Objective, command: str) -> str:
+def write(objective: Parts, command: str) -> str:
     """Returns the text of the loss function, after those of the whole update if it needs any.
 
     command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code`.
     """
     _check_classes(objective)
-    name = re.sub(r"\W+", "_", objective.name).strip("_").lower()
+    name = re.sub(r"\W+|^(?=\d)", "_", objective.name).rstrip("_").lower()
     functions, given = list[str](), dict[str, str]()
     loss = _lines(objective)
     for what, lines in _of_update(objective).items():
-        about = f'"""Returns {what} for a whole update: all its micro-batches and ranks, concatenated."""'
+        about = f'"""Returns {OF_UPDATE[what]} of a whole update: all its micro-batches and ranks, concatenated."""'
         read = _arguments(lines)
         functions.append(_function(f"{name}_{what}", read, [about, *_selection(objective, read), *lines.rows]))
         loss.rows.append(f"{what} = {name}_{what}({', '.join(read)}) if {what} is None else {what}")
-        given[what] = f"by {name}_{what} of the whole update; by default, of this batch"
+        given[what] = f"{OF_UPDATE[what]}, of the whole update by {name}_{what}"
+        given[what] += PER_RANK if what == "kept" else "; by default, of this batch"
     given |= _loss(objective, loss)
     read = _arguments(loss)
     rows = [*_docstring(objective, read, given), *_selection(objective, read), _valid(read), *loss.rows]
     functions.append(_function(f"{name}_loss", [*read, *(f"{key}=None" for key in given)], rows))
     titles = (
-        f"{objective.name}: {objective.source or 'of its own parts'}",
+        f"{objective.name}: {objective.source or 'an objective of own parts'}",
         f"Printed by Trimtab (Apache-2.0): {command}",
     )
     head = [row for title in titles for row in textwrap.wrap(title, 118, initial_indent="# ", subsequent_indent="# ")]
     return "\n".join([*head, "import torch", "", "", "\n\n\n".join(functions)]) + "\n"
 
 
-def _check_classes(objective: Objective) -> None:
+def _check_classes(objective: Parts) -> None:
     """Raises `TrimtabError` for a part whose class computes something else than the class that defines its `code`."""
-    computes = {"__call__", "keep", "apply", "per_token", "scale"}
-    weight = () if objective.weight is None else (objective.weight,)
-    for part in (objective.surrogate, *weight, *objective.masks, objective.kl, objective.aggregation):
+    computes = {"__call__", "keep", "apply", "inside", "per_token", "scale"}
+    parts = [objective.surrogate, *objective.masks, objective.aggregation]
+    parts += [] if objective.weight is None else [objective.weight]
+    parts += [objective.kl] if objective.kl.coef > 0 else []
+    for part in parts:
         owner = next(kind for kind in type(part).__mro__ if {"code", *computes} & set(vars(kind)))
         if "code" not in vars(owner):
             raise TrimtabError(
@@ -86,11 +120,11 @@ def _check_classes(objective: Objective) -> None:
             )
 
 
-def _lines(objective: Objective) -> Lines:
+def _lines(objective: Parts) -> Lines:
     return Lines(objective.ratio.level, objective.ratio.over, external="off_policy" in objective.needs)
 
 
-def _of_update(objective: Objective) -> dict[str, Lines]:
+def _of_update(objective: Parts) -> dict[str, Lines]:
     """Returns the lines of the functions of the whole update, by what each returns."""
     found: dict[str, Lines] = {}
     if objective.surrogate.collects:
@@ -105,7 +139,7 @@ def _of_update(objective: Objective) -> dict[str, Lines]:
     return found
 
 
-def _keep(objective: Objective, lines: Lines) -> str:
+def _keep(objective: Parts, lines: Lines) -> str:
     """Defines which tokens are kept, with those that the weight rejects if they do not count; returns the name."""
     conditions, weight = [rule.code(lines) for rule in objective.masks], objective.weight
     if objective.aggregation.denominator == "kept" and weight is not None and weight.rejects:
@@ -118,7 +152,7 @@ def _keep(objective: Objective, lines: Lines) -> str:
     return keep
 
 
-def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
+def _loss(objective: Parts, lines: Lines) -> dict[str, str]:
     """Adds the lines of the loss; returns what its denominator is, by the name of the argument."""
     weight, aggregation, given = objective.weight, objective.aggregation, dict[str, str]()
     factor = lines.define("surrogate", objective.surrogate.code(lines))
@@ -140,14 +174,12 @@ def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
             results.append(summed)
             if count != "kept":
                 lines.rows.append(f"{count} = {default} if {count} is None else {count}")
-                given[count] = (
-                    f"{what} of the whole update (per rank, where ranks average gradients); by default, of this batch"
-                )
+                given[count] = f"{what} of the whole update{PER_RANK}"
     lines.add(f"return torch.where(valid, {' + '.join(results)}, torch.nan)")
     return given
 
 
-def _regularizers(objective: Objective, lines: Lines) -> list[str]:
+def _regularizers(objective: Parts, lines: Lines) -> list[str]:
     """Returns the terms of the loss that no rule rejects."""
     terms = []
     if objective.kl.coef > 0:
@@ -164,7 +196,7 @@ def _arguments(lines: Lines) -> list[str]:
     return [name for name in ARGUMENTS if name == "mask" or re.search(rf"\b{name}\b", text)]
 
 
-def _selection(objective: Objective, read: Sequence[str]) -> list[str]:
+def _selection(objective: Parts, read: Sequence[str]) -> list[str]:
     """Returns the lines that set numbers to 0 at padding."""
     rows = ["zero = torch.zeros(1, device=mask.device)  # float32, which bfloat16 becomes; float64 stays"]
     for name in (name for name in read if name in (*POLICIES, "entropy", "advantage")):
@@ -180,7 +212,7 @@ def _valid(read: Sequence[str]) -> str:
     return f"valid = {finite}.isfinite().all(){sampled}  # else NaN"
 
 
-def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
+def _docstring(objective: Parts, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
     """Returns the docstring: the equation with its numbers, and the arguments."""
     text = objective.equation()
     for symbol, word in ASCII.items():

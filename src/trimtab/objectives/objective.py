@@ -243,13 +243,14 @@ class Objective:
             lines.append("H: entropy of π, over m")
         return "\n  ".join([loss, *lines, *(f"note: {note}" for note in self.notes)])
 
-    def code(self, command: str = 'trimtab.objective("NAME", ...).code()') -> str:
+    def code(self, command: str = "") -> str:
         """Returns the loss as Python: one function that imports torch alone, and one for what needs the whole update.
 
         command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
         that has no `code`.
         """
-        return code.write(self, command)
+        parts = code.Parts(*(getattr(self, name) for name in code.Parts._fields))
+        return code.write(parts, command or f'trimtab.objective("{self.name}", ...).code()')
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""
