@@ -17,15 +17,8 @@ WIDTH = 116
 """Of a line in a function of 120 columns."""
 
 TAKEN: tuple[str, ...] = (
-    "current",
-    "proximal",
-    "behavior",
-    "mask",
-    "advantage",
-    "valid",
-    "tokens",
-    "responses",
-    "kept",
+    *("current", "proximal", "behavior", "mask", "advantage"),
+    *("valid", "tokens", "responses", "kept"),
 )
 """Names that the function gives itself, so that no part can."""
 
