@@ -1,12 +1,13 @@
 """Writes the section of docs/methods.md that follows from the presets: `python docs/methods.py`.
 
 A preset's sentences are those of `objectives/presets.py`, its equation that of the built objective, its defaults
-`keywords_of`.
+`keywords_of`. The page of the site also has its code (`with_code`).
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from inspect import Parameter
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def written(page: str) -> str:
     """The page with its section of presets written anew."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", flags=re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{presets()}{END}", page)
+
+
+def with_code(page: str) -> str:
+    """The page of the site: under each preset the function that `trimtab explain NAME --code` prints, folded."""
+    for name in objectives():
+        code = objective(name).code(f"trimtab explain {name} --code")
+        folded = textwrap.indent(f"```python\n{code}```\n", "    ")
+        page = page.replace(section(name), f'{section(name)}\n??? note "In plain PyTorch"\n\n{folded}')
+    return page
 
 
 if __name__ == "__main__":

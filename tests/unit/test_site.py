@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.objectives import objectives
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,7 +35,9 @@ def dead_links(folder: Path) -> list[str]:
     """Links of pages in a folder to files or headings that are not in it."""
     dead = []
     for page in sorted(folder.rglob("*.md")):
-        text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(
+            r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
         for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", text):
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
@@ -75,5 +79,9 @@ def test_the_site_has_the_pages_that_are_not_committed(pages: Path) -> None:
     assert "## `[trainer]`" in (docs / "recipes.md").read_text(encoding="utf-8")
     assert "## What is refused" in (docs / "adapters.md").read_text(encoding="utf-8")
     assert "(../docs/metrics.md)" in (docs / "evaluation.md").read_text(encoding="utf-8")
+    methods = (docs / "methods.md").read_text(encoding="utf-8")
+    for name in objectives():
+        assert f"\n    def {name.replace('-', '_')}_loss(current, " in methods, name
+    assert "_loss(" not in (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for page in ("metrics", "recipes"):
         assert not (ROOT / "docs" / f"{page}.md").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -25,11 +26,19 @@ Trainer = Annotated[
     ),
 ]
 
+Code = Annotated[
+    bool,
+    typer.Option("--code", help="Print the loss as one function in plain PyTorch, to paste into a trainer."),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
     app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
-    example = "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with [bold]--for verl[/bold] its settings"
+    example = (
+        "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with [bold]--for verl[/bold] its settings, with "
+        "[bold]--code[/bold] its code"
+    )
     app.command("explain", epilog=f"Example: {example}")(explain)
 
 
@@ -90,6 +99,7 @@ def explain(
     ] = None,
     sets: Sets = None,
     trainer: Trainer = None,
+    code: Code = False,
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
@@ -107,12 +117,12 @@ def explain(
     from trimtab.trainer.config import is_recipe, recipe_names, split_overrides
 
     if name is None:
-        _list_objectives(sets, trainer, as_json)
+        _list_objectives(sets, trainer, code, as_json)
         return
     known = [*objectives(), COMPOSED.objective.name]
-    recipe, changes = is_recipe(name), sets or []
+    text, recipe, changes = name, is_recipe(name), sets or []
     if not recipe and ":" in name:
-        text, (name, rest) = name, split_name(name)
+        name, rest = split_name(name)
         changes = [*split_overrides(rest, f"objective {text!r}"), *changes]
     is_objective = name in known or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
@@ -120,10 +130,12 @@ def explain(
         hint = did_you_mean(name, [*known, *recipe_names()], listing)
         raise TrimtabError(f"unknown objective or recipe {name!r}{hint}")
     entries: list[dict[str, Any]] = []
-    if trainer is not None:
+    if trainer is not None or code:
         if not is_objective:
-            raise TrimtabError(f"--for prints an objective, and {name} is a recipe: name the objective")
-        _print_settings(trainer, name, _keywords(changes), as_json)
+            option = "--code" if code else "--for"
+            raise TrimtabError(f"{option} prints an objective, and {name} is a recipe: name the objective")
+        command = ["trimtab", "explain", text, *(part for item in sets or [] for part in ("--set", item)), "--code"]
+        _print_loss(trainer, shlex.join(command) if code else "", name, _keywords(changes), as_json)
         return
     if is_objective:
         keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
@@ -140,21 +152,31 @@ def explain(
     echo("\n\n".join(_format_entry(entry) for entry in entries))
 
 
-def _print_settings(trainer: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
+def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
+    """Prints a trainer's settings, or the code, at whose head stands the command that prints it."""
     from trimtab.adapters.config_lines import lines_for
+    from trimtab.objectives.lookup import from_section
 
-    text = lines_for(trainer, name, keywords)
+    if trainer is not None and command:
+        raise TrimtabError("--for prints settings and --code a function: give one of them")
+    if trainer is not None:
+        text = lines_for(trainer, name, keywords)
+        printed: dict[str, Any] = {"objective": name, "for": trainer, "lines": text.splitlines()}
+    else:
+        text = from_section({"name": name, **keywords}).code(command).rstrip()
+        printed = {"objective": name, "code": text}
     if as_json:
-        print_json({"objective": name, "for": trainer, "lines": text.splitlines()})
+        print_json(printed)
     else:
         echo(text)
 
 
-def _list_objectives(sets: list[str] | None, trainer: str | None, as_json: bool) -> None:
+def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as_json: bool) -> None:
     from trimtab.objectives.presets import PRESETS
 
-    if sets or trainer is not None:
-        raise TrimtabError(f"{'--set changes' if sets else '--for prints'} one objective: name it")
+    if sets or code or trainer is not None:
+        does = "--set changes" if sets else "--code prints" if code else "--for prints"
+        raise TrimtabError(f"{does} one objective: name it")
     described = {name: preset.does for name, preset in PRESETS.items()}
     if as_json:
         print_json(described)

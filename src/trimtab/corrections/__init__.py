@@ -7,6 +7,7 @@ masks         rejection rules
 divergences   k1, k2, k3 and others of a token
 statistics    sums and histograms that `+` merges over parts of a batch
 correction    weights, masks and statistics of a batch in one pass
+code_lines    the lines of a loss function in plain PyTorch, to which every part adds its own
 arguments     checks of what callers pass
 """
 

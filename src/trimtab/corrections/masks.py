@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import (
     LEVELS,
     PER_TOKEN_LEVELS,
@@ -124,6 +125,10 @@ class Mask(ABC):
     def equation(self) -> str:
         """Returns the condition that follows `keep where` in the equation, with its numbers."""
 
+    def code(self, lines: Lines) -> str:
+        """Returns that condition as PyTorch code; optional, for `Objective.code`."""
+        raise NotImplementedError
+
 
 def keeps_all_of(rule: Mask, other: Mask) -> bool:
     """Whether a rule rejects nothing beside another one of the same kind, because its bounds are the wider ones."""
@@ -173,6 +178,10 @@ class Band(Mask):
         letter, policy = _SYMBOLS[self.over]
         bounds = f"{self.min:g} ≤ {symbol(letter, self.level)} ≤ {self.max:g}"
         return f"{bounds}, {definition(letter, self.level, policy, 'μ')}"
+
+    def code(self, lines: Lines) -> str:
+        ratio = lines.ratio_of(self.over, self.level)
+        return f"({ratio} >= {number(self.min)}) & ({ratio} <= {number(self.max)})"
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,13 @@ class Divergence(Mask):
         condition = f"{over}{value} ≤ {self.max:g}"
         return f"{condition} or A·({policy} − μ) ≤ 0" if self.outward else condition
 
+    def code(self, lines: Lines) -> str:
+        log = lines.log_of(self.over)
+        reduced = {"mean": ".sum(1, keepdim=True) / length", "max": ".amax(1, keepdim=True)"}
+        reduced |= {"sum": ".sum(1, keepdim=True)", "token": ""}
+        near = f"({divergences.code(self.kind, self.over, log, lines)}{reduced[self.reduce]} <= {number(self.max)})"
+        return f"({near} | (advantage * {log} <= 0))" if self.outward else near
+
 
 def moves_away(log_ratio: Float[Tensor, "batch time"], advantage: Float[Tensor, "batch #time"]) -> Tensor:
     """Returns True where a step along the advantage takes current/behavior further away from 1; never at A = 0."""
@@ -272,6 +288,11 @@ class Veto(Mask):
             return f"every {policy}(y_t) ≥ {self.min:g}"
         return f"every {letter}_t ≥ {self.min:g}, {definition(letter, 'token', policy, 'μ')}"
 
+    def code(self, lines: Lines) -> str:
+        log = self.over if self.of == "probability" else lines.log_of(self.over)
+        least = lines.define("least", f"{log}.amin(1, keepdim=True)  # at least log {self.min:g}")
+        return f"({least} >= {number(math.log(self.min))})"
+
 
 _REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (torch.ne, "≠")}
 
@@ -314,6 +335,11 @@ class OPSM(Mask):
 
     def equation(self) -> str:
         return f"not (A {_REJECTED[self.sign][1]} 0 and mean_t(log μ − log π) > {self.delta:g})"
+
+    def code(self, lines: Lines) -> str:
+        lag = lines.define("lag", f"-{lines.at_level(lines.log_of('current'), 'geometric')}  # mean of log mu - log pi")
+        sign = {"negative": "<", "positive": ">", "both": "!="}[self.sign]
+        return f"~((advantage {sign} 0) & ({lag} > {number(self.delta)}))"
 
 
 @dataclass(frozen=True)
@@ -386,6 +412,21 @@ class PrefixBudget(Mask):
             f"u falls from 1 to {self.weight_min:g}, b = {self.quantile:g}-quantile of |π − μ| within "
             f"[{self.budget:g}, {2 * self.budget:g}]"
         )
+
+    def code(self, lines: Lines) -> str:
+        log, limit = lines.log_of("current"), number(self.max)
+        gap = divergences.code("binary_tv", "current", log, lines)
+        fall = f"{number(1 - self.weight_min)} * (position - 1).to(current.dtype) / (length - 1).clamp(min=1)"
+        early = lines.define("u", f"torch.where(mask, 1 - {fall}, 0.0)  # early tokens count for more")
+        ordered = lines.define("ordered", f"torch.where(mask, {gap}, torch.inf).sort(1).values")
+        place = lines.define("place", f"{number(self.quantile)} * (length - 1).to(current.dtype)  # of the quantile")
+        around = ", ".join(f"{ordered}.gather(1, {place}.{end}().long())" for end in ("floor", "ceil"))
+        quantile = lines.define("quantile", f"torch.lerp({around}, {place}.frac())")
+        rate = lines.define("rate", f"{quantile}.clamp({number(self.budget)}, {number(2 * self.budget)})")
+        spent = lines.define("spent", f"{early} * {gap}")
+        before = f"{rate} * ({early}.cumsum(1) - {early}) - ({spent}.cumsum(1) - {spent})"
+        left = lines.define("left", f"({limit} + {before}).clamp(max={limit})")
+        return f"(({spent} <= {left}) | (advantage * {log} <= 0))"
 
 
 def _sorted_values(

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
 
@@ -92,6 +93,24 @@ class Weight:
             "mask": f"{name}·1[{self.low:g} ≤ {name} ≤ {self.high:g}]",
         }[self.bound]
         return f"sg[{bounded}]" + ("/w̄" if self.normalize else "")
+
+    def code(self, lines: Lines) -> str:
+        """Returns the bounded weight, not normalized, as PyTorch code."""
+        rho, low, high = lines.ratio_of("proximal", self.level), number(self.low), number(self.high)
+        if self.bound == "mask":
+            inside = f"({rho} >= {low}) & ({rho} <= {high})" if self.low > 0 else f"{rho} <= {high}"
+            return f"torch.where({inside}, {rho}, 0.0)"
+        return f"{rho}.clamp({low}, {high})" if self.low > 0 else f"{rho}.clamp(max={high})"
+
+    def mean_code(self, lines: Lines) -> str:
+        """Returns the mean that `normalize` divides by as PyTorch code, of a whole update."""
+        weight = lines.define("weight", self.code(lines))
+        if self.level in TURN_LEVELS:
+            length = lines.turn_length()
+            lines.define("mean", f"({weight} / {length})[mask].sum() / (1 / {length})[mask].sum()")
+        else:
+            lines.define("mean", f"{weight}[{'mask' if self.level in PER_TOKEN_LEVELS else 'mask.any(1)'}].mean()")
+        return f"torch.where(mean > {number(MEAN_FLOOR)}, mean, 1.0)"
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""

@@ -6,6 +6,7 @@ surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
 regularizers  the KL term and score centering; aggregation: the denominators
 policies      the log-probs that an objective reads; state: what is summed over an update
 advantages    advantages from rewards
+code          the loss as a function in plain PyTorch
 correct       weights, masks and mismatch as functions, for any loss
 """
 
@@ -13,6 +14,7 @@ import sys
 from types import ModuleType
 
 from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, PrefixBudget, Veto, Weight
+from trimtab.corrections.code_lines import Lines
 from trimtab.objectives.advantages import advantages
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.correct import Correction, correct, mismatch
@@ -49,6 +51,7 @@ __all__ = [
     "GammaWeight",
     "GeometricClip",
     "GrowingClip",
+    "Lines",
     "LogProb",
     "Mask",
     "Metrics",

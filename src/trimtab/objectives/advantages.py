@@ -18,7 +18,14 @@ from trimtab.corrections.reduce import widen
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.types import MAX_REWARD
 
-ADVANTAGE_KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
+ADVANTAGE_KINDS = {
+    "grpo": "(reward - mean) / (std + 1e-6) over the group of a prompt",
+    "dr-grpo": "reward - mean over the group of a prompt",
+    "rloo": "reward - mean of the others in the group of a prompt",
+    "optimal": "reward - V, V = b log mean exp(reward / b) over the group of a prompt",
+    "batch-mean": "reward - mean over the batch",
+}
+"""What each is, in words."""
 
 FAILED = "drop failed samples before computing advantages"
 STD_EPS = 1e-6

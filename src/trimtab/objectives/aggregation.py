@@ -81,6 +81,21 @@ class Aggregation:
         rejected = "counted" if self.denominator == "original" else "not counted"
         return f"{text}; what is rejected is {rejected}" if rejects else text
 
+    def code(self, values: str, count: str, keep: str = "mask") -> tuple[str, str]:
+        """Returns the aggregated values, and the count of a whole update that they are divided by, as PyTorch code.
+
+        keep: the tokens that count, by name, as `values` and `count` are.
+        """
+        rows = "max(len(mask), 1)" if keep == "mask" else f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)"
+        length = "length" if keep == "mask" else f"{keep}.sum(1, keepdim=True).clamp(min=1)"
+        return {
+            "token-mean": (f"{values}.sum() / {count}", f"{keep}.sum().clamp(min=1)"),
+            "seq-mean-token-mean": (f"({values} / {length}).sum() / {count}", rows),
+            "seq-mean-token-sum": (f"{values}.sum() / {count}", rows),
+            "constant": (f"{values}.sum() / ({count} * {self.length_max})", rows),
+            "trained-mean-token-sum": (f"{values}.sum() / {count}", f"{keep}.any(1).sum().clamp(min=1)"),
+        }[self.kind]
+
 
 def _positive(count: Tensor) -> Tensor:
     """Returns the count, 1 where it is 0. Counts of other trainers may be fractions: totals over several steps."""

@@ -172,7 +172,7 @@ class Preset:
         fields = self._fields(values)
         if "masks" in parts:
             parts["masks"] = (*fields.get("masks", base.masks), *parts["masks"])
-        return replace(base, **{**fields, **parts})
+        return replace(base, source="" if parts else self.source, **{**fields, **parts})
 
     def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of `Objective` that keywords change: for `weight_max=3`, its weight with that bound."""

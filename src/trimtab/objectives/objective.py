@@ -32,6 +32,7 @@ from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, wid
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import code
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import PolicyLogps, Ratio
@@ -53,6 +54,7 @@ class Objective:
 
     centering: whether the expected score under the sampler is subtracted (regularizers.py).
     advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
+    source: where it is from, printed with its code.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """
 
@@ -67,6 +69,7 @@ class Objective:
     entropy_coef: Number = 0.0
     advantage: str = "grpo"
     notes: tuple[str, ...] = ()
+    source: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _validate_parts(self)
@@ -239,6 +242,15 @@ class Objective:
             loss += f" − {self.entropy_coef:g}·H"
             lines.append("H: entropy of π, over m")
         return "\n  ".join([loss, *lines, *(f"note: {note}" for note in self.notes)])
+
+    def code(self, command: str = "") -> str:
+        """Returns the loss as Python: one function that imports torch alone, and one for what needs the whole update.
+
+        command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
+        that has no `code`.
+        """
+        parts = code.Parts(*(getattr(self, name) for name in code.Parts._fields))
+        return code.write(parts, command or f'trimtab.objective("{self.name}", ...).code()')
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""

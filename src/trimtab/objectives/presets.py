@@ -21,8 +21,8 @@ from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforc
 SAMPLER = Ratio("token", "behavior")
 BY_SEQUENCE = Aggregation("seq-mean-token-mean")
 FIXED_LENGTH = Aggregation("constant", length_max=1024)
-PERTURBED = ("π is the perturbed policy; without noise this equals bypass",)
-SPLICED = ("μ is spliced per token: the historical policy on the prefix, the sampler's on the rest",)
+PERTURBED = ("π is perturbed: the trainer adds learnable noise on every layer; without noise this equals bypass",)
+SPLICED = ("the trainer lets an older policy begin each response, whose μ is on the prefix; the sampler's on the rest",)
 
 _PRESETS = (
     # The GRPO family: one ratio, current/proximal. The mismatch proximal/behavior is ignored.

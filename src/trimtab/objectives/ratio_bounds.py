@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.corrections.code_lines import Lines, exponential, number
 from trimtab.corrections.ratios import PREFIX_LEVELS, Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NOT_COUNTED, State
-from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value
+from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value, dual_code
 
 LOG_PREFIX_BOUND = 10.0
 """Largest log-ratio of a prefix (CTPO's code)."""
@@ -59,6 +60,18 @@ class GrowingClip(Surrogate):
         clipped = f"min({ratio} A, clip({ratio}, e^(−{self.low:g} n^p), e^({self.high:g} n^p)) A)"
         return clipped if self.dual is None else f"max[A<0]({clipped}, e^({self.dual:g} n^p) A)"
 
+    def code(self, lines: Lines) -> str:
+        bound = number(LOG_PREFIX_BOUND)
+        scale = lines.define("scale", f"position.to(current.dtype) ** {number(self.power)}")
+        log = lines.define("log_bounded", f"log_ratio.clamp(max={bound})")
+        above = f"torch.maximum({log}, {number(-self.low)} * {scale})"
+        clip = lines.define("log_clipped", f"torch.minimum({above}, {number(self.high)} * {scale})")
+        clipped = f"torch.minimum({exponential(log)} * advantage, {exponential(clip)} * advantage)"
+        if self.dual is None:
+            return clipped
+        dual = lines.define("dual", f"({number(self.dual)} * {scale}).clamp(max={bound}).exp()")
+        return dual_code(lines, clipped, dual)
+
     def notes(self) -> tuple[str, ...]:
         return (f"n: position of the token among the trained ones of its response, p = {self.power:g}",)
 
@@ -97,6 +110,10 @@ class Banded(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"1[{1 - self.low:g} ≤ {ratio} ≤ {1 + self.high:g}]·{ratio} A"
 
+    def code(self, lines: Lines) -> str:
+        inside = f"(ratio >= {number(1 - self.low)}) & (ratio <= {number(1 + self.high)})"
+        return f"torch.where({inside}, ratio * advantage, 0.0)"
+
     def unbounded(self) -> Surrogate:
         return Unclipped()
 
@@ -132,6 +149,13 @@ class AgedClip(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"min({ratio} A, clip({ratio}, {1 - self.low:g}^d, {1 + self.high:g}^d) A)"
+
+    def code(self, lines: Lines) -> str:
+        d = lines.define("d", "age.clamp(min=0).to(current.dtype)  # 0 is not clipped")
+        low = lines.define("low", f"torch.where({d} > 0, {number(1 - self.low)} ** {d}, 0.0)")
+        high = lines.define("high", f"torch.where({d} > 0, {number(1 + self.high)} ** {d}, torch.inf)")
+        clipped = lines.define("clipped", f"torch.minimum(torch.maximum(ratio, {low}), {high})")
+        return f"torch.minimum(ratio * advantage, {clipped} * advantage)"
 
     def notes(self) -> tuple[str, ...]:
         return ("d: age of the token in training steps, 1 for the policy that the step began with",)
@@ -195,6 +219,27 @@ class SecondMoment(Surrogate):
         if self.form == "cap":
             return f"min({ratio} A, clip({ratio}, e^−c, e^c) A)"
         return f"1[|log {ratio}| ≤ c]·{ratio} A"
+
+    def code(self, lines: Lines) -> str:
+        if self.form == "mask":
+            return "torch.where(log_ratio.abs() <= limit, ratio * advantage, 0.0)"
+        clipped = lines.define("clipped", exponential("log_ratio.clamp(-limit, limit)"))
+        return f"torch.minimum(ratio * advantage, {clipped} * advantage)"
+
+    def limit_code(self, lines: Lines) -> str:
+        allowed, size = f"{number(self.tau)} * len(size)", "log_ratio.detach().abs()[{}].double().sort().values"
+        if self.form == "cap":
+            lines.define("harmful", f"(log_ratio * advantage > 0) & (advantage.abs() > {HARM_FLOOR:g})")
+            lines.define("size", size.format("harmful"))
+            larger = "torch.arange(len(size) - 1, -1, -1, device=size.device)"
+            lines.define("capped_sum", f"size.square().cumsum(0) + size.square() * {larger}")
+            lines.define("cap", f"torch.cat([size.new_zeros(1), size[capped_sum < {allowed}]]).max()")
+            return f"torch.where(size.square().sum() <= {allowed}, torch.inf, cap)"
+        lines.define("size", size.format("mask"))
+        first = "torch.arange(1, len(size) + 1, device=size.device)"
+        lines.define("within", f"size.square().cumsum(0) <= {number(self.tau)} * {first}")
+        lines.define("last", "torch.cat([size[1:] > size[:-1], within.new_ones(1)])[: len(size)]  # of equal ones")
+        return "torch.cat([size.new_full((1,), -1.0), size[within & last]]).max()"
 
     def notes(self) -> tuple[str, ...]:
         if self.form == "cap":

@@ -28,6 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.corrections import divergences
+from trimtab.corrections.code_lines import Lines, exponential, number
 from trimtab.corrections.divergences import k1, k2, k3
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
@@ -86,6 +88,17 @@ class KL:
             "unbiased": f"{ratio}·({k3}), gradient through both",
         }[self.kind]
 
+    def code(self, lines: Lines) -> str:
+        """Returns the term of a token as PyTorch code."""
+        log = lines.define("log_reference", "reference - current")
+        estimate = divergences.code("k3" if self.kind == "unbiased" else self.kind, "reference", log, lines)
+        if self.kind != "unbiased":
+            return estimate
+        own = (
+            "torch.where(off_policy, current - current.detach(), log_w)" if lines.external else lines.log_of("current")
+        )
+        return f"{lines.define('q', exponential(own))} * {estimate}"
+
 
 MASS_FLOOR = 1e-6
 """Smallest mass outside the head, of either policy."""
@@ -134,3 +147,19 @@ def centering_equation(ceiling: Number | None) -> str:
     """Returns what C is, as text with its numbers."""
     weight = "μ(v)" if ceiling is None else f"min(π(v), {ceiling:g} μ(v))"
     return f"C = Σ_v sg[{weight} − α π(v)] log π(v) over the sampler's most probable v, α from the mass outside"
+
+
+def centering_code(ceiling: Number | None, lines: Lines) -> str:
+    """Returns C of each token as PyTorch code."""
+    head = "torch.where(mask[..., None], {}, -torch.inf).to(current.dtype)"
+    log = lines.define("head_log_pi", head.format("head_current"))
+    pi = lines.define("head_pi", f"{log}.detach().exp()")
+    mu = lines.define("head_mu", f"{head.format('head_behavior.detach()')}.exp()")
+    rest = f"(1 - {{}}.sum(-1, keepdim=True)).clamp(min={number(MASS_FLOOR)})"
+    tail = lines.define("tail", f"{rest.format(mu)} / {rest.format(pi)}  # mu / pi of all other ids")
+    score = f"{mu} - {tail} * {pi}"
+    if ceiling is not None:
+        cap = number(ceiling)
+        score = f"torch.minimum({pi}, {cap} * {mu}) - ({cap} * {tail}).clamp(max=1) * {pi}"
+    score = lines.define("expected", score)
+    return lines.define("center", f"({score} * torch.where({score} == 0, 0.0, {log})).sum(-1)")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.corrections.code_lines import Lines, clamped, exponential, number
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
@@ -20,6 +21,14 @@ from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value
 def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) -> Tensor:
     """`positive` at True and `negative` elsewhere; `torch.where` of two numbers would round them to float32."""
     return torch.where(where, like.new_full((), positive), like.new_full((), negative))
+
+
+def _code_by_sign(lines: Lines, where: str, name: str, positive: str, negative: str) -> str:
+    """Returns an expression of one of two forms in printed code, by the sign of the advantage where these differ."""
+    if positive == negative:
+        return lines.define(name, positive)
+    forms = lines.define("positive", positive), lines.define("negative", negative)
+    return lines.define(name, f"torch.where({where}, {', '.join(forms)})")
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,11 @@ class SoftGate(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"(4/τ) σ(τ ({ratio} − 1)) A"
+
+    def code(self, lines: Lines) -> str:
+        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
+        gates = (f"4 / {number(t)} * ({number(t)} * {excess}).sigmoid()" for t in (self.positive, self.negative))
+        return f"{_code_by_sign(lines, 'advantage > 0', 'gate', *gates)} * advantage"
 
     def notes(self) -> tuple[str, ...]:
         return (f"τ = {self.positive:g} where A > 0, {self.negative:g} elsewhere",)
@@ -88,6 +102,12 @@ class GammaWeight(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"sg[{ratio}^k1 e^(−k2 ({ratio} − 1))] A log π"
+
+    def code(self, lines: Lines) -> str:
+        log = lines.define("log_bounded", clamped("sequence_log_ratio"))
+        powers = ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative))
+        phis = (f"({number(k1)} * {log} - {number(k2)} * torch.expm1({log})).exp()" for k1, k2 in powers)
+        return f"{_code_by_sign(lines, 'advantage >= 0', 'phi', *phis)} * advantage * current"
 
     def notes(self) -> tuple[str, ...]:
         positive, negative = (self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)
@@ -139,6 +159,13 @@ class GeometricClip(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
 
+    def code(self, lines: Lines) -> str:
+        above, below = f"log_ratio.clamp(max={number(self.high)})", f"log_ratio.clamp(min={number(-self.low)})"
+        clip = lines.define("log_clipped", f"torch.where(advantage > 0, {above}, {below})")
+        mean = lines.define("mean", f"{clip}.detach().sum(1, keepdim=True) / length")
+        log = lines.define("log_mean", f"{mean} + ({clip} - {clip}.detach())  # with each token's own gradient")
+        return f"{exponential(log)} * advantage"
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "token":
             return f'GeometricClip takes the mean of token ratios itself: use level "token", not {ratio.level!r}'
@@ -176,6 +203,12 @@ class QuadraticPenalty(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
+
+    def code(self, lines: Lines) -> str:
+        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
+        mu = lines.define("mu", "behavior.clamp(max=0).exp()")
+        penalty = f"advantage.abs() * {mu} * {excess}.square() / {number(2 * self.epsilon)}"
+        return f"(1 + {excess}) * advantage - {penalty}"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio == Ratio("token", "behavior"):

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
@@ -120,6 +121,14 @@ class Surrogate(ABC):
         """Returns further lines of the equation: definitions of symbols and warnings."""
         return ()
 
+    def code(self, lines: Lines) -> str:
+        """Returns the term as PyTorch code; optional, for `Objective.code`."""
+        raise NotImplementedError
+
+    def limit_code(self, lines: Lines) -> str:
+        """Returns `limit` in that code, as PyTorch code for a whole update; for one that `collects`."""
+        raise NotImplementedError
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
@@ -172,6 +181,11 @@ class Clipped(Surrogate):
         clipped = f"min({ratio} A, clip({ratio}, {1 - self.low:g}, {1 + self.high:g}) A)"
         return clipped if self.dual is None else f"max[A<0]({clipped}, {self.dual:g} A)"
 
+    def code(self, lines: Lines) -> str:
+        bounds = f"{number(1 - self.low)}, {number(1 + self.high)}"
+        clipped = f"torch.minimum(ratio * advantage, ratio.clamp({bounds}) * advantage)"
+        return clipped if self.dual is None else dual_code(lines, clipped, number(self.dual))
+
     def notes(self) -> tuple[str, ...]:
         if self.dual is None or self.dual > 1 + self.high:
             return ()
@@ -203,6 +217,10 @@ class Reinforce(Surrogate):
         weight = ratio if self.ceiling == math.inf else f"min({ratio}, {self.ceiling:g})"
         return f"sg[{weight}] A log π"
 
+    def code(self, lines: Lines) -> str:
+        capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
+        return f"ratio.detach(){capped} * advantage * current"
+
     def unbounded(self) -> Surrogate:
         return Unclipped()
 
@@ -233,6 +251,11 @@ class Regression(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"−({self.beta:g}·log {ratio} − A)²/T"
+
+    def code(self, lines: Lines) -> str:
+        residual = lines.define("residual", f"{number(self.beta)} * sequence_log_ratio - advantage")
+        slope = f"{number(2 * self.beta)} * {residual} * (token_log_ratio - token_log_ratio.detach())"
+        return f"-({residual}.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "sequence":
@@ -271,6 +294,10 @@ class Shaped(Surrogate):
     def equation(self, ratio: str) -> str:
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
 
+    def code(self, lines: Lines) -> str:
+        shaped = f"(current + {number(-math.log(self.gamma))}).sigmoid()  # pi / (pi + {self.gamma:g})"
+        return f"torch.where(off_policy, {lines.define('shaped', shaped)}, ratio) * advantage"
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if not corrected:
             return None
@@ -290,6 +317,9 @@ class LogProb(Surrogate):
     def equation(self, ratio: str) -> str:
         return "A log π"
 
+    def code(self, lines: Lines) -> str:
+        return "advantage * current"
+
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"
 
@@ -303,3 +333,12 @@ class Unclipped(Surrogate):
 
     def equation(self, ratio: str) -> str:
         return f"{ratio} A"
+
+    def code(self, lines: Lines) -> str:
+        return "ratio * advantage"
+
+
+def dual_code(lines: Lines, clipped: str, dual: str) -> str:
+    """Returns a clipped term that is at least dual * A for A < 0, as PyTorch code."""
+    clipped = lines.define("clipped", clipped)
+    return f"torch.where(advantage < 0, torch.maximum({clipped}, {dual} * advantage), {clipped})"

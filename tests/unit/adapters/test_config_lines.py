@@ -17,7 +17,7 @@ from trimtab.adapters.adapter_lines import written
 from trimtab.adapters.config_lines import lines, lines_for
 from trimtab.adapters.hooks import HOOKS
 from trimtab.errors import TrimtabError
-from trimtab.objectives import objectives
+from trimtab.objectives import objective, objectives
 from trimtab.objectives.lookup import from_section
 
 EXACTLY = "# exactly this loss, with Trimtab's adapter (docs/adapters.md):"
@@ -86,6 +86,21 @@ def test_what_a_trainer_lacks_is_its_adapter_s_or_the_nearest_preset_s_with_the_
     alp = lines_for("trl", "token-alp", {}).splitlines()
     assert alp[-1] == 'trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective("token-alp-bypass"))'
     assert "    epsilon_high=0.28," in lines_for("trl", "soup", {}).splitlines()
+
+
+def test_a_ratio_to_the_sampler_is_never_written_as_that_to_the_proximal_policy() -> None:
+    for preset, rule in (("dppo", "dppo_tv"), ("dppo-kl", "dppo_kl")):
+        of_verl = overrides(lines_for("verl", preset, {}))
+        assert of_verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == rule
+        assert of_verl["actor_rollout_ref.actor.clip_ratio_c"] == "20", "verl's own default is 3"
+        assert not [key for key in of_verl if "rollout_rs" in key]
+    for preset in objectives():
+        text = lines_for("trl", preset, {})
+        if objective(preset).ratio.over == "behavior" and preset != "vespo":
+            assert "\nGRPOConfig(" not in f"\n{text}", preset
+        assert "=inf" not in "".join(lines(preset, {}).values()), preset
+    for trainer in ("verl", "trl"):
+        assert "centers nothing" in lines_for(trainer, "score-centering", {})
 
 
 def test_the_words_of_the_mismatch_corrections() -> None:

@@ -154,6 +154,28 @@ def test_explain_takes_keywords_as_a_comparison_does(capsys: pytest.CaptureFixtu
         )
 
 
+def test_explain_prints_code_that_says_which_command_printed_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", "icepop:weight_max=3", "--set", "clip_low=0.1", "--code"]
+    assert main.run(command) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[1] == f"# Printed by Trimtab (Apache-2.0): trimtab {' '.join(command)}"
+    assert "ratio.clamp(0.9, 1.2)" in text
+    assert "(rho <= 3)" in text
+    assert main.run([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"objective": "icepop", "code": text.rstrip()}
+    composed = ["explain", "composed", "--set", 'surrogate={kind="soft-gate"}', "--code"]
+    assert main.run(composed) == 0
+    assert "def composed_loss(current, proximal, mask, advantage, tokens=None):" in capsys.readouterr().out
+    for arguments, line in (
+        (["explain", "quickstart", "--code"], "--code prints an objective, and quickstart is a recipe"),
+        (["explain", "--code"], "--code prints one objective: name it"),
+        (["explain", "grpo", "--code", "--for", "verl"], "--for prints settings and --code a function: give one"),
+        (["explain", "tests.unit.objectives.own_rule:dppo", "--code"], "TotalVariation has no code to print"),
+    ):
+        assert main.run(arguments) == 2
+        assert line in capsys.readouterr().err
+
+
 def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["explain", "composed", "--set", 'surrogate={kind="soft-gate"}']) == 0
     assert "σ(τ (r_t − 1)) A" in capsys.readouterr().out
