@@ -16,6 +16,11 @@ def clean(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
+def without_credentials(text: str) -> str:
+    """Returns text without user names and passwords in its addresses, each of which ends at the next white space."""
+    return re.sub(r"://\S*@", "://***@", text)
+
+
 def markdown_text(text: str) -> str:
     """Returns one line that Markdown shows as it is, also in the cell of a table."""
     return _one_line(text).translate(_MARKS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, unwritable, usable_cores
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.report.experiment_page import ComparisonTable
@@ -82,7 +82,6 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
-    require_extra("train", "trimtab compare")
     from trimtab.trainer.lab import experiment as lab
     from trimtab.trainer.lab.regimes import regime
 

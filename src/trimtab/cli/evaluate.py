@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, echo, print_json, unwritable
-from trimtab.errors import TrimtabError, did_you_mean, require_extra
+from trimtab.cli.output import AllowCode, Command, Json, echo, print_json, unwritable
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ Scores = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "eval",
+        cls=Command,
         epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
         "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
     )(evaluate)
@@ -107,7 +108,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
-    require_extra("train", "trimtab eval")
     if trusted:
         allow_code()
     from trimtab.trainer.evaluation import Settings, compare

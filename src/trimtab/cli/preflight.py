@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
 from trimtab.safe_text import markdown_text
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def preflight(
     make it. For a trainer of your own there are trimtab.testing.assert_parity in its tests and trimtab.Monitor in its
     loop.
     """
-    require_extra("train", "trimtab preflight")
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config

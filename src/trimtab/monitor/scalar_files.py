@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
 from trimtab.monitor.scalars import Row, curves_of
 

@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab import __main__
 from trimtab.cli import doctor, main
+from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
-from trimtab.errors import EXTRAS, TrimtabError, address_problem, did_you_mean, without_credentials
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
+from trimtab.safe_text import without_credentials
 from trimtab.trainer.config import load_config, recipe_names
-
-COMMANDS = (
-    *("train", "sft", "recipes", "show", "explain", "eval", "report"),
-    *("export", "doctor", "diagnose", "compare", "preflight"),
-)
+from trimtab.trainer.config.consistency import address_problem
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,12 +346,3 @@ def test_overrides_of_a_resolved_recipe_are_refused() -> None:
     for environment in (None, dict):
         with pytest.raises(TrimtabError, match="would not change a Config"):
             trimtab.train(load_config("laboratory"), environment=environment, overrides=["seed=1"])
-
-
-def test_where_packages_are_missing_the_extra_of_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in EXTRAS["diagnose"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    for command in __main__.TRAINING:
-        with pytest.raises(TrimtabError, match=r"\[train\]"):
-            __main__._require_packages(command)
-    assert "preflight" in __main__.TRAINING
