@@ -234,7 +234,8 @@ def own() -> dict[str, Any]:
 
 def presets() -> dict[str, Any]:
     """Every preset that verl carries, the sampler's log-probs carried by its driver, against the library."""
-    from trimtab.adapters.hooks import HOOKS, turns_of
+    from trimtab.adapters.hooks import HOOKS
+    from trimtab.adapters.micro_batch import turns_of
     from trimtab.adapters.verl_loss import MODES
     from trimtab.objectives import PolicyLogps, objective, objectives
 

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, evaluate, peer_module, per_response, record
+from trimtab.adapters.hooks import build, peer_module
 from trimtab.adapters.loss_settings import AREAL, chosen, refuse
+from trimtab.adapters.micro_batch import evaluate, per_response, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError

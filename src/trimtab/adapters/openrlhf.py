@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module, record
+from trimtab.adapters.hooks import build, peer_module
 from trimtab.adapters.loss_settings import OPENRLHF, chosen, refuse
+from trimtab.adapters.micro_batch import counted_state, evaluate, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module, refuse_standard_deviation
+from trimtab.adapters.hooks import build, peer_module, refuse_standard_deviation
 from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective

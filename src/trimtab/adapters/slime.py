@@ -26,19 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import (
-    averaged,
-    build,
-    counted_state,
-    evaluate,
-    hook,
-    peer_module,
-    refuse_standard_deviation,
-    require_correction,
-    turns_of,
-    usable_tokens,
-)
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation, require_correction
 from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, turns_of, usable_tokens
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import rows
-from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.hooks import hook
+from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_settings
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
-from trimtab.adapters.hooks import HOOKS, evaluate
+from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.micro_batch import evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
 from trimtab.objectives import objective
