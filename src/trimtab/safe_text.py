@@ -1,4 +1,4 @@
-"""Makes text that others wrote (names of files, output of models) safe to print, to show on a page and in Markdown."""
+"""For all output: makes text that others wrote (names of files, output of models) safe to print and to show."""
 
 from __future__ import annotations
 
