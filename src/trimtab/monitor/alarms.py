@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.errors import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
+from trimtab.numbers import short
 
 WINDOW = 20
 """Steps whose median or mean is compared with that of the steps before them."""
@@ -212,7 +213,7 @@ def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     before = np.fmax.reduce(k3[:-2])  # of the steps that have it; NaN without any
     if not k3[-2:].min() > JUMP * before:
         return None
-    detail = f"k3 {k3[-1]:.1e} per token at step {steps[-1].number}, at most {before:.1e} before the last two"
+    detail = f"k3 {short(k3[-1])} per token at step {steps[-1].number}, at most {short(before)} before the last two"
     return "fail", 2, detail
 
 
@@ -231,7 +232,7 @@ def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
     if not distance > SHIFT_ERRORS:
         return None
     detail = (
-        f"k3 {np.exp(now):.1e} per token over the last {SHIFT_STEPS} steps, {np.exp(middle):.1e} over the "
+        f"k3 {short(np.exp(now))} per token over the last {SHIFT_STEPS} steps, {short(np.exp(middle))} over the "
         f"{len(before)} before, {distance:.1f} standard errors less"
     )
     return "note", SHIFT_STEPS, detail
@@ -242,7 +243,7 @@ def k3_rises(steps: Sequence[Step]) -> Alarm | None:
     first, last = (median(part, "mismatch/k3") for part in (steps[:WINDOW], steps[-WINDOW:]))
     if not (last > RISE * max(first, EXACT) and last > 1e-3):
         return None
-    detail = f"k3 {last:.1e} per token over the last {WINDOW} steps, {first:.1e} over the first {WINDOW}"
+    detail = f"k3 {short(last)} per token over the last {WINDOW} steps, {short(first)} over the first {WINDOW}"
     return Alarm("note", "k3-rising", detail, DIAGNOSE, last)
 
 
@@ -251,7 +252,7 @@ def k3_is_large(steps: Sequence[Step]) -> Alarm | None:
     k3 = median(steps[-RECENT:], "mismatch/k3")
     if not k3 > LARGE_K3:
         return None
-    detail = f"k3 {k3:.2g} per token: beyond what is published for working setups (1e-5 to 1e-1)"
+    detail = f"k3 {short(k3)} per token: beyond what is published for working setups (1e-5 to 1e-1)"
     return Alarm("fail", "k3-large", detail, DIAGNOSE, k3)
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from trimtab.diagnosis.reading.run_files import token_texts
 from trimtab.diagnosis.tokens import k3
-from trimtab.pages.numbers import number, short
+from trimtab.numbers import number, short
 from trimtab.pages.page import Note, Part, Table
 from trimtab.runs import trajectories
 from trimtab.runs.reader import Run, evenly_spaced, open_table, sample_steps

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
 from trimtab.diagnosis.pipeline import examine
-from trimtab.pages.numbers import beside, number, short
+from trimtab.numbers import beside, number, short
 from trimtab.pages.page import (
     Card,
     Cell,

@@ -167,7 +167,7 @@ def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pyt
     log = str(write(tmp_path / "log.jsonl", rows))
     assert main.run(["diagnose", "--scalars", log]) == 0
     text = capsys.readouterr().out
-    assert "step 11: k3-jump: k3 2.0e-02 per token" in text
+    assert "step 11: k3-jump: k3 0.02 per token" in text
     assert "limits    Scalars are means over the tokens of a step" in text
     assert main.run(["diagnose", "--scalars", log, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

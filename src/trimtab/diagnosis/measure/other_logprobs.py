@@ -13,7 +13,7 @@ from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.records import finding
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding
-from trimtab.pages.numbers import short
+from trimtab.numbers import short
 
 
 class PrefillSums:
