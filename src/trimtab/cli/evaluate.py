@@ -18,6 +18,7 @@ import typer
 from trimtab.cli.output import AllowCode, Command, Json, echo, print_json, unwritable
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
+from trimtab.runs.layout import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trimtab.trainer.evaluation import ModelSpec, Results, TaskSpec
@@ -269,7 +270,7 @@ def source(name: str, which: str) -> ModelChoice:
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / "config.toml").is_file():
         return ModelChoice(name, Path(name), which)
-    if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
+    if CHECKPOINT.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return ModelChoice(name, path.parent.parent, path.name)
     return ModelChoice(name, None, which)
 

@@ -22,7 +22,6 @@ from trimtab.runs.provenance import read_origins
 
 T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
-_STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
 _SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
@@ -135,13 +134,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise TrimtabError(f"{file} holds no finished step yet: wait for the first one, or train again")
     return rows
-
-
-def sample_steps(path: Path) -> dict[int, Path]:
-    """Returns the trajectory files of a run by step; empty if there is none."""
-    folder = path / "trajectories"
-    matches = [(_STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
-    return dict(sorted((int(match[1]), item) for match, item in matches if match))
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
