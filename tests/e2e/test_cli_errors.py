@@ -47,6 +47,7 @@ MISTAKES = [
     (["report", "occupied"], ["metrics.jsonl is missing"]),
     (["report", "empty-run"], ["metrics.jsonl is empty"]),
     (["report", "torn-run"], ["metrics.jsonl, line 1"]),
+    (["report", "torn-run", "--target", "0.5"], ["--target", "several runs"]),
     (["export", "no-such-run", "model"], ["no-such-run"]),
     (["sft", "quickstrat"], ["'quickstrat'", "'quickstart'"]),
 ]

@@ -220,16 +220,6 @@ def test_of_equal_methods_each_may_be_the_best_in_95_of_100_experiments(methods:
     assert stays[:, 0].mean() > 0.93
 
 
-def test_the_interval_to_the_method_that_is_first_excludes_too_many_of_equal_ones() -> None:
-    """Why the choice of the best is accounted for: 14 equal methods, 5 seeds, 95% intervals paired by seed."""
-    excluded = []
-    for trial in simulated(14, 5, 300):
-        leads = trial[trial.mean(-1).argmax()] - trial
-        intervals = [seed_interval(lead) for lead in leads.tolist()]
-        excluded += [item is not None and item.low > 0 for item in intervals]
-    assert np.mean(excluded) > 0.10
-
-
 def test_the_best_method_stays_and_a_far_worse_one_leaves() -> None:
     """The best leads by half a standard deviation, the last trails by 8."""
     stays = np.array([contenders(trial) for trial in simulated(6, 5, 500, (0.5, -8.0))])

@@ -98,16 +98,8 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         ({"reward__mean": phases(0.1, 0.2, 0.5, 0.4)}, HEALTHY),
         # Before the reward shows anything; said until the norm is back, and not where prompts were learned.
         ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02)}, f"{BUT}{FELL} (first at step 71)."),
-        ({"optim__grad_norm": phases(0.07, 0.02, 0.02, 0.02)}, f"{BUT}{FELL} (first at step 40)."),
-        ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.03)}, HEALTHY),
+        ({"optim__grad_norm": phases(0.07, 0.07, 7, 7)}, f"{BUT}the gradient norm rose from 0.07 to 3.5, "),
         ({"optim__grad_norm": phases(0.07, 0.02, 0.07, 0.07)}, HEALTHY),
-        (
-            {
-                "optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02),
-                "reward__mean": list(phases(0.4, 0.4, 0.4, 0.9) + NOISE),
-            },
-            HEALTHY,
-        ),
         (
             {"optim__skipped": [1.0] + [0.0] * 79, "trajectories__dropped": [0.0] * 60 + [3.0] + [0.0] * 19},
             f"{BUT}updates skipped as not finite: 1; responses dropped: 3.",
@@ -221,16 +213,6 @@ def test_several_tasks_are_named_the_one_that_got_worse_first() -> None:
     result = health(run(**both))
     assert result.learned == "Worse than before on sum: 0.600 → 0.300; Better than before on sort: 0.300 → 0.600"
     assert result.state == "not healthy"
-
-
-def test_a_gradient_that_exploded_is_noted() -> None:
-    exploded = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12))
-    assert exploded.state == "healthy, but"
-    assert "the gradient norm rose from 0.07 to 7, medians of the first 3 and the last 20 steps" in exploded.text
-    unknown = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=None))
-    assert "whether the reward rose is not known" in unknown.text
-    rising = run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=list(np.linspace(0.1, 0.9, 24)))
-    assert health(rising).state == "healthy"
 
 
 def test_last_steps_without_finite_numbers_are_said_first_and_not_healthy() -> None:
