@@ -140,14 +140,6 @@ def test_what_the_recipe_says_besides_is_refused(
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
-def test_explain_takes_a_function_with_its_keywords(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["explain", DPPO, "--set", "tv_max=0.3", "--set", "kl_coef=0.01"]) == 0
-    output = capsys.readouterr().out
-    assert objective(DPPO, tv_max=0.3, kl_coef=0.01).equation() in output
-    assert main.run(["explain", DPPO, "--set", "tv_mx=0.3"]) == 2
-    assert "did you mean 'tv_max'" in capsys.readouterr().err
-
-
 def test_the_example_runs_as_it_says(python: forked.Run, tmp_path: Path) -> None:
     done = python(ROOT / "examples" / "own_objective.py", tmp_path / "run", cwd=ROOT)
     assert done.returncode == 0, done.stderr
