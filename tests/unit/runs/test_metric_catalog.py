@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.run_results import undocumented
 
 from trimtab.objectives import PolicyLogps, mismatch, objective, objectives
-from trimtab.runs.metric_catalog import Metric, metric, sections, undocumented
+from trimtab.runs.metric_catalog import Metric, metric, sections
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "metrics.py"
 
