@@ -46,14 +46,7 @@ _EXPORTS = {
     "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
     "trimtab.trainer.evaluation": ("pass_at_k",),
     "trimtab.monitor": ("Monitor",),
-    "trimtab.objectives": (
-        "Objective",
-        "PolicyLogps",
-        "advantages",
-        "correct",
-        "mismatch",
-        "objective",
-    ),
+    "trimtab.objectives": ("Objective", "PolicyLogps", "advantages", "correct", "mismatch", "objective"),
 }
 # What a module needs beyond the core; the other modules work with torch, numpy and jaxtyping alone.
 _EXTRA_OF = {

@@ -78,6 +78,15 @@ class Hook:
             return f"its aggregation is {kind!r}, and this trainer's denominators give {allowed}: set aggregation"
         return None
 
+    def absent(self, reader: str, policy: str) -> TrimtabError:
+        """Returns the error where `reader` reads a policy that the trainer can pass, and does not with these settings.
+
+        policy: a field of `PolicyLogps` with a row in `remedies`.
+        """
+        return TrimtabError(
+            f"{reader} reads {MEANING[policy]}, which {self.trainer} does not have: {self.remedies[policy]}"
+        )
+
     def check(self, objective: Objective) -> Objective:
         """Returns the objective. Raises `TrimtabError` with the reason where the hook cannot carry it."""
         reason = self.refusal(objective)
@@ -107,16 +116,36 @@ HOOKS: dict[str, Hook] = {
         "verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False
     ),
     "prime-rl": Hook("prime-rl", POLICIES | {"reference"}, aggregations=("token-mean",)),
-    "skyrl": Hook("SkyRL", POLICIES, terms=False, remedies={"reference": "use trainer.algorithm.use_kl_loss"}),
+    "skyrl": Hook(
+        "SkyRL",
+        POLICIES,
+        terms=False,
+        remedies={
+            "behavior": "set generator.sampling_params.logprobs=0 (0: that of the sampled token alone)",
+            "reference": "use trainer.algorithm.use_kl_loss",
+        },
+    ),
     "nemo-rl": Hook(
-        "NeMo-RL",
-        POLICIES | {"reference"},
-        aggregations=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+        "NeMo-RL", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
     ),
     "miles": Hook("Miles", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean")),
     "slime": Hook("slime", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean")),
-    "areal": Hook("AReaL", POLICIES | {"age"}, aggregations=("token-mean",), terms=False),
-    "openrlhf": Hook("OpenRLHF", POLICIES, terms=False),
+    "areal": Hook(
+        "AReaL",
+        POLICIES | {"age"},
+        aggregations=("token-mean",),
+        terms=False,
+        remedies={
+            "behavior": "set actor.use_decoupled_loss=true, without which it passes one policy for both",
+            "proximal": "set actor.prox_logp_method=recompute",
+        },
+    ),
+    "openrlhf": Hook(
+        "OpenRLHF",
+        POLICIES,
+        terms=False,
+        remedies={"behavior": "set --algo.advantage.is_correction_enable, with which vLLM returns them"},
+    ),
     "tinker": Hook("tinker", POLICIES | {"reference"}, whole_update=True),
 }
 """Hooks by the name of the adapter."""

@@ -80,12 +80,7 @@ class ObjectiveLoss:
     """
 
     def __init__(
-        self,
-        objective: str | Objective | None = None,
-        *,
-        replaces: Any,
-        monitor: MonitorChoice = None,
-        **keywords: Any,
+        self, objective: str | Objective | None = None, *, replaces: Any, monitor: MonitorChoice = None, **keywords: Any
     ) -> None:
         self._monitor = monitor
         interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")

@@ -79,14 +79,7 @@ def tis(
     if built is None:
         return pg_loss, list(loss_masks), figures
     kept = usable_tokens(mask, behavior, trainer)
-    result = correct(
-        trainer,
-        behavior,
-        kept,
-        weight=built.weight,
-        masks=built.masks,
-        turn=turns_of(mask),
-    )
+    result = correct(trainer, behavior, kept, weight=built.weight, masks=built.masks, turn=turns_of(mask))
     weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
     trained, usable = (_flat(values.to(pg_loss), response_lengths) for values in (mask, kept))
     metrics = {

@@ -164,9 +164,7 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
             used.insert(0, self._objective.name)
         if behavior is not None or not used:
             return
-        raise TrimtabError(
-            f"{used[0]} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
-        )
+        raise hook("trl").absent(used[0], "behavior")
 
     def _begun(self, model: Any) -> Update:
         """Returns the update of this micro-batch, which its first one begins."""

@@ -80,11 +80,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         return samples
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         if not self._used:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

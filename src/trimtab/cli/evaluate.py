@@ -66,8 +66,7 @@ Ratio = Annotated[
     typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues."),
+    Path | None, typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues.")
 ]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")

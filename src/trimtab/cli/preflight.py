@@ -41,8 +41,7 @@ Dtype = Annotated[
     typer.Option(help="Of both sides; --set engine.dtype and model.autocast are for one. Default: the recipe's."),
 ]
 Lengths = Annotated[
-    list[int] | None,
-    typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048."),
+    list[int] | None, typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048.")
 ]
 Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="With --sampler server: where it runs.")]
 PromptFile = Annotated[

@@ -14,8 +14,7 @@ from trimtab.runs.layout import REPORT
 
 def register(app: typer.Typer) -> None:
     app.command(
-        "report",
-        epilog="Example: [bold]trimtab report runs/mine[/bold] or [bold]trimtab report runs/a runs/b[/bold]",
+        "report", epilog="Example: [bold]trimtab report runs/mine[/bold] or [bold]trimtab report runs/a runs/b[/bold]"
     )(report)
 
 

@@ -54,10 +54,7 @@ def page(result: Preflight, command: str) -> str:
     return Page(
         kind="Trimtab preflight",
         title=f"Is this pair fit to train: {result.facts['model']}",
-        facts=[
-            *result.facts.items(),
-            ("bound", f"k3 {short(result.bound)} nats per token"),
-        ],
+        facts=[*result.facts.items(), ("bound", f"k3 {short(result.bound)} nats per token")],
         sections=[
             Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),
             Section("Checks", [Table(("status", "check", "what was found"), checks)]),
