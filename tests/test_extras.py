@@ -111,16 +111,11 @@ def test_the_command_line_needs_an_extra_and_says_so(arguments: list[str], what:
     done = run_installed(code)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert re.fullmatch(
-        rf"trimtab: {what} needs what is not installed \(.*\): {INSTALL.format(extra)}\n",
-        done.stderr,
-    )
+    assert re.fullmatch(rf"trimtab: {what} needs what is not installed \(.*\): {INSTALL.format(extra)}\n", done.stderr)
 
 
 @pytest.mark.e2e
-def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
-    tmp_path: Path,
-) -> None:
+def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(tmp_path: Path) -> None:
     run, page = str(fake_run(tmp_path / "run", steps=3, every=1)), str(tmp_path / "page.html")
     works = [
         ["diagnose", run, "--out", page],

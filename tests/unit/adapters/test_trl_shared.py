@@ -28,10 +28,7 @@ class Config:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"epsilon": 0.1},
-            "reads this, leave it out. In the objective: epsilon is clip_low and",
-        ),
+        ({"epsilon": 0.1}, "reads this, leave it out. In the objective: epsilon is clip_low and"),
         ({"delta": 4.0, "sapo_temperature_pos": 2.0}, "delta is clip_dual; sapo_temperature_pos is tau_positive, of"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile has no equivalent"),
     ],

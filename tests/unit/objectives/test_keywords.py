@@ -195,11 +195,7 @@ def test_parts_may_be_given_as_objects():
         ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds"),
         ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
         # Tables of parts.
-        (
-            "grpo",
-            {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]},
-            "mask 'k3': Divergence: unknown reduce",
-        ),
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': Divergence: unknown reduce"),
         ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan"),
         ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains"),
         ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),

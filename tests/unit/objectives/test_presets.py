@@ -12,13 +12,7 @@ from trimtab.objectives.presets import PRESETS
 
 @in_one_test("name", objectives())
 def test_every_keyword_changes_the_objective_and_the_equation(name):
-    changed = {
-        "aggregation": "seq-mean-token-sum",
-        "length_max": 7,
-        "denominator": "kept",
-        "kl": "k1",
-        "form": "mask",
-    }
+    changed = {"aggregation": "seq-mean-token-sum", "length_max": 7, "denominator": "kept", "kl": "k1", "form": "mask"}
     bases = {"length_max": {"aggregation": "constant", "length_max": 6}, "kl": {"kl_coef": 0.1}}
     if name not in ("luffy", "score-centering"):  # they take no mask, without which `denominator` has no effect
         bases["denominator"] = {"mask": [{"kind": "veto"}]}

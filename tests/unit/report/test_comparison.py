@@ -67,13 +67,7 @@ def test_the_data_for_programs(grid: Path) -> None:
     data = json.loads(json.dumps(data, allow_nan=False, default=str))
     assert [group["name"] for group in data["groups"]] == ["dapo", "token-tis"]
     after = data["groups"][0]["results"]["accuracy/after"]
-    assert after == {
-        "mean": pytest.approx(0.38),
-        "low": 0.19,
-        "high": 0.57,
-        "seeds": 3,
-        "interval": "range of 3 seeds",
-    }
+    assert after == {"mean": pytest.approx(0.38), "low": 0.19, "high": 0.57, "seeds": 3, "interval": "range of 3 seeds"}
     assert [run["accuracy/after"] for run in data["groups"][0]["runs"]] == [0.19, 0.38, 0.57]
     assert [run["steps"] for run in data["groups"][0]["runs"]] == [6, 6, 6]
     assert "accuracy/after" in data["groups"][1]["best"]

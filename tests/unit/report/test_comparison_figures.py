@@ -10,16 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import Series, trailing
-from trimtab.report.comparison_figures import (
-    PANELS,
-    Band,
-    _draw_group,
-    _draw_panel,
-    _line_style,
-    band,
-    swatch,
-    thinned,
-)
+from trimtab.report.comparison_figures import PANELS, Band, _draw_group, _draw_panel, _line_style, band, swatch, thinned
 from trimtab.runs.reader import Run
 
 

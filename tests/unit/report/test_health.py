@@ -62,10 +62,7 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
     [
         ({}, HEALTHY),
         ({"groups__no_signal": 12}, f"{BUT}groups without signal: 12 of 16."),
-        (
-            {"groups__no_signal": phases(1, 2, 3, 14)},
-            f"{BUT}groups without signal: 14 of 16 in steps 61 to 80.",
-        ),
+        ({"groups__no_signal": phases(1, 2, 3, 14)}, f"{BUT}groups without signal: 14 of 16 in steps 61 to 80."),
         ({"groups__no_signal": 8}, HEALTHY),  # half of them is the end of the range
         # The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99.
         ({"mismatch__pearson": [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2}, HEALTHY),
@@ -242,10 +239,7 @@ def test_verdict_of_a_short_run() -> None:
         ({}, ""),
         # What the prompts can teach was learned: 12 of 16 groups are right as a whole.
         (
-            {
-                "groups__no_signal": phases(2, 4, 9, 12),
-                "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE),
-            },
+            {"groups__no_signal": phases(2, 4, 9, 12), "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE)},
             "To note: groups without signal: 12 of 16 in steps 61 to 80.",
         ),
         # AdamW divides by the size of the gradient.

@@ -99,7 +99,7 @@ def test_a_figure_beside_its_bounds_is_on_the_same_side_of_them_as_the_value(
 
 def test_digits_are_added_only_where_two_would_mislead() -> None:
     assert [beside(value, [0.95, 1.0]) for value in (0.97, 0.9697, 0.9499, 0.999, 1.0, 0.9999999)] == [
-        *("0.97", "0.97", "0.9499", "0.999", "1", "0.9999999"),
+        *("0.97", "0.97", "0.9499", "0.999", "1", "0.9999999")
     ]
     assert beside(0.01004, [0.01]) == "0.01004"
     assert beside(1.2e-5, [0.01]) == "1.2e-5"
