@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapter_calls import CALLS, WHOLE
+from tests.support.adapter_calls import CALLS, WHOLE, call_tis
 from tests.support.peer_modules import install_nemo_rl
 
 from trimtab.adapters import slime, verl_driver
@@ -62,14 +62,8 @@ def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() 
     assert metrics["rollout_corr/trimtab/unscored"] == 0.5
     assert metrics["rollout_corr/trimtab/unscored_tokens"] == pytest.approx(0.6)
     assert metrics["rollout_corr/trimtab/reject/tokens"] == 0
-    loss, _, values = slime.tis(
-        Namespace(trimtab_objective="token-tis", use_tis=True),
-        pg_loss=torch.ones(6),
-        train_log_probs=list(HOLES_TRAINER[:2]),
-        rollout_log_probs=list(HOLES[:2]),
-        loss_masks=[torch.ones(3)] * 2,
-        response_lengths=[3, 3],
-    )
+    args = Namespace(trimtab_objective="token-tis", use_tis=True)
+    loss, _, values = call_tis(args, torch.ones(6), HOLES_TRAINER[:2], HOLES[:2], torch.ones(2, 3))
     assert loss.tolist() == [1, 0, 1, 0, 0, 0]
     assert values["trimtab/unscored_tokens"].tolist() == [0, 1, 0, 1, 1, 1]
     assert values["trimtab/reject/tokens"].tolist() == [0] * 6

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.adapter_calls import call_tis
 
 from trimtab.adapters import slime
 from trimtab.errors import TrimtabError
@@ -113,11 +114,4 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
     with pytest.raises(TrimtabError, match="context parallelism"):
         tis("token-tis", lengths=(4, 2))
     with pytest.raises(TrimtabError, match="needs trimtab_objective in the file"):
-        slime.tis(
-            Namespace(),
-            pg_loss=torch.ones(1),
-            train_log_probs=[],
-            rollout_log_probs=[],
-            loss_masks=[],
-            response_lengths=[],
-        )
+        call_tis(Namespace(), torch.ones(1), [], [], [])
