@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
+from tests.support.fake_run import relog
 
 from trimtab.errors import TrimtabError
 from trimtab.report.comparison import as_data, compare, held_out, write_comparison, write_page
@@ -93,9 +94,7 @@ def test_seconds_are_never_judged(make_run: Callable[..., Path], tmp_path: Path)
     for seed in (0, 1, 2):
         make_run(tmp_path / "dapo" / f"seed{seed}", steps=4, seed=seed, objective="dapo", every=99)
         slow = make_run(tmp_path / "token-tis" / f"seed{seed}", steps=4, seed=seed, every=99)
-        rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
-        rows = [row | {"time/step": 10 * row["time/step"]} for row in rows]
-        (slow / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        relog(slow, lambda row: row | {"time/step": 10 * row["time/step"]})
     data = as_data(compare(group_runs(find_runs(tmp_path))))
     means = [group["results"]["time/step"]["mean"] for group in data["groups"]]
     assert means[1] > 5 * means[0]
@@ -165,9 +164,7 @@ def test_calibrated_bounds_of_each_seed_are_mentioned(make_run: Callable[..., Pa
         run = make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=99, keys=("step", "reward/mean"))
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(text.replace("calibrate = false", "calibrate = true"))
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rows = [row | {"calibrate/weight_max": 1.25 + seed} for row in rows]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        relog(run, lambda row, seed=seed: row | {"calibrate/weight_max": 1.25 + seed})
     comparison = compare(group_runs(find_runs(tmp_path)))
     assert "min(ρ_t, 1.25)" in comparison.equations["token-tis"]
     assert comparison.cautions == [

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from markupsafe import escape
+from tests.support.fake_run import relog
 
 from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
 from trimtab.report.run_report import write_report
@@ -358,8 +359,7 @@ def test_the_page_has_the_checks_that_the_terminal_joins(make_run: Callable[...,
     from trimtab.cli.main import app
 
     folder = make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD])
-    rows = [json.loads(line) | {"groups/no_signal": 12} for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    relog(folder, lambda row: row | {"groups/no_signal": 12})
     result = health(read_run(folder))
     done = CliRunner().invoke(app, ["report", str(folder)], obj=[])
     assert done.stdout.splitlines() == [result.text, f"report: {folder / 'report.html'}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.fake_run import fake_run
+from tests.support.fake_run import fake_run, relog
 
 import trimtab
 from trimtab.diagnosis.figures import outside
@@ -68,9 +67,7 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     diagnosis = trimtab.diagnose(run)
     figures = diagnosis.measured.size.mismatch
     # Every step logs exactly what the files say, so that both judge the same numbers.
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [row | {f"mismatch/{key}": value for key, value in figures.items()} for row in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    relog(run, lambda row: row | {f"mismatch/{key}": value for key, value in figures.items()})
     marks = _marks(write_report(run))
     assert marks["k3"] == ("healthy" if healthy else "outside")
     assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(diagnosis.measured.size))
