@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.cli import doctor, main
+from trimtab.cli import main
 from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
 from trimtab.errors import TrimtabError, did_you_mean
@@ -207,36 +207,6 @@ def test_a_mistake_and_control_c_are_one_line_and_a_bug_keeps_its_traceback(
 )
 def test_the_directory_of_a_run(recipe: str, out: str | None, configured: str | None, expected: str) -> None:
     assert run_directory(recipe, Path(out) if out else None, configured) == Path(expected)
-
-
-def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
-    assert main.run(["doctor", "--json"]) == 1
-    values = json.loads(capsys.readouterr().out)
-    assert values["ok"] is False
-    for name in ("monty", "bubblewrap"):
-        [sandbox] = [check for check in values["findings"] if check["name"] == name]
-        assert sandbox["status"] in ("ok", "note")
-        assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
-    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
-    assert missing == [
-        {
-            "status": "fail",
-            "name": "no-such-library",
-            "detail": "missing",
-            "next_step": "pip install '.[train]' in a checkout of Trimtab",
-        }
-    ]
-
-
-def test_doctor_only_notes_what_some_recipes_need(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "MEMORY_NEEDED", 1 << 60)
-    assert main.run(["doctor"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
-    assert line.startswith("note")
-    assert "the quickstart needs" in line
 
 
 def test_the_folder_of_a_run_is_a_recipe_and_where_it_continues(
