@@ -143,7 +143,7 @@ def _age(
     # AReaL moves log-probs and mask one position back, but not versions.
     sampled = _rows(versions.long().roll(-1, dims=-1), borders)
     if bool((sampled[mask] < 0).any()):
-        raise TrimtabError(f"trained tokens have no version, which {reader} or monitor reads")
+        raise TrimtabError(f"trained tokens have no version: train without {reader} and monitor, which read it")
     return (current_version - sampled + 1).clamp(min=1)
 
 

@@ -69,7 +69,8 @@ def read_scalars(path: Path) -> list[Row]:
         text = data.decode("utf-8-sig")
         rows = _table(text) if is_table else _objects(text)
     except (ValueError, csv.Error) as error:
-        raise TrimtabError(f"{path}: not readable as {'CSV' if is_table else 'JSON'} of scalars ({error})") from None
+        kind = "CSV" if is_table else "JSON"
+        raise TrimtabError(f"{path}: not readable as {kind} of scalars ({error}): name another file") from None
     if not all(isinstance(row, dict) for row in rows):
         raise TrimtabError(f"{path}: each line or element must be a JSON object of scalars by name")
     return _merged(map(_numbers, rows), path)

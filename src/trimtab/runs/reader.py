@@ -160,7 +160,7 @@ def read_samples(file: Path) -> list[Sample]:
         present = set(parquet.schema_arrow.names)
         missing = [name for name in _REQUIRED_COLUMNS if name not in present]
         if missing:
-            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
+            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file, move it elsewhere")
         table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
     return [
         Sample(
