@@ -10,11 +10,12 @@ import pytest
 from tests.support.fake_run import fake_run
 from tests.support.installed import PROJECT, closure, modules_of, own_trainer, requirements, run_installed
 
-from trimtab.errors import EXTRAS, TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.extras import EXTRAS, require_extra
 
 CORE = (
     *("trimtab", "trimtab.corrections", "trimtab.objectives", "trimtab.adapters", "trimtab.monitor"),
-    *("trimtab.errors", "trimtab.plugins"),
+    *("trimtab.errors", "trimtab.extras", "trimtab.plugins"),
 )
 # An adapter may subclass a class of its trainer, which is then imported first.
 PEERS = frozenset(
@@ -67,7 +68,7 @@ def test_the_checked_packages_are_those_of_pyproject(extra: str) -> None:
     wanted = [item for item in requirements(extra) if item.name not in core]
     checked = {*EXTRAS[extra], *(() if extra == "diagnose" else EXTRAS["train"])}
     for item in wanted:
-        assert modules_of(item) & checked, f"errors.EXTRAS has no module of {item.name}"
+        assert modules_of(item) & checked, f"extras.EXTRAS has no module of {item.name}"
     assert len(wanted) == len(checked)
 
 
@@ -100,7 +101,7 @@ def test_what_the_core_lacks_is_named_with_its_command() -> None:
     [
         ([], "the command line", "diagnose"),
         (["--help"], "the command line", "diagnose"),
-        (["diagnose", "x.parquet"], "the command line", "diagnose"),
+        (["diagnose", "x.parquet"], "trimtab diagnose", "diagnose"),
         (["train", "quickstart"], "trimtab train", "train"),
         (["eval", "--help"], "trimtab eval", "train"),
     ],
@@ -110,16 +111,11 @@ def test_the_command_line_needs_an_extra_and_says_so(arguments: list[str], what:
     done = run_installed(code)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert re.fullmatch(
-        rf"trimtab: {what} needs what is not installed \(.*\): {INSTALL.format(extra)}\n",
-        done.stderr,
-    )
+    assert re.fullmatch(rf"trimtab: {what} needs what is not installed \(.*\): {INSTALL.format(extra)}\n", done.stderr)
 
 
 @pytest.mark.e2e
-def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
-    tmp_path: Path,
-) -> None:
+def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(tmp_path: Path) -> None:
     run, page = str(fake_run(tmp_path / "run", steps=3, every=1)), str(tmp_path / "page.html")
     works = [
         ["diagnose", run, "--out", page],

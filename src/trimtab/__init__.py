@@ -4,6 +4,20 @@
     out = trimtab.objective("token-tis", weight_max=2.0)(logps, trimtab.advantages("grpo", rewards, groups))
     out.loss.backward()
 
+Packages, by what a user wants; each of their docstrings is a map of its modules:
+
+objectives, corrections   a loss, or only its weights and masks, in a training loop
+adapters                  an objective inside another trainer (TRL, verl, ...)
+monitor                   alarms on log-probs while a run trains (`Monitor`), and on scalars that it logged
+diagnosis                 the cause of a mismatch in a file of log-probs (`trimtab diagnose`)
+preflight                 whether a pair of sampler and trainer is fit to train (`trimtab preflight`)
+trainer                   training with Trimtab's own loop (`trimtab train`)
+runs, report, pages       what a run wrote, its health, and its page (`trimtab report`)
+cli                       the commands
+
+Modules beside them serve several packages: the first line of each says whom. Users import `api`, `testing` (assertions
+for their tests), `types` and `errors`.
+
 Names are imported on first use, so that `import trimtab` and the command line start without torch. A name whose
 packages are not installed raises `TrimtabError` with the pip command.
 """
@@ -32,14 +46,7 @@ _EXPORTS = {
     "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
     "trimtab.trainer.evaluation": ("pass_at_k",),
     "trimtab.monitor": ("Monitor",),
-    "trimtab.objectives": (
-        "Objective",
-        "PolicyLogps",
-        "advantages",
-        "correct",
-        "mismatch",
-        "objective",
-    ),
+    "trimtab.objectives": ("Objective", "PolicyLogps", "advantages", "correct", "mismatch", "objective"),
 }
 # What a module needs beyond the core; the other modules work with torch, numpy and jaxtyping alone.
 _EXTRA_OF = {
@@ -82,7 +89,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     module = _MODULE_OF[name]
     if module in _EXTRA_OF:
-        from trimtab.errors import require_extra
+        from trimtab.extras import require_extra
 
         require_extra(_EXTRA_OF[module], f"trimtab.{name}")
     value = getattr(importlib.import_module(module), name)

@@ -6,10 +6,9 @@ import os
 import sys
 
 from trimtab.cli import starting
-from trimtab.errors import TrimtabError, require_extra
-
-TRAINING = ("compare", "eval", "export", "preflight", "sft", "train")
-"""Commands that need `trimtab[train]`; all others need `trimtab[diagnose]`."""
+from trimtab.cli.commands import COMMANDS
+from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 
 
 def main() -> None:
@@ -34,9 +33,9 @@ def _require_packages(command: str) -> None:
     try:
         require_extra("diagnose", "the command line")
     except TrimtabError:
-        if command in TRAINING:
-            require_extra("train", f"trimtab {command}")
-        raise
+        if command not in COMMANDS:
+            raise
+        require_extra(COMMANDS[command].extra, f"trimtab {command}")
 
 
 if __name__ == "__main__":

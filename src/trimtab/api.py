@@ -1,4 +1,4 @@
-"""The Python entry point for training, equivalent to `trimtab train` without its display."""
+"""For scripts: `train`, which is `trimtab train` without its display."""
 
 from __future__ import annotations
 

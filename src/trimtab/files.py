@@ -1,4 +1,4 @@
-"""Reads what users name: regular files only, with bounds on nesting, on the length of a row, and on what unpacks.
+"""For readers of files that users name: regular files only, with bounds on nesting, rows and what unpacks.
 
 The bounds keep memory at a few gigabytes whatever a file says. `TRIMTAB_FILE_LIMITS=4` in the environment multiplies
 all of them by 4, for files that really are so large.

@@ -1,4 +1,4 @@
-"""95% intervals: of means over seeds, of means over problems, and of statistics over clusters of responses.
+"""For reports: 95% intervals of means over seeds and over problems, and of statistics over clusters of responses.
 
 Seeds: from five on Student's t interval of the mean; of fewer the range, which is not a confidence interval (the
 percentile bootstrap of five seeds covers 84%). Which of several methods may be the best: `contenders`.

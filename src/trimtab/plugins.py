@@ -1,4 +1,4 @@
-"""Loads user functions that a recipe names as `module:function`."""
+"""For recipes: loads functions of users that a recipe names as `module:function`."""
 
 from __future__ import annotations
 

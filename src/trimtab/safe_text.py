@@ -1,4 +1,4 @@
-"""Makes text that others wrote (names of files, output of models) safe to print, to show on a page and in Markdown."""
+"""For all output: makes text that others wrote (names of files, output of models) safe to print and to show."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def clean(text: str) -> str:
     """Returns the text with control characters escaped."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def without_credentials(text: str) -> str:
+    """Returns text without user names and passwords in its addresses, each of which ends at the next white space."""
+    return re.sub(r"://\S*@", "://***@", text)
 
 
 def markdown_text(text: str) -> str:

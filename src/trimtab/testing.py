@@ -1,4 +1,4 @@
-"""Assertions for other people's tests: do two sides compute the same log-probs?"""
+"""For tests of other trainers: do two sides compute the same log-probs?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of the data flow (problems, prompts, completions, trajectories) and the `Task` and `Engine` protocols.
+"""For authors of tasks and engines: the records of the data flow, and the `Task` and `Engine` protocols.
 
     Task -> Problem -> Prompt -> Engine -> Completion -> reward -> Trajectory
 

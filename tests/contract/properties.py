@@ -209,10 +209,6 @@ def nothing_to_train_is_zero_and_counted(lab, name):
             assert run.metrics["loss/policy"] == 0
 
 
-REJECTS_ALL: dict[str, dict[str, Any]] = {}
-"""Presets whose rule always keeps some tokens, with keywords under which it rejects everything."""
-
-
 def everything_rejected_is_zero_and_counted(lab, name):
     batch = lab.Batch.random(1)
     mask = batch.mask.clone()
@@ -222,7 +218,7 @@ def everything_rejected_is_zero_and_counted(lab, name):
         mask=mask, behavior=batch.current + 30, proximal=batch.current, advantage=-torch.ones(8, 1).double()
     )
     for denominator in ("original", "kept") if lab.objective(name).rejects else ("original",):
-        obj = lab.objective(name, denominator=denominator, **REJECTS_ALL.get(name, {}))
+        obj = lab.objective(name, denominator=denominator)
         run = lab.run(obj, batch)
         if not obj.masks and (obj.weight is None or obj.weight.low == 0):
             assert run.metrics.get("reject/tokens", 0) == 0
@@ -363,6 +359,7 @@ def gradient_equals_finite_differences(lab, name):
 
 def regularizers_use_the_mask_without_keep_and_the_same_aggregation(lab, name):
     batch = lab.Batch.random(5, rows=5)
+    batch = batch.changed(off_policy=torch.zeros_like(batch.mask))
     reference, entropy = 0.7, 0.3
     plain = lab.run(lab.objective(name), batch).loss
     distance = batch.reference - batch.current
@@ -370,21 +367,12 @@ def regularizers_use_the_mask_without_keep_and_the_same_aggregation(lab, name):
         "k1": -distance,
         "k2": distance**2 / 2,
         "k3": distance.exp() - 1 - distance,
+        "unbiased": (batch.current - batch.behavior).exp() * (distance.exp() - 1 - distance),
     }.items():
         obj = lab.objective(name, kl=kl, kl_coef=reference, entropy_coef=entropy)
         scale = torch.where(batch.mask, lab.scale(obj, batch.mask), 0.0)
         expected = plain + (scale * (reference * value - entropy * batch.entropy)).sum()
         assert_close(lab.run(obj, batch).loss, expected)
-
-
-def unbiased_kl_weights_every_token_against_the_sampler(lab, name):
-    batch = lab.Batch.random(5, rows=5)
-    batch = batch.changed(off_policy=torch.zeros_like(batch.mask))
-    obj = lab.objective(name, kl="unbiased", kl_coef=0.7)
-    distance = batch.reference - batch.current
-    value = (batch.current - batch.behavior).exp() * (distance.exp() - 1 - distance)
-    scale = torch.where(batch.mask, lab.scale(obj, batch.mask), 0.0)
-    assert_close(lab.run(obj, batch).loss, lab.run(lab.objective(name), batch).loss + 0.7 * (scale * value).sum())
 
 
 FOR_ALL = (
@@ -410,6 +398,5 @@ FOR_PRESETS = (
     everything_rejected_is_zero_and_counted,
     it_runs_on_meta_tensors_so_nothing_waits_for_the_device,
     float64_inputs_are_computed_in_float64,
-    unbiased_kl_weights_every_token_against_the_sampler,
 )
 """Those that a composition need not have, or that cost most."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.adapters import nemo_rl, slime
-from trimtab.adapters.hooks import HOOKS, turns_of
+from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.micro_batch import turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import PolicyLogps, objective, objectives
 

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 from tests.support.processes import words
+from tests.support.run_results import undocumented
 
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.checkpoint import store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.observer import NullObserver

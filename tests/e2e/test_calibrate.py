@@ -12,13 +12,12 @@ import pytest
 import torch
 from tests.support.run_results import Messages, untimed, weights
 
-from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.report.run_objective import equation_of
 from trimtab.report.run_report import write_report
 from trimtab.runs.trajectories import read as read_trajectories
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.run import check, train
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 
@@ -127,25 +126,6 @@ def test_several_updates_a_batch_and_opsm_calibrate_on_the_whole_first_batch(tmp
     train(config, out=tmp_path / "run", observer=messages)
     assert any("on 64 responses: delta = " in line for line in messages.lines)
     assert untimed(tmp_path / "run", "eval/")[0]["calibrate/kept"] > 0.97
-
-
-def test_a_first_batch_that_is_too_small_stops_the_run_in_one_line(tmp_path: Path) -> None:
-    config = recipe(1, "objective.name=geo-mask", "objective.calibrate=true", "trainer.prompts=2", "trainer.samples=4")
-    with pytest.raises(TrimtabError, match=r"^calibrate: 8 responses are too few for keep_min, it needs 20: use a lar"):
-        train(config, out=tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (("objective.name=seq-bypass",), "objective 'seq-bypass' has no bound that calibrate can find"),
-        ((), "objective.calibrate finds weight_max at step 0: leave weight_max out (unset it where"),
-    ],
-)
-def test_invalid_settings_are_refused_before_a_model_is_loaded(changes: tuple[str, ...], line: str) -> None:
-    with pytest.raises(TrimtabError) as refused:
-        check(recipe(1, *changes, "objective.calibrate=true"))
-    assert str(refused.value).startswith(line)
 
 
 def test_a_first_batch_that_is_fresher_than_the_rest_is_cautioned_about(

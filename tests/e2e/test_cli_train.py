@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.commands import ENVIRONMENT, command, here
+from tests.support.run_results import undocumented
 
 from trimtab.intervals import wilson
 from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.reader import read_run
 from trimtab.trainer.sft import laboratory_folder
 

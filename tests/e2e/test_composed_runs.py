@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.run_results import untimed, weights
+from tests.support.run_results import undocumented, untimed, weights
 
 from trimtab.objectives.lookup import from_section
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.config import load_config
 from trimtab.trainer.run import train
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.run_results import untimed, weights
+from tests.support.run_results import undocumented, untimed, weights
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models.load import load
 from trimtab.trainer.run import train

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.run_results import undocumented
 
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.trainer.config import load_config
 from trimtab.trainer.run import train
 from trimtab.trainer.sft import laboratory_folder

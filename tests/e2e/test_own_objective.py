@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import forked
 from tests.support.run_results import untimed
 
 import trimtab
@@ -138,22 +137,3 @@ def test_what_the_recipe_says_besides_is_refused(
         run(tmp_path / "run", *changes, objective=custom)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "config.toml").exists()
-
-
-def test_explain_takes_a_function_with_its_keywords(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["explain", DPPO, "--set", "tv_max=0.3", "--set", "kl_coef=0.01"]) == 0
-    output = capsys.readouterr().out
-    assert objective(DPPO, tv_max=0.3, kl_coef=0.01).equation() in output
-    assert main.run(["explain", DPPO, "--set", "tv_mx=0.3"]) == 2
-    assert "did you mean 'tv_max'" in capsys.readouterr().err
-
-
-def test_the_example_runs_as_it_says(python: forked.Run, tmp_path: Path) -> None:
-    done = python(ROOT / "examples" / "own_objective.py", tmp_path / "run", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "keep where |π(y_t) − μ(y_t)| ≤ 0.1" in done.stdout
-    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert f"{last['reject/gap']:.1%} of the tokens left out" in done.stdout
-    assert last["step"] == 4
-    assert last["mismatch/anchor"] == "current"
-    assert (tmp_path / "run" / "report.html").exists()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from tests.support.commands import here
+from tests.support.run_results import undocumented
 
 import trimtab
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.metric_catalog import undocumented
 
 pytestmark = pytest.mark.e2e
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.run_results import undocumented
 from tests.support.vllm_support import needs_vllm
 
 from trimtab.cli.doctor import vllm
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.trajectories import read
 from trimtab.trainer.config import load_config
 from trimtab.trainer.observer import NullObserver

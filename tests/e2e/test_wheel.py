@@ -117,13 +117,6 @@ def test_the_readme_runs_with_the_wheel_alone(installed: Installed) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_command_names_its_extra(installed: Installed) -> None:
-    done = installed.run("trimtab", "diagnose", "x.parquet")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "pip install '.[diagnose]' in a checkout" in done.stderr
-
-
 def test_the_wheel_has_every_file_of_the_package_and_no_other(installed: Installed) -> None:
     package = Path(trimtab.__file__).parent
     there = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}

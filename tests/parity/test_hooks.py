@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.conftest import Given, Peer
-from tests.support.adapter_calls import CALLS, HALVES
+from tests.support.adapter_calls import CALLS, HALVES, call_tis
 from tests.support.named_cases import in_one_test
 from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
@@ -51,14 +51,8 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
         name: [row[keep] for row, keep in zip(getattr(given, name), mask, strict=True)]
         for name in ("proximal", "behavior")
     }
-    result, _, _ = slime.tis(
-        Namespace(trimtab_objective=objective, use_tis=True),
-        pg_loss=-(logp * given.advantage)[mask],
-        train_log_probs=flat["proximal"],
-        rollout_log_probs=flat["behavior"],
-        loss_masks=[torch.ones(len(one)) for one in flat["proximal"]],
-        response_lengths=[len(one) for one in flat["proximal"]],
-    )
+    args, masks = Namespace(trimtab_objective=objective, use_tis=True), map(torch.ones_like, flat["proximal"])
+    result, _, _ = call_tis(args, -(logp * given.advantage)[mask], flat["proximal"], flat["behavior"], masks)
     return result.sum() / mask.sum()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_losses import actor_of, composed, difference, nearer, run_config
 
 from trimtab.adapters.config_lines import lines_for
-from trimtab.adapters.hooks import turns_of
+from trimtab.adapters.micro_batch import turns_of
 from trimtab.objectives import Objective, PolicyLogps, objective, objectives
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -30,7 +30,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, pac
 from trl.experimental.async_grpo import AsyncGRPOTrainer as PlainTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from trimtab.adapters.hooks import HOOKS, turns_of
+from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.micro_batch import turns_of
 from trimtab.adapters.trl import AsyncGRPOTrainer
 from trimtab.adapters.trl_async import _with_versions
 from trimtab.adapters.trl_packed import VERSIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +213,21 @@ def call_tinker(
     ]
     results = [loss(data[part], cut(current)[part]) for part in parts]
     return torch.stack([value for value, _ in results]).sum(), results[-1][1]
+
+
+def call_tis(
+    args: Namespace, pg_loss: Tensor, train: Iterable[Tensor], rollout: Iterable[Tensor], masks: Iterable[Tensor]
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """slime's hook of corrections, with whole responses (time,) each."""
+    logps = list(train)
+    return slime.tis(
+        args,
+        pg_loss=pg_loss,
+        train_log_probs=logps,
+        rollout_log_probs=list(rollout),
+        loss_masks=list(masks),
+        response_lengths=[len(one) for one in logps],
+    )
 
 
 CALLS: dict[str, Callable[..., Called]] = {

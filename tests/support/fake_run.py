@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import load_config
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)> \u202eabc'
+
+
+def relog(run: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Writes every step of a run anew, as `change` of what it logged returns it."""
+    steps = map(change, read_metrics(run / METRICS))
+    (run / METRICS).write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 def fake_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
+from trimtab.runs.metric_catalog import metric
 from trimtab.trainer.observer import NullObserver
 
 TIMED = ("time/", "tokens_per_second/", "memory/")
@@ -29,6 +31,11 @@ def untimed(folder: Path, *hidden: str) -> list[dict[str, Any]]:
     """Metrics by step, without what the clock and the system say and keys that begin with one of `hidden`."""
     rows = read_metrics(folder / METRICS)
     return [{key: value for key, value in row.items() if not key.startswith((*TIMED, *hidden))} for row in rows]
+
+
+def undocumented(keys: Iterable[str]) -> list[str]:
+    """Returns the keys of metrics that no row of the catalog documents, sorted."""
+    return sorted({key for key in keys if metric(key) is None})
 
 
 def weights(folder: Path, section: str = "model") -> dict[str, torch.Tensor]:

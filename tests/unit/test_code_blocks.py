@@ -112,11 +112,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
         "docs/diagnose.md": diagnose,
         "docs/tasks.md": tasks,
         "docs/bitwise.md": lambda: {"torch": torch, "build": build, "reference": build},
-        "docs/adapters.md": lambda: {
-            "loss_fn": NEMO_RL_LOSS,
-            "training_client": client,
-            "data": data,
-        },
+        "docs/adapters.md": lambda: {"loss_fn": NEMO_RL_LOSS, "training_client": client, "data": data},
     }
 
 

@@ -47,12 +47,6 @@ def test_quadrature_gives_the_smoothed_cosine(toy: ModuleType, frequency: float)
     np.testing.assert_allclose(result, np.exp(-((frequency * sigma) ** 2) / 2) * np.cos(frequency * x), atol=1e-12)
 
 
-def test_a_smoothed_bump_is_wider_and_lower(toy: ModuleType) -> None:
-    bump = toy.Bumps(np.array([1.0]), np.array([2.0]), np.array([0.3])).smoothed(0.4)
-    assert bump.width[0] == pytest.approx(0.5)
-    assert bump.height[0] == pytest.approx(2.0 * 0.3 / 0.5)
-
-
 def test_smoothing_in_closed_form_by_quadrature_and_by_sampling_agree(toy: ModuleType) -> None:
     bumps, x = toy.objective(seed=1, spikes=30), np.linspace(-2, 2, 21)
     exact = bumps.smoothed(0.2)(x)
@@ -73,12 +67,6 @@ def test_ascent_ends_higher_on_the_smoothed_objective_and_not_with_useless_noise
     ends = {s: bumps(toy.ascend(bumps.smoothed(s).gradient, start, 3000, 5e-3)).mean() for s in (0.0, 0.01, 0.5)}
     assert ends[0.5] > ends[0.0] + 0.1
     assert ends[0.01] == pytest.approx(ends[0.0], abs=0.02)
-
-
-def test_divergence_by_hand(bound: ModuleType) -> None:
-    tilde, expected_log = np.array([0.5, 0.5]), np.log([0.25, 0.75])
-    # (1/2) ln(2) + (1/2) ln(2/3) = (1/2) ln(4/3)
-    assert bound.divergence(tilde, expected_log) == pytest.approx(0.5 * np.log(4 / 3))
 
 
 def test_fourier_smoothing_damps_one_wave_by_its_closed_form(bound: ModuleType) -> None:

@@ -21,12 +21,6 @@ from trimtab.intervals import (
     seed_interval,
     student_quantile,
 )
-from trimtab.pages.charts import Series, trailing
-from trimtab.report.comparison_figures import Band, band, thinned
-
-
-def series(steps: list[float], values: list[float]) -> Series:
-    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
 def test_few_seeds_give_their_range() -> None:
@@ -78,37 +72,6 @@ def test_equal_seeds_have_no_interval() -> None:
     assert (interval.low, interval.high) == (0.21, 0.21)
 
 
-def test_a_band_covers_the_steps_all_seeds_have() -> None:
-    result = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
-    assert result is not None
-    assert result.steps.tolist() == [2, 4]
-    assert result.mean.tolist() == [3, 2]
-    assert result.low.tolist() == [2, 0]
-    assert result.high.tolist() == [4, 4]
-    assert band([series([1], [1]), series([2], [2])]) is None
-    assert band([]) is None
-
-
-def test_a_band_of_five_seeds_is_their_range_too() -> None:
-    result = band([series([1, 2], [value, 10.0]) for value in (0, 0, 0, 0, 1)])
-    assert result is not None
-    assert (result.low.tolist(), result.high.tolist()) == ([0, 10], [1, 10])
-
-
-def test_a_thinned_band_contains_all_values() -> None:
-    """1201 points in threes: the spike at step 500 and the dip at step 700 stay in the area."""
-    steps = np.arange(1.0, 1202.0)
-    low, high = np.zeros(1201), np.ones(1201)
-    low[699], high[499] = -5.0, 7.0
-    result = thinned(Band(steps, np.arange(1201.0), low, high))
-    assert len(result.steps) == 401
-    assert (result.low.min(), result.high.max()) == (-5.0, 7.0)
-    assert result.mean[:2].tolist() == [1.0, 4.0]
-    assert result.mean[-1] == 1200.0, "the last group has one point"
-    short = Band(steps[:480], steps[:480], low[:480], high[:480])
-    assert thinned(short) is short
-
-
 def interval_of(low: float, high: float, count: int = 3) -> SeedMean:
     return SeedMean((low + high) / 2, low, high, count)
 
@@ -125,22 +88,6 @@ def test_the_best_interval_overlaps_no_other() -> None:
 def test_two_seeds_or_one_group_have_no_best() -> None:
     assert best([interval_of(0, 1, 2), interval_of(5, 6)], highest=True) is None
     assert best([interval_of(0, 1), None], highest=True) is None
-
-
-def test_a_moving_average_uses_no_later_values() -> None:
-    """A step from 0 to 1 at point 501 of 1000 is not seen before it, and in full 50 points later."""
-    short = series(list(range(399)), list(range(399)))
-    assert trailing(short) is short
-    jump = [0.0] * 500 + [1.0] * 500
-    steps, values = trailing(series(list(range(1, 1001)), jump))
-    assert len(steps) == 1000
-    # The window at index i is values[i - 49 .. i]: a twentieth of 1000 are 50 points.
-    assert values[:500].tolist() == [0.0] * 500
-    assert values[500:503] == pytest.approx([1 / 50, 2 / 50, 3 / 50])
-    assert values[549:] == pytest.approx(1.0)
-    _, line = trailing(series(list(range(1, 401)), [2.0 * step for step in range(1, 401)]))
-    assert line[:3] == pytest.approx([2, 3, 4]), "fewer points at the start"
-    assert line[19:] == pytest.approx([2 * step - 19 for step in range(20, 401)]), "twenty points, so 9.5 steps late"
 
 
 def mean(sums: Tensor) -> dict[str, Tensor]:
@@ -218,16 +165,6 @@ def test_of_equal_methods_each_may_be_the_best_in_95_of_100_experiments(methods:
     stays = np.array([contenders(trial) for trial in simulated(methods, seeds, 1500)])
     assert 0.94 < stays.mean() < 0.975
     assert stays[:, 0].mean() > 0.93
-
-
-def test_the_interval_to_the_method_that_is_first_excludes_too_many_of_equal_ones() -> None:
-    """Why the choice of the best is accounted for: 14 equal methods, 5 seeds, 95% intervals paired by seed."""
-    excluded = []
-    for trial in simulated(14, 5, 300):
-        leads = trial[trial.mean(-1).argmax()] - trial
-        intervals = [seed_interval(lead) for lead in leads.tolist()]
-        excluded += [item is not None and item.low > 0 for item in intervals]
-    assert np.mean(excluded) > 0.10
 
 
 def test_the_best_method_stays_and_a_far_worse_one_leaves() -> None:

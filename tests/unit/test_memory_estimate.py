@@ -94,6 +94,22 @@ def test_copies_by_hand() -> None:
     assert rank_memory(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
 
 
+def test_terms_of_the_peak_by_hand() -> None:
+    """On a CPU, of 100 tokens of which 80 are scored, in 4 rows of 20 + 20 positions, with 2 heads."""
+    result = rank_memory(TINY, replace(ONE, cpu=True))
+    # Hidden states and their gradient, 4 each, in float32 and bfloat16; three tiles; the gradient of 10 x 4 logits.
+    assert result["head"] == 80 * 4 * (2 * 4 + 2 * 2) + 3 * 2**20 * 4 + 10 * 4 * 4
+    # The widest gradients of a layer: three of its network's 8 in bfloat16, three of 4 in float32.
+    assert result["layer"] == (3 * 8 * 2 + 3 * 4 * 4) * 100
+    # All 4 x 2 x 20 x 40 scores are one block: four in float32 and one in bfloat16 each, and a mask of all positions.
+    assert result["attention"] == 4 * 2 * 20 * 40 * (4 * 4 + 2) + 4 * 20 * 40 * 4
+    # Two layers of activations and bfloat16 scores, the last residual, its norm and output, and the logits.
+    scores = 4 * 2 * 20 * 40 * 2
+    assert result["kept"] == 2 * (layer_activations(TINY, ONE) * 100 + scores) + 3 * 4 * 4 * 100 + 80 * 10 * 2
+    offloaded = rank_memory(TINY, replace(ONE, offload=True))
+    assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
+
+
 def test_blocks_are_larger_on_an_accelerator() -> None:
     # 4 rows of 2 heads x 20 x 40 scores fit either; one tile of the head is 2**20 numbers on a CPU, three are held.
     ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))

@@ -46,17 +46,11 @@ def test_a_shift_of_all_log_probs_fails_whatever_the_bound(bound: float | str, s
         assert_parity(sampler[:1] + shift, sampler[:1], mask[:1], bound)
 
 
-def test_a_placeholder_is_not_compared_as_a_log_prob() -> None:
-    with pytest.raises(AssertionError, match="1 of 5 log-probs are not finite, or below -100 in the sampler"):
-        assert_parity(LOGP, torch.where(LOGP == -0.5, -9999.0, LOGP), MASK)
-
-
 def test_what_cannot_be_compared_is_said() -> None:
     with pytest.raises(AssertionError, match="no token"):
         assert_parity(LOGP, LOGP, torch.zeros_like(MASK))
-    with pytest.raises(AssertionError, match="1 of 5 log-probs are not finite"):
-        assert_parity(LOGP, torch.where(LOGP == -0.5, -torch.inf, LOGP), MASK)
+    for value in (-torch.inf, -9999.0):
+        with pytest.raises(AssertionError, match="1 of 5 log-probs are not finite"):
+            assert_parity(LOGP, torch.where(LOGP == -0.5, value, LOGP), MASK)
     with pytest.raises(ValueError, match="bound 'fp8'"):
         assert_parity(LOGP, LOGP, MASK, bound="fp8")
-    with pytest.raises(ValueError, match=r"logp_b has shape \(1, 3\), mask \(2, 3\): it must be \(batch, time\)"):
-        assert_parity(LOGP, LOGP[:1], MASK)

@@ -3,7 +3,8 @@
 One module for each trainer, which its users import: `trl`, `verl` (a plugin), `prime_rl`, `skyrl`, `nemo_rl`, `slime`
 (Miles too), `areal`, `openrlhf`, `tinker`. They share
 
-hooks           what each trainer's hook passes, which objectives it can carry, and the loss of a micro-batch
+hooks           what each trainer's hook passes, and which objectives it can carry
+micro_batch     the loss of a micro-batch, its metrics, and tokens that the sampler did not score
 loss_settings   settings that only a trainer's own loss reads, which are refused or taken over
 dump            log-probs as JSON lines for `trimtab diagnose`
 monitoring      the same for a `trimtab.Monitor`

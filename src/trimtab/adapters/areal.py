@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, evaluate, peer_module, per_response, record
+from trimtab.adapters.hooks import build, hook, peer_module
 from trimtab.adapters.loss_settings import AREAL, chosen, refuse
+from trimtab.adapters.micro_batch import evaluate, per_response, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
@@ -66,7 +67,8 @@ def recorded_loss(own: Callable[..., Tensor], *, monitor: MonitorChoice = None) 
     @functools.wraps(own)
     def loss(logprobs: Tensor, entropy: Tensor, input_data: Mapping[str, Any], *rest: Any, **options: Any) -> Tensor:
         if monitor:
-            _check_sampler("monitor", options.get("use_decoupled_loss", False))
+            if not options.get("use_decoupled_loss", False):
+                raise hook("areal").absent("monitor", "behavior")
             borders, version = _borders(None, logprobs, input_data.get("cu_seqlens")), options.get("current_version")
             mask, proximal = _rows(input_data["loss_mask"], borders).bool(), input_data.get("prox_logp")
             logps = PolicyLogps(
@@ -141,26 +143,15 @@ def _age(
     # AReaL moves log-probs and mask one position back, but not versions.
     sampled = _rows(versions.long().roll(-1, dims=-1), borders)
     if bool((sampled[mask] < 0).any()):
-        raise TrimtabError(f"trained tokens have no version, which {reader} or monitor reads")
+        raise TrimtabError(f"trained tokens have no version: train without {reader} and monitor, which read it")
     return (current_version - sampled + 1).clamp(min=1)
 
 
-def _check_sampler(reader: str, decoupled: bool) -> None:
-    if not decoupled:
-        raise TrimtabError(
-            f"{reader} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
-            "actor.use_decoupled_loss=true"
-        )
-
-
 def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bool, monitor: bool) -> None:
-    if "behavior" in objective.needs or monitor:
-        _check_sampler(objective.name if "behavior" in objective.needs else "monitor", decoupled)
+    if not decoupled and ("behavior" in objective.needs or monitor):
+        raise hook("areal").absent(objective.name if "behavior" in objective.needs else "monitor", "behavior")
     if "proximal" in objective.needs and data.get("prox_logp") is None:
-        raise TrimtabError(
-            f"{objective.name} reads the log-probs at the start of the update, and AReaL computes none: set "
-            "actor.prox_logp_method=recompute"
-        )
+        raise hook("areal").absent(objective.name, "proximal")
     if data.get("teacher_logp") is not None:
         raise TrimtabError("distillation from a teacher is a term of AReaL's own loss, which is replaced: turn it off")
 

@@ -360,12 +360,7 @@ def _dppo(built: Objective) -> dict[str, str]:
         raise _Absent(f"no mask over π/μ: keep where {built.masks[0].equation()}")
     bound = f"{rule.max:g}"
     ceiling = f"{min(built.surrogate.ceiling, UNBOUNDED):g}"
-    return {
-        "loss_mode": losses[rule.kind],
-        "clip_ratio_low": bound,
-        "clip_ratio_high": bound,
-        "clip_ratio_c": ceiling,
-    }
+    return {"loss_mode": losses[rule.kind], "clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": ceiling}
 
 
 TRL_LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}

@@ -132,5 +132,7 @@ class Dump:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
-            raise TrimtabError(f"log-probs cannot be written to {path}: {error}") from error
+            raise TrimtabError(
+                f"log-probs cannot be written to {path} ({error}): free space there, or give dump another folder"
+            ) from error
         return path

@@ -15,17 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import (
-    METRICS,
-    averaged,
-    build,
-    counted_state,
-    evaluate,
-    peer_module,
-    per_response,
-    record,
-)
+from trimtab.adapters.hooks import build, peer_module
 from trimtab.adapters.loss_settings import NEMO_RL, chosen, refuse
+from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, per_response, record
 from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, PolicyLogps, State
@@ -88,12 +80,7 @@ class ObjectiveLoss:
     """
 
     def __init__(
-        self,
-        objective: str | Objective | None = None,
-        *,
-        replaces: Any,
-        monitor: MonitorChoice = None,
-        **keywords: Any,
+        self, objective: str | Objective | None = None, *, replaces: Any, monitor: MonitorChoice = None, **keywords: Any
     ) -> None:
         self._monitor = monitor
         interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")

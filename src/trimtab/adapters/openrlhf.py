@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, evaluate, peer_module, record
+from trimtab.adapters.hooks import build, hook, peer_module
 from trimtab.adapters.loss_settings import OPENRLHF, chosen, refuse
+from trimtab.adapters.micro_batch import counted_state, evaluate, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
@@ -23,11 +24,7 @@ MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_
 
 
 def install(
-    objective: str | Objective | None = None,
-    *,
-    dump: str | None = None,
-    monitor: MonitorChoice = None,
-    **keywords: Any,
+    objective: str | Objective | None = None, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
 ) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
@@ -102,10 +99,7 @@ class ObjectiveLoss(nn.Module):
         """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
         mask = _mask(action_mask, log_probs)
         if "behavior" in self.objective.needs and rollout_log_probs is None:
-            raise TrimtabError(
-                f"{self.objective.name} reads the sampler's log-probs: set --algo.advantage.is_correction_enable, "
-                "with which vLLM returns them"
-            )
+            raise hook("openrlhf").absent(self.objective.name, "behavior")
         tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
         sequences = mask.shape[0] if global_batch_size is None else global_batch_size
         loss, values, logps = evaluate(

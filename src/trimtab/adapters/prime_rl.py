@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module, record
+from trimtab.adapters.hooks import build, peer_module
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps

@@ -13,17 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate, peer_module, refuse_standard_deviation
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
 from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective
 
-REDUCTIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "constant": "seq_mean_token_sum_norm",
-}
+REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "constant": "seq_mean_token_sum_norm"}
 """`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -75,10 +72,7 @@ def policy_loss(
     ) -> tuple[Tensor, dict[str, float]]:
         _check_config(built, config)
         if "behavior" in built.needs and rollout_logprobs is None:
-            raise TrimtabError(
-                f"{built.name} reads the sampler's log-probs: set generator.sampling_params.logprobs=0 (0: "
-                "that of the sampled token alone)"
-            )
+            raise hook("skyrl").absent(built.name, "behavior")
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
         value, metrics, _ = evaluate(
             summed,

@@ -26,19 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import (
-    averaged,
-    build,
-    counted_state,
-    evaluate,
-    hook,
-    peer_module,
-    refuse_standard_deviation,
-    require_correction,
-    turns_of,
-    usable_tokens,
-)
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation, require_correction
 from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, turns_of, usable_tokens
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
@@ -89,14 +79,7 @@ def tis(
     if built is None:
         return pg_loss, list(loss_masks), figures
     kept = usable_tokens(mask, behavior, trainer)
-    result = correct(
-        trainer,
-        behavior,
-        kept,
-        weight=built.weight,
-        masks=built.masks,
-        turn=turns_of(mask),
-    )
+    result = correct(trainer, behavior, kept, weight=built.weight, masks=built.masks, turn=turns_of(mask))
     weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
     trained, usable = (_flat(values.to(pg_loss), response_lengths) for values in (mask, kept))
     metrics = {

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, evaluate, prefixed_metrics
+from trimtab.adapters.hooks import build
+from trimtab.adapters.micro_batch import evaluate, prefixed_metrics
 from trimtab.adapters.monitoring import MonitorChoice, Observations
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor

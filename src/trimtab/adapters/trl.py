@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import rows
-from trimtab.adapters.hooks import dropped_shares, hook, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.hooks import hook
+from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_settings
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
@@ -163,9 +164,7 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
             used.insert(0, self._objective.name)
         if behavior is not None or not used:
             return
-        raise TrimtabError(
-            f"{used[0]} reads the sampler's log-probs, which TRL does not have: {hook('trl').remedies['behavior']}"
-        )
+        raise hook("trl").absent(used[0], "behavior")
 
     def _begun(self, model: Any) -> Update:
         """Returns the update of this micro-batch, which its first one begins."""

@@ -19,14 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.dump import rows
-from trimtab.adapters.hooks import (
-    dropped_shares,
-    missing_logps,
-    peer_module,
-    refuse_standard_deviation,
-    turns_of,
-    usable_tokens,
-)
+from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
+from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_ignored
 from trimtab.errors import TrimtabError
@@ -86,11 +80,7 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         return samples
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         if not self._used:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

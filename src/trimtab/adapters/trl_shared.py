@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, prefixed_metrics, refuse_standard_deviation
+from trimtab.adapters.hooks import build, refuse_standard_deviation
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
+from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import opened
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor

@@ -10,16 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import (
-    build,
-    dropped_shares,
-    prefixed_metrics,
-    refuse_standard_deviation,
-    require_correction,
-    turns_of,
-    usable_tokens,
-)
+from trimtab.adapters.hooks import build, refuse_standard_deviation, require_correction
 from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
+from trimtab.adapters.micro_batch import dropped_shares, prefixed_metrics, turns_of, usable_tokens
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import averaged, build, counted_state, evaluate
+from trimtab.adapters.hooks import build
 from trimtab.adapters.loss_settings import VERL_ACTOR, VERL_POLICY_LOSS, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, keywords_of, objective
 from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import prefixed_metrics
+from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import opened
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError

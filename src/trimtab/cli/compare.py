@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, unwritable, usable_cores
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
     from trimtab.report.experiment_page import ComparisonTable
@@ -82,7 +83,6 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
-    require_extra("train", "trimtab compare")
     from trimtab.trainer.lab import experiment as lab
     from trimtab.trainer.lab.regimes import regime
 
@@ -125,7 +125,7 @@ def _show(
 
     out = plan.out
     grid = summarize(read_table(out))
-    report = write_experiment_page(grid, out / "report.html", notes=notes)
+    report = write_experiment_page(grid, out / REPORT, notes=notes)
     figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
     text = f"{markdown(grid)}\n\n{legend(grid)}\n"
     if notes:

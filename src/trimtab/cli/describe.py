@@ -68,11 +68,7 @@ def recipes(
         print_pairs(described)
 
 
-def show(
-    recipe: Recipe,
-    sets: Sets = None,
-    as_json: Json = False,
-) -> None:
+def show(recipe: Recipe, sets: Sets = None, as_json: Json = False) -> None:
     """Print a recipe with its base, all defaults and --set resolved, as TOML: what a run saves as config.toml.
 
     Absent keys that have no default are left out; `trimtab recipes --keys` lists all.

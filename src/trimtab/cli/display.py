@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 
 from trimtab.intervals import wilson
+from trimtab.numbers import short
 from trimtab.runs.provenance import duration
 from trimtab.runs.reader import CLIPS
 from trimtab.safe_text import clean
@@ -152,18 +153,18 @@ def _result_line(result: RunSummary) -> str:
 
 
 FIGURES = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("calls", "episode/calls", "{:.2f}"),
-    ("tool errors", "episode/tool_errors", "{:.1%}"),
-    ("void", "episode/void", "{:.1%}"),
-    ("loss", "sft/loss", "{:.4f}"),
-    ("k3", "mismatch/k3", "{:.1e}"),
-    ("ESS", "mismatch/ess_token", "{:.3f}"),
-    ("clipped", "clipped", "{:.2%}"),
-    ("rejected", "rejected", "{:.2%}"),
-    ("roll tok/s", "tokens_per_second/rollout", "{:,.0f}"),
-    ("train tok/s", "tokens_per_second/train", "{:,.0f}"),
-    ("s/step", "time/step", "{:.1f}"),
+    ("reward", "reward/mean", "{:.3f}".format),
+    ("calls", "episode/calls", "{:.2f}".format),
+    ("tool errors", "episode/tool_errors", "{:.1%}".format),
+    ("void", "episode/void", "{:.1%}".format),
+    ("loss", "sft/loss", "{:.4f}".format),
+    ("k3", "mismatch/k3", short),
+    ("ESS", "mismatch/ess_token", "{:.3f}".format),
+    ("clipped", "clipped", "{:.2%}".format),
+    ("rejected", "rejected", "{:.2%}".format),
+    ("roll tok/s", "tokens_per_second/rollout", "{:,.0f}".format),
+    ("train tok/s", "tokens_per_second/train", "{:,.0f}".format),
+    ("s/step", "time/step", "{:.1f}".format),
 )
 """What a line shows of a step: name, key of the metric, and format."""
 
@@ -177,7 +178,7 @@ def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
     if "mismatch/k3" in metrics:  # a reinforcement learning step; without rejection rules the share is 0
         values["rejected"] = number(metrics, "reject/tokens") or 0.0
     shown = ((name, number(values, key), style) for name, key, style in FIGURES)
-    return [(name, style.format(value)) for name, value, style in shown if value is not None]
+    return [(name, style(value)) for name, value, style in shown if value is not None]
 
 
 def number(metrics: Mapping[str, float | str], key: str) -> float | None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, echo, print_json, unwritable
-from trimtab.errors import TrimtabError, did_you_mean, require_extra
+from trimtab.cli.output import AllowCode, Command, Json, echo, print_json, unwritable
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
+from trimtab.runs.layout import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trimtab.trainer.evaluation import ModelSpec, Results, TaskSpec
@@ -65,8 +66,7 @@ Ratio = Annotated[
     typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues."),
+    Path | None, typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues.")
 ]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
@@ -80,6 +80,7 @@ Scores = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "eval",
+        cls=Command,
         epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
         "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
     )(evaluate)
@@ -107,7 +108,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
-    require_extra("train", "trimtab eval")
     if trusted:
         allow_code()
     from trimtab.trainer.evaluation import Settings, compare
@@ -269,7 +269,7 @@ def source(name: str, which: str) -> ModelChoice:
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / "config.toml").is_file():
         return ModelChoice(name, Path(name), which)
-    if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
+    if CHECKPOINT.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return ModelChoice(name, path.parent.parent, path.name)
     return ModelChoice(name, None, which)
 

@@ -20,16 +20,13 @@ import typer
 from typer.core import TyperGroup
 
 from trimtab.cli import compare, describe, diagnose, doctor, evaluate, preflight, report, rescore, starting, train
+from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.cli.output import echo
-from trimtab.errors import Stopped, TrimtabError, TrimtabWarning, without_credentials
+from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
 from trimtab.plugins import only_named
-from trimtab.safe_text import clean
+from trimtab.safe_text import clean, without_credentials
 
 EXIT_USER_ERROR = 2
-# Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
-SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export", "preflight", "rescore"})
-# Commands whose recipe is a program that the user runs. All others read what others may have written.
-PROGRAM_COMMANDS = frozenset({"train", "sft", "compare"})
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -81,10 +78,11 @@ def _root(
     ] = False,
 ) -> None:
     """Stable reinforcement learning of language models when the data is off-policy."""
-    if context.invoked_subcommand not in PROGRAM_COMMANDS:
+    facts = COMMANDS.get(str(context.invoked_subcommand), CommandFacts(one_process=False))
+    if not facts.runs_code:
         context.with_resource(only_named(named_functions(context.obj)))
     # The variable is looked at first, to avoid importing torch.
-    if context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ:
+    if facts.one_process and "WORLD_SIZE" in os.environ:
         from trimtab.trainer.ranks import launched_by_torchrun
 
         if launched_by_torchrun():

@@ -15,7 +15,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 from trimtab.safe_text import UNPRINTABLE, clean
 
 
@@ -48,7 +50,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths")
 
 
-class MultiValueCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command that is refused where a package it needs is missing. Its `--help` needs none."""
+
+    def invoke(self, ctx: Any) -> Any:
+        require_extra(COMMANDS.get(str(ctx.info_name), CommandFacts()).extra, ctx.command_path)
+        return super().invoke(ctx)
+
+
+class MultiValueCommand(Command):
     """Accepts `--methods a b` for `--methods a --methods b`, for the options of `MULTI_VALUE_OPTIONS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
 from trimtab.safe_text import markdown_text
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ Dtype = Annotated[
     typer.Option(help="Of both sides; --set engine.dtype and model.autocast are for one. Default: the recipe's."),
 ]
 Lengths = Annotated[
-    list[int] | None,
-    typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048."),
+    list[int] | None, typer.Option(metavar="TOKENS...", min=1, help="Lengths of responses. Default: 128 512 2048.")
 ]
 Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="With --sampler server: where it runs.")]
 PromptFile = Annotated[
@@ -90,7 +89,6 @@ def preflight(
     make it. For a trainer of your own there are trimtab.testing.assert_parity in its tests and trimtab.Monitor in its
     loop.
     """
-    require_extra("train", "trimtab preflight")
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config

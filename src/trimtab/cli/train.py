@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, run_directory
-from trimtab.errors import require_extra
+from trimtab.cli.output import Command, Json, Recipe, Sets, echo, only_json, print_json, run_directory
+from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
     from trimtab.trainer.config import Config
@@ -25,10 +25,11 @@ Out = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "train",
+        cls=Command,
         epilog="Example: [bold]trimtab train quickstart --set trainer.steps=10 --out runs/short[/bold]",
     )(train)
-    app.command("sft", epilog="Example: [bold]trimtab sft my-task.toml --out runs/warm[/bold]")(sft)
-    app.command("export", epilog="Example: [bold]trimtab export runs/mine my-model[/bold]")(export)
+    app.command("sft", cls=Command, epilog="Example: [bold]trimtab sft my-task.toml --out runs/warm[/bold]")(sft)
+    app.command("export", cls=Command, epilog="Example: [bold]trimtab export runs/mine my-model[/bold]")(export)
 
 
 def train(
@@ -39,7 +40,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
-    config = _load("trimtab train", recipe, sets)
+    config = _load(recipe, sets)
     with starting.guarded():
         from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
@@ -58,14 +59,13 @@ def train(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(recipe, sets or (), run, config.compare is not None)) from None
     if as_json and not is_follower():
-        data = {"run": run, "report": run / "report.html", "metrics": result}
+        data = {"run": run, "report": run / REPORT, "metrics": result}
         print_json(data if config.compare is not None else data | {"verdict": as_data(health(read_run(run)))})
 
 
-def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
+def _load(recipe: str, sets: Sequence[str] | None) -> Config:
     """Reads the recipe before torch is imported, so that a mistake in it is answered immediately."""
     with starting.guarded():
-        require_extra("train", command)
         from trimtab.trainer.config import load_config
 
     return load_config(recipe, sets or ())
@@ -83,14 +83,14 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with show_runs(to_stderr=to_stderr) as observer:
         runs = run_recipe_comparison(config, out, observer, resume=resume)
-    page = write_comparison(runs, out / "report.html")
+    page = write_comparison(runs, out / REPORT)
     echo("\n".join([*closing_lines(held_out(runs)), f"report: {page}"]), err=to_stderr)
     return {str(run.relative_to(out)): read_steps(run)[-1] for of in runs.values() for run in of}
 
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
-    config = _load("trimtab sft", recipe, sets)
+    config = _load(recipe, sets)
     from trimtab.cli.display import observe
 
     run = run_directory(recipe, out, config.out)
@@ -130,7 +130,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the trained model as a folder that transformers loads (config, tokenizer, safetensors)."""
-    require_extra("train", "trimtab export")
     from trimtab.trainer.export import export as write
     from trimtab.trainer.export import export_adapter
 

@@ -45,7 +45,7 @@ from trimtab.diagnosis.records import (
     read_table,
 )
 from trimtab.errors import Finding
-from trimtab.pages.numbers import short_exponent
+from trimtab.numbers import short_exponent
 from trimtab.runs.metric_catalog import K3, judge
 
 WIDE = 3.0

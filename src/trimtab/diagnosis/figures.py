@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.diagnosis.records import MismatchSize, read_table
 from trimtab.intervals import Interval
-from trimtab.pages.numbers import beside, number, short, short_exponent
+from trimtab.numbers import beside, number, short, short_exponent
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_ranges
 
 FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read_table("texts.toml")["figures"].items()}

@@ -18,7 +18,7 @@ from trimtab.diagnosis.output.as_json import plain
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.file_formats import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.pages.numbers import number
+from trimtab.numbers import number
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
 

@@ -5,9 +5,8 @@
 `trimtab diagnose`. `scalars` judges what another trainer logged, which `scalar_files` reads and `scalars.csv` explains;
 `log_alarms` does so while a trainer of transformers runs.
 
-Another alarm is a function and a row of `RULES` in `alarms`, with the steps at which it is possible in `_candidates`. A
-metric that it reads has its names in `RUN_METRICS`, `scalars.METRICS` and scalars.csv. The verdict of a report repeats
-it if `report.health.ALARMS` names it.
+Another alarm is a function and a row of `RULES` in `alarms`. A metric that it reads has its names in `RUN_METRICS`,
+`scalars.METRICS` and scalars.csv. The verdict of a report repeats it if `report.health.ALARMS` names it.
 """
 
 from trimtab.monitor.alarms import Alarm

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
 from trimtab.monitor.scalars import Row, curves_of, known_scalars
 
@@ -71,7 +72,8 @@ def read_scalars(path: Path) -> list[Row]:
         text = data.decode("utf-8-sig")
         rows = _table(text) if is_table else _objects(text)
     except (ValueError, csv.Error) as error:
-        raise TrimtabError(f"{path}: not readable as {'CSV' if is_table else 'JSON'} of scalars ({error})") from None
+        kind = "CSV" if is_table else "JSON"
+        raise TrimtabError(f"{path}: not readable as {kind} of scalars ({error}): name another file") from None
     if not all(isinstance(row, dict) for row in rows):
         raise TrimtabError(f"{path}: each line or element must be a JSON object of scalars by name")
     if is_table and rows and rows[0].keys() == _TENSORBOARD:

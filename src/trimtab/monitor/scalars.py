@@ -21,6 +21,7 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
 from trimtab.monitor.contradictions import Contradiction, contradictions
+from trimtab.numbers import short
 
 Row = Mapping[str, float]
 
@@ -249,7 +250,7 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
         values = f"{curve.first:>9.3g} -> {curve.last:<9.3g}"
         yield f"  {curve.scalar.quantity:<19} {values} {curve.logged_as}: {_meaning(curve)}"
     for restart in report.restarts:
-        yield f"restart   at step {restart.step}: k3 {restart.before:.1e} before, {restart.after:.1e} after"
+        yield f"restart   at step {restart.step}: k3 {short(restart.before)} before, {short(restart.after)} after"
     for curve in report.curves:
         if curve.not_finite:
             steps = f"{curve.not_finite} of {curve.not_finite + len(curve.values)} steps"

@@ -56,7 +56,7 @@ def advantages(
     if not isinstance(kind, str) or kind not in ADVANTAGE_KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(str(kind), ADVANTAGE_KINDS)}")
     if value_beta is not None and kind != "optimal":
-        raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
+        raise TrimtabError(f"value_beta has no effect with advantage {kind!r}, only with 'optimal': leave it out")
     if len(_shape(rewards)) != 1 or _shape(groups) != _shape(rewards):
         raise TrimtabError(f"rewards {_shape(rewards)} and groups {_shape(groups)} must both be (batch,)")
     rewards = _numbers(rewards)

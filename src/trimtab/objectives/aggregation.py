@@ -45,7 +45,9 @@ class Aggregation:
         if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
             raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")
         if self.kind != "constant" and self.length_max is not None:
-            raise TrimtabError(f"length_max has no effect with aggregation {self.kind!r}; it belongs to 'constant'")
+            raise TrimtabError(
+                f"length_max has no effect with aggregation {self.kind!r}, only with 'constant': leave it out"
+            )
 
     def scale(self, sequences: Sequences, kept_lengths: Tensor, state: State) -> Tensor:
         """Returns the policy term's factor at every token, broadcastable to (batch, time)."""

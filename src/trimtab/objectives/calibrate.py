@@ -147,7 +147,9 @@ def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
                 "larger batch or write the bounds down"
             )
         if not bool(samples.isfinite().all()):
-            raise TrimtabError("calibrate: log-probs of the batch are not finite, no bound can be taken from them")
+            raise TrimtabError(
+                "calibrate: log-probs of the batch are not finite: look for the cause with `trimtab preflight`"
+            )
         values[bound.keyword] = bound.estimate(samples, bound.range)
     return values
 

@@ -166,7 +166,7 @@ class Preset:
             if part in parts and part != "masks" and value != value_at(base, self.paths[key]):
                 raise TrimtabError(f"{key} has no effect beside the given {part}: leave it out{UNSET}")
         if "kl" in values and "kl_coef" not in values and base.kl.coef == 0:
-            raise TrimtabError(f"kl = {values['kl']!r} has no effect without kl_coef")
+            raise TrimtabError(f"kl = {values['kl']!r} has no effect without kl_coef: set it, or leave kl out")
         if base.aggregation.length_max is not None and values.get("aggregation", "constant") != "constant":
             values.setdefault("length_max", None)
         fields = self._fields(values)

@@ -90,7 +90,7 @@ class Objective:
                 f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
             )
         if self._counts_kept and not self.rejects:
-            raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect')
+            raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect: leave it out')
 
     @property
     def _has_correction(self) -> bool:

@@ -197,9 +197,10 @@ class Clipped(Surrogate):
 
 @dataclass(frozen=True)
 class Reinforce(Surrogate):
-    """sg[min(r, ceiling)] A log pi: the ratio is a capped weight, every token keeps a gradient.
+    """CISPO's term, sg[min(r, ceiling)] A log pi: the ratio is a capped weight, every token keeps a gradient.
 
-    CISPO (arXiv 2506.13585) with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786); `inf` for no ceiling.
+    arXiv 2506.13585, with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786); `inf` for no ceiling. Without
+    the weight it is `LogProb`, which the preset `reinforce` has.
     """
 
     ceiling: Number = 5.0

@@ -1,1 +1,1 @@
-"""What all HTML pages share: their parts and the template (`page`), figures (`charts`), formats of `numbers`."""
+"""What all HTML pages share: their parts and the template (`page`), and figures (`charts`)."""

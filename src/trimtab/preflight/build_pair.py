@@ -119,7 +119,7 @@ def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prom
     except (OSError, UnicodeDecodeError) as error:
         raise TrimtabError(f"--prompts {file} cannot be read: {error}") from None
     if not lines:
-        raise TrimtabError(f"--prompts {file} has no line with text")
+        raise TrimtabError(f"--prompts {file} has no line with text: write a prompt into each line")
     # A template writes the special tokens that a prompt needs; the tokenizer would add a second one.
     texts = itertools.islice(itertools.cycle(lines), PROMPTS)
     ids = [np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64) for text in texts]

@@ -18,8 +18,8 @@ from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.pages.numbers import short
-from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses, common_log_ratio
+from trimtab.numbers import short
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, Outcome, ScoredResponses, common_log_ratio
 from trimtab.preflight.weight_checks import weights
 from trimtab.trainer.chat_template import render
 
@@ -110,9 +110,10 @@ def run(
     for name, check in CHECKS.items():
         on_progress(name)
         try:
-            found.append(check.run(pair, samples))
+            outcome = check.run(pair, samples)
         except TrimtabError as error:
-            found.append(Check("fail", name, str(error)))
+            outcome = Outcome("fail", str(error))
+        found.append(Check(name=name, **outcome._asdict()))
         on_check(found[-1])
     return Preflight(facts, pair.bound, found, samples)
 
@@ -124,7 +125,7 @@ def measured_of(*parts: ScoredResponses) -> Measured:
     return measure([table], lambda: summary)
 
 
-def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks k3 of each length, that the mean ratio is 1, and whether diagnosis knows a fault in the tokens."""
     sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
     whole = measured_of(*samples.values())
@@ -141,15 +142,15 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     )
     if faults:
         named = "; ".join(f"{cause.name}: {cause.evidence}" for cause in faults)
-        return Check("fail", "mismatch", f"{detail}; {named}", faults[0].fix, figures)
+        return Outcome("fail", f"{detail}; {named}", faults[0].fix, figures)
     if not max(size["k3"] for size in sizes.values()) <= pair.bound:
         fix = causes[0].fix if causes else CAUSES["unexplained"].fix
         named = f"; it looks like {causes[0].name}" if causes else ""
-        return Check("fail", "mismatch", f"{detail}{named}", fix, figures)
-    return Check("ok", "mismatch", detail, "", figures)
+        return Outcome("fail", f"{detail}{named}", fix, figures)
+    return Outcome("ok", detail, "", figures)
 
 
-def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares the log-probs from decoding, from a prefill of the same ids in the sampler, and from the trainer.
 
     Where decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. Where
@@ -158,7 +159,7 @@ def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     """
     score = getattr(pair.engine, "prefill_logps", None)
     if score is None:
-        return Check("note", "prefill", "skipped: this sampler cannot score given responses")
+        return Outcome("note", "skipped: this sampler cannot score given responses")
     parts = list(samples.values())
     if pair.sampling.temperature != 1:
         longest = max(samples)
@@ -175,14 +176,14 @@ def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
         except EngineDeadError:
             raise
         except TrimtabError as error:
-            return Check("note", "prefill", f"skipped: {error}")
+            return Outcome("note", f"skipped: {error}")
         pairs = zip(pieces, rows, part.logp_trainer, strict=True)
         logps += [(one.logp_behavior, row, trainer[: len(row)]) for one, row, trainer in pairs]
     decode, again, trainer = (np.concatenate(column).astype(np.float64) for column in zip(*logps, strict=True))
     return prefill_verdict(pair.bound, {"decode/prefill": again - decode, "prefill/trainer": trainer - again})
 
 
-def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check:
+def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outcome:
     """Names the part that makes a difference beyond the bound, or a mean ratio that cannot be 1.
 
     log_ratios: (tokens,) of each pair of `PARTS`. Decoding sampled the tokens: ratios over it have the mean 1.
@@ -196,21 +197,21 @@ def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check
     decode = next(iter(PARTS))
     shifted = [name for name in (decode, WHOLE) if judge_mean(excess(np.asarray(every[name]))) == "no"]
     if all(size <= bound for size in sizes.values()) and not shifted:
-        return Check("ok", "prefill", detail, "", figures)
+        return Outcome("ok", detail, "", figures)
     beyond = [name for name in PARTS if not sizes[name] <= bound or name in shifted]
     beyond = beyond or [max(PARTS, key=lambda name: sizes[name])]
     found, advice = ("; ".join(texts) for texts in zip(*(PARTS[name] for name in beyond), strict=True))
-    return Check("fail", "prefill", f"{detail}; {found}", advice, figures)
+    return Outcome("fail", f"{detail}; {found}", advice, figures)
 
 
-def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares the log-probs of all ids, or the most probable ones, and not only of the sampled ones."""
     prompts = pair.prompts[:PROBES]
     completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
     tops = [one.top for one in completions]
     lists = [top for top in tops if top is not None]
     if len(lists) < len(tops):
-        return Check("note", "distribution", "not checked: the sampler returns log-probs of sampled tokens only")
+        return Outcome("note", "not checked: the sampler returns log-probs of sampled tokens only")
     rows = pair.trainer.score(prompts, completions, pair.sampling.temperature, further=[top.ids for top in lists])
     sampler, trainer = (
         np.concatenate(parts).astype(np.float64)
@@ -236,13 +237,13 @@ def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> C
         detail += (
             f"; at {is_top.mean():.0%} of the tokens the sampler reports the log-prob of the most probable id instead"
         )
-        return Check("fail", "distribution", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
+        return Outcome("fail", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
     if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised of sampled tokens
-        return Check("fail", "distribution", detail, "compare weights, dtypes and temperatures", figures)
-    return Check("ok", "distribution", detail, "", figures)
+        return Outcome("fail", detail, "compare weights, dtypes and temperatures", figures)
+    return Outcome("ok", detail, "", figures)
 
 
-def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks whether a response has the same log-probs alone and among others."""
     alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
     figures, words = {}, []
@@ -255,15 +256,15 @@ def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Ch
         words.append(f"{text} in a batch of {size}")
     detail = f"against a response alone: {', '.join(words)}"
     if max(figures.values()) <= pair.bound:
-        return Check("ok", "batch sizes", detail, "", figures)
+        return Outcome("ok", detail, "", figures)
     advice = (
         "use batch-invariant kernels (vLLM: VLLM_BATCH_INVARIANT=1 on a GPU; SGLang: --enable-deterministic-inference; "
         'Trimtab: numerics = "invariant")'
     )
-    return Check("fail", "batch sizes", detail, advice, figures)
+    return Outcome("fail", detail, advice, figures)
 
 
-def prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks prompts asked again, whose prefix is cached, and responses that continue a prefix."""
     prompts = pair.prompts[:PROBES]
     pair.publish()  # empties the cache
@@ -280,9 +281,9 @@ def prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> C
         f"{short(sizes[1])} without it"
     )
     if again <= pair.bound and sizes[0] <= max(pair.bound, MARGIN * sizes[1]):
-        return Check("ok", "prefix cache", detail, "", figures)
+        return Outcome("ok", detail, "", figures)
     advice = "compare with prefix caching off (vLLM: enable_prefix_caching=False, SGLang: --disable-radix-cache)"
-    return Check("fail", "prefix cache", detail, advice, figures)
+    return Outcome("fail", detail, advice, figures)
 
 
 def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
@@ -293,7 +294,7 @@ def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
     return size, f"k3 {short(size)}" if np.any(log_ratio) else "equal to the bit"
 
 
-def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks which distribution the log-probs describe: that of the model, or the one that is sampled."""
     configured, prompts = pair.sampling, pair.prompts[:PROBES]
     neutral = configured.temperature == 1 and not configured.truncated
@@ -314,14 +315,14 @@ def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses])
     detail = f"at {settings} the log-probs are {nearest}: {shown}"
     figures = {f"distance/{name}": value for name, value in distances.items()}
     if nearest == "processed":
-        return Check("ok", "sampling settings", detail, "", figures)
+        return Outcome("ok", detail, "", figures)
     cause = "raw-logprobs" if nearest == "raw" else "truncated-sampling"
     if neutral:
-        return Check("note", "sampling settings", f"{detail}; at temperature 1, as configured, both agree", "", figures)
-    return Check("fail", "sampling settings", f"{detail} ({cause})", CAUSES[cause].fix, figures)
+        return Outcome("note", f"{detail}; at temperature 1, as configured, both agree", "", figures)
+    return Outcome("fail", f"{detail} ({cause})", CAUSES[cause].fix, figures)
 
 
-def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks with which tokens responses end, and the log-probs there; and padding in the trainer."""
     prompts = pair.prompts[:PROBES]
     scored = pair.compare(prompts, 4 * PROBE_TOKENS, ignore_stop=False)
@@ -355,8 +356,8 @@ def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Che
     summary = f"{len(ends)} of {len(prompts)} responses ended, k3 {short(far)} there; padding k3 {short(padding)}"
     if faults:
         fix = "give sampler and trainer the end tokens of the chat template, and train on the ids that were sampled"
-        return Check("fail", "end tokens", "; ".join(dict.fromkeys(faults)), fix, figures)
-    return Check("ok" if ends else "note", "end tokens", summary, "", figures)
+        return Outcome("fail", "; ".join(dict.fromkeys(faults)), fix, figures)
+    return Outcome("ok" if ends else "note", summary, "", figures)
 
 
 def _template_faults(pair: EnginePair) -> list[str]:
@@ -391,7 +392,7 @@ def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
     return float(k3(alone - scored.logp_trainer[shortest]).mean())
 
 
-def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Counts the tokens that a clip band would cut before any update, and compares training and evaluation mode."""
     ratio = np.exp(np.concatenate([one.log_ratio for one in samples.values()]))
     share = float((np.abs(ratio - 1) > CLIP).mean())
@@ -408,23 +409,21 @@ def null_update(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Che
     detail = f"a clip band of {CLIP:g} around 1 would cut {share:.1%} of the tokens before any update"
     if not modes <= pair.bound:
         advice = "switch dropout off: the first ratio must be 1"
-        return Check(
-            "fail", "null update", f"{detail}; training mode changes the log-probs (k3 {short(modes)})", advice, figures
-        )
+        return Outcome("fail", f"{detail}; training mode changes the log-probs (k3 {short(modes)})", advice, figures)
     if share <= CLIPPED:
-        return Check("ok", "null update", detail, "", figures)
+        return Outcome("ok", detail, "", figures)
     advice = (
         "take the ratio over the trainer's own log-probs (verl: rollout_correction.bypass_mode=False; TRL: "
         "vllm_importance_sampling_correction=True) and correct trainer over sampler with a bounded weight"
     )
-    return Check("fail" if share > MANY_CLIPPED else "note", "null update", detail, advice, figures)
+    return Outcome("fail" if share > MANY_CLIPPED else "note", detail, advice, figures)
 
 
 class CheckOfPair(NamedTuple):
     """The question that a check answers, as the page prints it, and the check."""
 
     question: str
-    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]
+    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Outcome]
 
 
 CHECKS: Mapping[str, CheckOfPair] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.errors import Finding
+from trimtab.errors import Finding, Status
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Completion, Engine, IntArray, Prompt, SamplingParams
@@ -28,6 +28,15 @@ MARGIN = 4.0
 """A mismatch may be this many times that of the same pair in its usual state (weights unchanged, nothing cached)."""
 MAX_LOGITS = 1 << 27
 """Logits of one forward: half a GiB in float32."""
+
+
+class Outcome(NamedTuple):
+    """What a check found: `Check` without its name."""
+
+    status: Status
+    detail: str
+    next_step: str = ""
+    figures: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

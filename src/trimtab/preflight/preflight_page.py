@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.diagnosis.tokens import k3
+from trimtab.numbers import short
 from trimtab.pages.charts import CYCLE, STYLES, VERMILLION, draw, log_scale, scatter_svg
-from trimtab.pages.numbers import short
 from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 from trimtab.preflight.checklist import CHECKS, PARTS, WHOLE, Preflight, measured_of
 from trimtab.runs.atomic import write_output
@@ -54,10 +54,7 @@ def page(result: Preflight, command: str) -> str:
     return Page(
         kind="Trimtab preflight",
         title=f"Is this pair fit to train: {result.facts['model']}",
-        facts=[
-            *result.facts.items(),
-            ("bound", f"k3 {short(result.bound)} nats per token"),
-        ],
+        facts=[*result.facts.items(), ("bound", f"k3 {short(result.bound)} nats per token")],
         sections=[
             Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),
             Section("Checks", [Table(("status", "check", "what was found"), checks)]),

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.records import CAUSES
-from trimtab.pages.numbers import short
-from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
+from trimtab.numbers import short
+from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Prompt
 
@@ -38,7 +38,7 @@ BETTER = 0.9
 """Part of k3 that may be left once a tensor is put back."""
 
 
-def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
+def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Publishes changed weights, and names what did not arrive. The first weights are published again at the end."""
     seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
@@ -69,9 +69,9 @@ def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
         figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
         agree = f"; all {len(changed)} changed tensors are equal to the bit" if changed else ""
-        return Check("ok", "weights", f"{detail}{agree}", "", figures)
+        return Outcome("ok", f"{detail}{agree}", "", figures)
     status = "note" if withheld.k3 <= limit and not wrong else "fail"
-    return Check(status, "weights", f"{detail}; {problem}", step, figures)
+    return Outcome(status, f"{detail}; {problem}", step, figures)
 
 
 def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -10,10 +10,11 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from trimtab.diagnosis.tokens import k3
-from trimtab.pages.numbers import number, short
+from trimtab.numbers import number, short
 from trimtab.pages.page import Note, Part, Table
 from trimtab.runs import trajectories
-from trimtab.runs.reader import Run, evenly_spaced, open_table, sample_steps
+from trimtab.runs.layout import TRAJECTORIES, trajectory_files
+from trimtab.runs.reader import Run, evenly_spaced, open_table
 from trimtab.runs.tokenizers import token_texts
 from trimtab.runs.trajectories import Row
 
@@ -52,7 +53,7 @@ def episode_section(run: Run) -> list[Part]:
 
 def _last_episodes(path: Path) -> tuple[int, list[Row]]:
     """Returns the last step with a file, and its responses if any of them has an observation."""
-    files = sample_steps(path)
+    files = trajectory_files(path / TRAJECTORIES)
     if not files:
         return 0, []
     step, file = list(files.items())[-1]

@@ -228,9 +228,7 @@ def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence
         title="Methods under controlled mismatch",
         description=notes,
         facts=_facts(table),
-        sections=[
-            Section("Held-out accuracy after training", _score_parts(table)),
-        ],
+        sections=[Section("Held-out accuracy after training", _score_parts(table))],
     )
     return write_output(path, page.html().encode())
 

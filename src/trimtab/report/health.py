@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.errors import Finding
 from trimtab.intervals import wilson
 from trimtab.monitor.alarms import clearly_above, lasting_alarms, steps_of
-from trimtab.pages.numbers import beside, number, short
+from trimtab.numbers import beside, number, short
 from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.files import natural_key
+from trimtab.numbers import number
 from trimtab.pages.charts import (
     AVERAGED_FROM,
     CYCLE,
@@ -26,7 +27,6 @@ from trimtab.pages.charts import (
     start_at_zero,
     trailing,
 )
-from trimtab.pages.numbers import number
 from trimtab.pages.page import Chart, Charts, Note, Section
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
 from trimtab.diagnosis.pipeline import examine
-from trimtab.pages.numbers import beside, number, short
+from trimtab.numbers import beside, number, short
 from trimtab.pages.page import (
     Card,
     Cell,
@@ -32,9 +32,10 @@ from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clip
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
+from trimtab.runs.layout import REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import describe_start, duration
-from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
+from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
@@ -48,7 +49,7 @@ def write_report(path: Path, out: Path | None = None) -> Path:
     Raises `TrimtabError` when the run's files are missing, empty or damaged.
     """
     run = read_run(path)
-    return write_output((out or path) / "report.html", _page(run).html().encode())
+    return write_output((out or path) / REPORT, _page(run).html().encode())
 
 
 def _page(run: Run) -> Page:
@@ -163,7 +164,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 def _mismatch_views(run: Run) -> list[Part]:
     """Returns the views of `trimtab diagnose` over an even choice of the trajectory files; none without files."""
-    files = sample_steps(run.path)
+    files = trajectory_files(run.path / TRAJECTORIES)
     # Steps that log a mismatch have clean log-probs in their file; a perturbed run has them on probe steps only.
     chosen = evenly_spaced([step for step in map(int, run.series("mismatch/k3")[0]) if step in files], STEPS_SHOWN)
     if not chosen:
@@ -199,7 +200,7 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
 
 
 def _samples(path: Path) -> list[Part]:
-    files = sample_steps(path)
+    files = trajectory_files(path / TRAJECTORIES)
     shown = evenly_spaced(list(files), STEPS_SHOWN)
     return [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
 

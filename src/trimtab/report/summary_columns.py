@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
-from trimtab.pages.numbers import short
+from trimtab.numbers import short
 from trimtab.pages.page import Cell, Table
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run

@@ -9,7 +9,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,21 @@ import numpy as np
 from trimtab.errors import RESUME, TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, LOCK, METRICS, MODEL, PROVENANCE, list_checkpoints, move_aside_after
+from trimtab.runs.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    LOCK,
+    METRICS,
+    MODEL,
+    PROVENANCE,
+    REPORT,
+    TRAJECTORIES,
+    list_checkpoints,
+    move_aside_after,
+    trajectory_files,
+)
 
 NONFINITE = "metrics/nonfinite"
-_TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
 # POSIX locks belong to the process: children that outlive a killed trainer do not keep them. A second open in the same
 # process would succeed, however, and its close would release the lock; this set prevents that.
@@ -44,10 +54,10 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint_root = path / "checkpoints"
-        self.trajectory_folder = path / "trajectories"
+        self.checkpoint_root = path / CHECKPOINTS
+        self.trajectory_folder = path / TRAJECTORIES
         self.model_folder = path / MODEL
-        self.report = path / "report.html"
+        self.report = path / REPORT
         self._lock: int | None = None
         self._metrics: int | None = None
         self._last_step: int | None = None
@@ -147,11 +157,9 @@ class RunDirectory:
         self._close_metrics()
         atomic.write_text(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._open_metrics()
-        if self.trajectory_folder.is_dir():
-            for item in self.trajectory_folder.iterdir():
-                match = _TRAJECTORIES.fullmatch(item.name)
-                if match and int(match[1]) > step:
-                    item.unlink()
+        for number, file in trajectory_files(self.trajectory_folder).items():
+            if number > step:
+                file.unlink()
         move_aside_after(self.checkpoint_root, step)
         return _faults([line["step"] for line in kept], step, self.path / METRICS)
 

@@ -1,4 +1,4 @@
-"""File names inside a run directory, and its list of checkpoints."""
+"""File names inside a run directory, and its lists of checkpoints and trajectory files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
+CHECKPOINTS, TRAJECTORIES, REPORT = "checkpoints", "trajectories", "report.html"
 BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
 TRAJECTORIES = "trajectories"
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
+_TRAJECTORY_FILE = re.compile(r"step-(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ def list_checkpoints(root: Path) -> list[Path]:
         if item.is_dir() and _NAME.fullmatch(item.name):
             by_step[checkpoint_step(item)] = item
     return [by_step[step] for step in sorted(by_step)]
+
+
+def trajectory_files(folder: Path) -> dict[int, Path]:
+    """Returns the trajectory files in a folder by step; empty if there is none."""
+    matches = [(_TRAJECTORY_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
+    return dict(sorted((int(match[1]), item) for match, item in matches if match))
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:

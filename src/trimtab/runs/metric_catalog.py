@@ -10,7 +10,6 @@ import importlib.resources
 import math
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -106,11 +105,6 @@ def metric(key: str) -> Metric | None:
     rows = [row for part in sections() for row in part.metrics]
     exact = next((row for row in rows if row.key == key), None)
     return exact or next((row for row in rows if row.is_pattern and row.matches(key)), None)
-
-
-def undocumented(keys: Iterable[str]) -> list[str]:
-    """Returns those of `keys` that no row documents, sorted; a test requires none for the metrics of a run."""
-    return sorted({key for key in keys if metric(key) is None})
 
 
 def judge(key: str, value: Any) -> State:

@@ -22,7 +22,6 @@ from trimtab.runs.provenance import read_origins
 
 T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
-_STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
 _SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
@@ -137,13 +136,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def sample_steps(path: Path) -> dict[int, Path]:
-    """Returns the trajectory files of a run by step; empty if there is none."""
-    folder = path / "trajectories"
-    matches = [(_STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
-    return dict(sorted((int(match[1]), item) for match, item in matches if match))
-
-
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """Returns at most `count` evenly spaced items, both ends included."""
     if len(items) <= count:
@@ -168,7 +160,7 @@ def read_samples(file: Path) -> list[Sample]:
         present = set(parquet.schema_arrow.names)
         missing = [name for name in _REQUIRED_COLUMNS if name not in present]
         if missing:
-            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
+            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file, move it elsewhere")
         table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
     return [
         Sample(

@@ -143,7 +143,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         table = parquet.read()
     missing = [name for name in _REQUIRED if name not in table.schema.names]
     if missing:
-        raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")
+        raise TrimtabError(f"{file} has no column {missing[0]!r}: name the folder of a `trimtab compare`")
     rows = table.to_pylist()
     if not rows:
         raise TrimtabError(f"{file} holds no finished run yet: wait for the first one")

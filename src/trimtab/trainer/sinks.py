@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 from trimtab.runs import atomic
 from trimtab.trainer.config import LogConfig
 

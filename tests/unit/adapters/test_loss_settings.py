@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import adapter_calls
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 from trimtab.adapters import areal, loss_settings, nemo_rl, openrlhf, skyrl, slime
@@ -48,14 +49,8 @@ def call_slime(config: SimpleNamespace) -> None:
 
 def call_tis(config: SimpleNamespace) -> None:
     one = [torch.zeros(2)]
-    slime.tis(
-        Namespace(trimtab_objective="token-tis", use_tis=True, **vars(config)),
-        pg_loss=torch.zeros(2),
-        train_log_probs=one,
-        rollout_log_probs=one,
-        loss_masks=one,
-        response_lengths=[2],
-    )
+    args = Namespace(trimtab_objective="token-tis", use_tis=True, **vars(config))
+    adapter_calls.call_tis(args, torch.zeros(2), one, one, one)
 
 
 def call_areal(config: SimpleNamespace) -> None:

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapter_calls import CALLS, WHOLE
+from tests.support.adapter_calls import CALLS, WHOLE, call_tis
 from tests.support.noisy_batch import batch as noisy_batch
 from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
-from trimtab.adapters.hooks import HOOKS, evaluate
+from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.micro_batch import evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
 from trimtab.objectives import objective
@@ -59,7 +60,7 @@ def advantages(current: Tensor) -> Tensor:
 def call(trainer: str, one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
     """Icepop in the adapter of a trainer. A loss is made at every call, as Ray makes copies of it."""
     if trainer == "slime-tis":
-        return call_tis(one, current, monitor)
+        return call_slime_tis(one, current, monitor)
     batch = {"behavior": one["logp_rollout"], "proximal": current.detach(), "advantage": advantages(current)}
     batch |= {name: one[name] for name in ("mask", "step")}
     kinds = HOOKS[trainer].aggregations
@@ -67,16 +68,9 @@ def call(trainer: str, one: dict[str, Any], current: Tensor, monitor: Any) -> Ca
     return CALLS[trainer](batch, current, "icepop", WHOLE, given, monitor=monitor)
 
 
-def call_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
+def call_slime_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
     args = Namespace(trimtab_objective="icepop", trimtab_monitor=monitor, use_tis=True)
-    loss, _, metrics = slime.tis(
-        args,
-        pg_loss=current.flatten(),
-        train_log_probs=list(current.detach()),
-        rollout_log_probs=list(one["logp_rollout"]),
-        loss_masks=list(one["mask"].int()),
-        response_lengths=[current.shape[1]] * len(current),
-    )
+    loss, _, metrics = call_tis(args, current.flatten(), current.detach(), one["logp_rollout"], one["mask"].int())
     return loss.sum(), {key: value.mean() for key, value in metrics.items()}
 
 
@@ -220,14 +214,8 @@ def record_nemo_rl(_: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, 
 def record_slime(_: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, folder: str) -> Called:
     given = -(current.exp() * torch.linspace(1, 2, current.shape[1], dtype=current.dtype)).flatten()
     masks = list(one["mask"].int())
-    loss, kept, metrics = slime.tis(
-        Namespace(trimtab_monitor=folder, use_tis=False),
-        pg_loss=given,
-        train_log_probs=list(current.detach()),
-        rollout_log_probs=list(one["logp_rollout"]),
-        loss_masks=masks,
-        response_lengths=[current.shape[1]] * len(current),
-    )
+    args = Namespace(trimtab_monitor=folder, use_tis=False)
+    loss, kept, metrics = call_tis(args, given, current.detach(), one["logp_rollout"], masks)
     assert loss is given
     assert all(map(torch.equal, kept, masks))
     return loss.sum(), {key: value.mean() for key, value in metrics.items()}
@@ -281,9 +269,7 @@ def test_no_loss_is_chosen_for_the_user() -> None:
             call()
     args = Namespace(trimtab_monitor=True, use_tis=True)
     with pytest.raises(TrimtabError, match="would leave the trainer's own correction out: set --get-mismatch-metrics"):
-        slime.tis(
-            args, pg_loss=torch.ones(1), train_log_probs=[], rollout_log_probs=[], loss_masks=[], response_lengths=[]
-        )
+        call_tis(args, torch.ones(1), [], [], [])
     with pytest.raises(TrimtabError, match="needs trimtab_objective"):
         slime.loss(args, {}, torch.ones(1), torch.sum)
 

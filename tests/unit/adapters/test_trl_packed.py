@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.adapters.hooks import turns_of
+from trimtab.adapters.micro_batch import turns_of
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 
 # Samples 5 6 | 1 2 and 5 6 | 3 (9) 4, whose 9 is not trained, as TRL packs them: the first token of the prompt is

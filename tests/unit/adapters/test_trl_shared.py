@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 
-from trimtab.adapters.loss_settings import TRL
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import keywords_of, objective, objectives
-
-KEYWORDS = {keyword for name in objectives() for keyword in keywords_of(name)}
+from trimtab.objectives import objective
 
 
 @dataclasses.dataclass
@@ -29,20 +25,10 @@ class Config:
     beta: float = 0.0
 
 
-@pytest.mark.parametrize("option", [option for option, one in TRL.items() if one.instead])
-def test_what_replaces_an_option_exists(option: str) -> None:
-    words = set(re.findall(r"[a-z0-9_-]+", TRL[option].instead))
-    assert words & (KEYWORDS | set(objectives()))
-    assert {word for word in words if "_" in word} <= KEYWORDS
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"epsilon": 0.1},
-            "reads this, leave it out. In the objective: epsilon is clip_low and",
-        ),
+        ({"epsilon": 0.1}, "reads this, leave it out. In the objective: epsilon is clip_low and"),
         ({"delta": 4.0, "sapo_temperature_pos": 2.0}, "delta is clip_dual; sapo_temperature_pos is tau_positive, of"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile has no equivalent"),
     ],

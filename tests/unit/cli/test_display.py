@@ -51,7 +51,7 @@ def test_a_run_is_one_line_per_event() -> None:
     assert lines[0] == "run        runs/x"
     assert "  loss = [A] of" in lines, "an equation is not markup"
     assert (
-        "step 3/10  reward 0.512  k3 1.2e-03  ESS 0.987  clipped 3.00%  rejected 25.00%  roll tok/s 1,234"
+        "step 3/10  reward 0.512  k3 1.2e-3  ESS 0.987  clipped 3.00%  rejected 25.00%  roll tok/s 1,234"
         "  train tok/s 987  s/step 2.0  eta 14 s"
     ) in lines
     assert "step 3: reward of '[bold]x[/bold]' failed" in lines
@@ -66,7 +66,7 @@ def test_a_run_is_one_line_per_event() -> None:
 def test_a_terminal_gets_a_bar_and_its_cursor_back() -> None:
     written = played(terminal=True)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
-    for part in ("loss = [A] of", "step 3/10", "1.2e-03", "30%", "eta 14 s", "0.250 -> 0.750", "[bold]x[/bold]"):
+    for part in ("loss = [A] of", "step 3/10", "1.2e-3", "30%", "eta 14 s", "0.250 -> 0.750", "[bold]x[/bold]"):
         assert part in text
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is shown again at the end"
 

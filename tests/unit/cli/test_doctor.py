@@ -1,13 +1,14 @@
-"""The doctor on broken installations of vLLM: real packages on a path of their own, imported by a real process."""
+"""The doctor, and on broken installations of vLLM: real packages on a path of their own, imported by a process."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
 
-from trimtab.cli import main
+from trimtab.cli import doctor, main
 from trimtab.cli.doctor import vllm
 
 
@@ -73,3 +74,33 @@ def test_a_broken_vllm_fails_the_doctor(site: Path, capsys: pytest.CaptureFixtur
     line = next(line for line in capsys.readouterr().out.splitlines() if " vllm " in line)
     assert line.startswith("fail")
     assert "ValueError: broken" in line
+
+
+def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
+    assert main.run(["doctor", "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["ok"] is False
+    for name in ("monty", "bubblewrap"):
+        [sandbox] = [check for check in values["findings"] if check["name"] == name]
+        assert sandbox["status"] in ("ok", "note")
+        assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
+    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
+    assert missing == [
+        {
+            "status": "fail",
+            "name": "no-such-library",
+            "detail": "missing",
+            "next_step": "pip install '.[train]' in a checkout of Trimtab",
+        }
+    ]
+
+
+def test_doctor_only_notes_what_some_recipes_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "MEMORY_NEEDED", 1 << 60)
+    assert main.run(["doctor"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
+    assert line.startswith("note")
+    assert "the quickstart needs" in line

@@ -87,10 +87,7 @@ def test_errors_name_the_wrong_word(named: tuple[str, ...], words: list[str]) ->
 
 def test_names_of_runs_checkpoints_and_models(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "seed = 0\n")
-    assert (evaluate.source(f"{run}/", "last").run, evaluate.source(str(run), "best").label) == (
-        run,
-        f"{run} (best)",
-    )
+    assert (evaluate.source(f"{run}/", "last").run, evaluate.source(str(run), "best").label) == (run, f"{run} (best)")
     step = evaluate.source(f"{run}/checkpoints/step-000010/", "best")
     assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
     for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):

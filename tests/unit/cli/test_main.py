@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab import __main__
-from trimtab.cli import doctor, main
+from trimtab.cli import main
+from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
-from trimtab.errors import EXTRAS, TrimtabError, address_problem, did_you_mean, without_credentials
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
+from trimtab.safe_text import without_credentials
 from trimtab.trainer.config import load_config, recipe_names
-
-COMMANDS = (
-    *("train", "sft", "recipes", "show", "explain", "eval", "report"),
-    *("export", "doctor", "diagnose", "compare", "preflight"),
-)
+from trimtab.trainer.config.consistency import address_problem
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,28 +47,17 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["sft", "laboratory"],
-        ["eval", "laboratory", "--task", "sort"],
-        ["diagnose", "x.parquet"],
-        ["report", "runs/x"],
-        ["preflight", "laboratory"],
-        ["compare"],
-        ["export", "runs/x", "model"],
-    ],
-)
+@pytest.mark.parametrize("command", [name for name, facts in COMMANDS.items() if facts.one_process])
 def test_commands_of_one_process_are_refused_under_torchrun(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        assert main.run(words) == 2
+        assert main.run([command]) == 2
         assert capsys.readouterr().err == (
-            f"trimtab: `trimtab {words[0]}` is one process: run it without torchrun (or unset WORLD_SIZE)\n"
+            f"trimtab: `trimtab {command}` is one process: run it without torchrun (or unset WORLD_SIZE)\n"
         )
     assert not any(tmp_path.iterdir())
     assert main.run(["recipes"]) == 0  # what only prints may be asked anywhere
@@ -79,7 +65,7 @@ def test_commands_of_one_process_are_refused_under_torchrun(
     assert main.run(["sft", "no-such-recipe"]) == 2
     assert "torchrun" not in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "many")
-    assert main.run(words) == 2
+    assert main.run([command]) == 2
     assert capsys.readouterr().err == "trimtab: WORLD_SIZE = 'many' is not a number of ranks: unset it\n"
 
 
@@ -116,11 +102,6 @@ def test_show_as_json_has_the_keys_that_are_absent_too(capsys: pytest.CaptureFix
     printed = json.loads(capsys.readouterr().out)
     assert printed["optim"]["betas"] == [0.9, 0.99]
     assert printed["trainer"]["max_lag"] is None
-
-
-def test_show_refuses_what_training_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["show", "quickstart", "--set", "trainer.step=3"]) == 2
-    assert capsys.readouterr().err == "trimtab: quickstart: unknown key 'trainer.step' (did you mean 'steps'?)\n"
 
 
 def test_explain_changes_objective_and_recipe_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,36 +231,6 @@ def test_the_directory_of_a_run(recipe: str, out: str | None, configured: str | 
     assert run_directory(recipe, Path(out) if out else None, configured) == Path(expected)
 
 
-def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
-    assert main.run(["doctor", "--json"]) == 1
-    values = json.loads(capsys.readouterr().out)
-    assert values["ok"] is False
-    for name in ("monty", "bubblewrap"):
-        [sandbox] = [check for check in values["findings"] if check["name"] == name]
-        assert sandbox["status"] in ("ok", "note")
-        assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
-    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
-    assert missing == [
-        {
-            "status": "fail",
-            "name": "no-such-library",
-            "detail": "missing",
-            "next_step": "pip install '.[train]' in a checkout of Trimtab",
-        }
-    ]
-
-
-def test_doctor_only_notes_what_some_recipes_need(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "MEMORY_NEEDED", 1 << 60)
-    assert main.run(["doctor"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
-    assert line.startswith("note")
-    assert "the quickstart needs" in line
-
-
 def test_the_folder_of_a_run_is_a_recipe_and_where_it_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,12 +322,3 @@ def test_overrides_of_a_resolved_recipe_are_refused() -> None:
     for environment in (None, dict):
         with pytest.raises(TrimtabError, match="would not change a Config"):
             trimtab.train(load_config("laboratory"), environment=environment, overrides=["seed=1"])
-
-
-def test_where_packages_are_missing_the_extra_of_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in EXTRAS["diagnose"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    for command in __main__.TRAINING:
-        with pytest.raises(TrimtabError, match=r"\[train\]"):
-            __main__._require_packages(command)
-    assert "preflight" in __main__.TRAINING

@@ -14,7 +14,7 @@ from trimtab.cli.preflight import write_summary
 from trimtab.errors import TrimtabError
 from trimtab.preflight import build_pair, checklist
 from trimtab.preflight.checklist import Preflight
-from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
+from trimtab.preflight.engine_pair import Check, EnginePair, Outcome, ScoredResponses
 from trimtab.runs.provenance import versions
 
 NAMES = [
@@ -81,7 +81,7 @@ def test_each_line_is_printed_when_its_check_ends(
 ) -> None:
     seen: list[list[str]] = []
 
-    def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
+    def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
         printed = capsys.readouterr()
         seen.extend((printed.out.splitlines(), printed.err.splitlines()))
         return real.run(pair, samples)

@@ -58,18 +58,6 @@ def test_bounds_are_on_the_ratio_and_not_on_its_inverse():
         assert (weight[0] > 0) == expected
 
 
-def test_products_grow_with_length_and_geometric_means_do_not():
-    drift = row(*[1.001] * 2000)
-    product = compute_correction(*drift, weight=Weight("sequence", "truncate", max=100.0)).weight
-    mean = compute_correction(*drift, weight=Weight("geometric", "truncate", max=100.0)).weight
-    assert product is not None
-    assert mean is not None
-    assert product[0, 0].item() == pytest.approx(7.3816, abs=1e-3)  # 1.001^2000
-    assert mean[0, 0].item() == pytest.approx(1.001, abs=1e-9)
-    assert compute_correction(*drift, masks=[Band("geometric", 0.99, 1.01)]).keep.all()
-    assert not compute_correction(*drift, masks=[Band("sequence", 0.5, 2.0)]).keep.any()
-
-
 def test_a_token_band_drops_tokens_and_a_sequence_band_everything():
     assert kept(Band("token", 0.5, 2.0), 1.0, 3.0, 0.4) == [True, False, False]
     assert kept(Band("token", 1.0, 2.0), 1.0) == kept(Band("token", 0.5, 1.0), 1.0) == [True]  # bounds are inside
@@ -207,12 +195,6 @@ def test_a_veto_bounds_the_ratio_or_the_probability():
         assert compute_correction(proximal, behavior, mask, masks=[veto]).keep.all() == expected
     current = compute_correction(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
     assert not current.keep.any()
-
-
-def test_geometric_statistics_ignore_padding():
-    proximal, behavior, mask = row(1.05, 1.05, 1.0, 1.0)
-    mask[0, 2:] = False
-    assert not compute_correction(proximal, behavior, mask, masks=[Band("geometric", 0.9, 1.04)]).keep.any()
 
 
 def test_beyond_the_mean_total_variation_only_tokens_that_lead_back_are_kept():

@@ -155,15 +155,6 @@ def test_blocks_of_a_large_batch_add_up(monkeypatch):
     assert {name: float(value) for name, value in parts.mismatch.summary().items()} == pytest.approx(expected, rel=1e-5)
 
 
-def test_parts_of_a_batch_merge_into_the_whole():
-    make = torch.Generator().manual_seed(0)
-    rollout = -torch.rand(8, 30, generator=make, dtype=torch.float64)
-    train, mask = rollout + 0.2 * torch.randn(8, 30, generator=make), torch.rand(8, 30, generator=make) < 0.6
-    whole = mismatch(train, rollout, mask).finalize()
-    parts = mismatch(train[:3], rollout[:3], mask[:3]) + mismatch(train[3:], rollout[3:], mask[3:])
-    assert parts.finalize() == pytest.approx(whole, rel=1e-9)
-
-
 def test_extreme_ratios_leave_finite_statistics_and_are_counted():
     train = torch.tensor([[0.0, -1e4, 1e4, 0.0]])
     statistics = mismatch(train, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)).finalize()

@@ -53,8 +53,7 @@ def test_nothing_is_said_of_even_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ages", "name"),
-    [([0.0] * 12, "undelivered"), ([0.0] * 10 + [1.0, 2.0], "stale"), ([math.nan] * 12, "k3-jump")],
+    ("ages", "name"), [([0.0] * 12, "undelivered"), ([0.0] * 10 + [1.0, 2.0], "stale"), ([math.nan] * 12, "k3-jump")]
 )
 def test_two_steps_far_above_all_before(ages: list[float], name: str) -> None:
     steps = history([1e-4] * 10 + [1e-3, 3e-3], age=ages)

@@ -34,14 +34,16 @@ def test_figures_are_those_of_mismatch_and_of_any_split() -> None:
     assert last == pytest.approx(whole)
 
 
-def test_tokens_without_a_log_prob_are_left_out_and_counted() -> None:
+@pytest.mark.parametrize("value", [torch.nan, -9999.0])
+def test_tokens_without_a_log_prob_are_left_out_and_counted(value: float) -> None:
     one = batch(0)
     clean = Monitor().observe(**one)
-    holes = one | {"logp_rollout": one["logp_rollout"].clone(), "mask": one["mask"].clone()}
-    holes["logp_rollout"][0, 0] = torch.nan
-    found = Monitor().observe(**holes)
+    without = one["mask"].clone()
+    without[0, 0] = False
+    found = Monitor().observe(**one | {"logp_rollout": torch.where(without == one["mask"], one["logp_rollout"], value)})
     assert found["nonfinite"] == 1
     assert found["mismatch/tokens"] == clean["mismatch/tokens"] - 1
+    assert found["mismatch/k3"] == pytest.approx(Monitor().observe(**one | {"mask": without})["mismatch/k3"])
     assert found["response/length"] == clean["response/length"]
 
 
@@ -93,6 +95,8 @@ def test_an_alarm_is_a_warning_by_default() -> None:
 def test_only_multiples_of_every_are_measured() -> None:
     monitor = Monitor(every=5)
     assert [bool(monitor.observe(**batch(step))) for step in range(11)] == [step % 5 == 0 for step in range(11)]
+    with pytest.raises(ValueError, match="every"):
+        Monitor(every=0)
 
 
 def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
@@ -220,16 +224,6 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path) -> None:
     monitor.observe(**batch(4, drift=0.3))
     monitor.close()
     assert len((tmp_path / "logs_2" / "metrics.jsonl").read_text().splitlines()) == 5
-
-
-def test_faults_of_the_caller() -> None:
-    one = batch(0)
-    with pytest.raises(ValueError, match=r"mask must be bool, not torch.int64"):
-        Monitor().observe(**one | {"mask": one["mask"].long()})
-    with pytest.raises(ValueError, match=r"\(32, 23\)"):
-        Monitor().observe(**one | {"logp_rollout": one["logp_rollout"][:, 1:]})
-    with pytest.raises(ValueError, match="every"):
-        Monitor(every=0)
 
 
 def ranks(rank: int, folder: str) -> None:

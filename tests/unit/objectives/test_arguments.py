@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from jaxtyping import config
@@ -14,7 +13,7 @@ from torch import Tensor
 from trimtab import Monitor
 from trimtab.corrections.masks import Band
 from trimtab.corrections.weights import Weight
-from trimtab.objectives import PolicyLogps, advantages, correct, mismatch, objective, objectives
+from trimtab.objectives import PolicyLogps, correct, mismatch, objective, objectives
 from trimtab.testing import assert_parity
 
 ROWS, TIME = 3, 4
@@ -127,33 +126,3 @@ def test_the_monitor_names_the_argument_that_is_wrong() -> None:
             with pytest.raises(ValueError, match=f"^{name} "):
                 monitor.observe(**{**good, **rest, name: value})
     assert monitor.observe(**good, **rest)["mismatch/tokens"] == ROWS * TIME, "nothing of the refused calls was added"
-
-
-def test_a_placeholder_of_the_sampler_is_counted_and_hides_no_other_token() -> None:
-    train, rollout, mask = logps()["proximal"], logps()["behavior"].clone(), logps()["mask"]
-    rollout[0, 0] = -9999.0
-    seen = Monitor().observe(logp_train=train, logp_rollout=rollout, mask=mask, step=0)
-    log = (train - rollout).flatten()[1:].double()
-    assert seen["mismatch/k3"] == pytest.approx(float((log.exp() - 1 - log).mean()), rel=1e-5)
-    assert (seen["nonfinite"], seen["mismatch/tokens"]) == (1, ROWS * TIME - 1)
-
-
-def test_advantages_name_what_is_wrong_and_hold_what_float16_cannot() -> None:
-    rewards, groups = torch.tensor([6e4, -6e4, 0.0, 0.0]).half(), [0, 0, 1, 1]
-    found = advantages("rloo", rewards, groups)
-    assert found.dtype == torch.float32
-    assert found.flatten().tolist() == [120_000.0, -120_000.0, 0.0, 0.0]
-    assert advantages("rloo", rewards.double(), groups).dtype == torch.float64
-    wrong: dict[str, tuple[tuple[Any, Any, Any], ...]] = {
-        "unknown advantage": ((None, rewards, groups), (5, rewards, groups)),
-        "rewards": (("grpo", rewards.to(torch.complex64), groups), ("grpo", torch.empty(4, device="meta"), groups)),
-        "groups": (("grpo", rewards, torch.ones(4, dtype=torch.complex64)),),
-        "reward 3 is 'a', not a number": (("grpo", [1, 2, 3, "a"], groups),),
-    }
-    for words, calls in wrong.items():
-        for call in calls:
-            with pytest.raises(ValueError, match=f"^{words}"):
-                advantages(*call)
-    for beta in ("1", np.nan, 10**400, -1):
-        with pytest.raises(ValueError, match=r"^value_beta must be a finite number above 0"):
-            advantages("optimal", rewards, groups, value_beta=beta)  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,6 @@ from tests.support.named_cases import in_one_test
 from trimtab import corrections, objectives
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
-    OPSM,
     Aggregation,
     Band,
     Clipped,
@@ -108,34 +107,6 @@ CLIPPED = {"kind": "clipped", "high": 0.28}
 BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}
 
 
-def test_a_preset_takes_further_masks_and_keeps_its_own():
-    built = objective("geo-mask", mask=[{"kind": "veto", "of": "probability", "min": 1e-6}], keep_max=1.1)
-    assert built.masks == (Band("geometric", 0.99, 1.1), Veto(1e-6, "probability"))
-    assert built.name == "geo-mask"
-
-
-def test_opsm_on_bypass_needs_no_proximal_pass():
-    built = objective("token-bypass", mask=[{"kind": "opsm", "delta": 0.05}])
-    assert built.masks == (OPSM(0.05),)
-    assert built.needs == {"behavior"}
-
-
-def test_miles_dense_configurations():
-    """3: token weight and sequence mask; 4: the same with a veto (the seed's dense settings)."""
-    third = objective(
-        "composed",
-        surrogate=CLIPPED,
-        weight={"level": "token", "bound": "clip", "min": 0.5, "max": 2.0},
-        mask=[{"kind": "band", "level": "sequence", "min": 0.5, "max": 2.0}],
-    )
-    weight, band = Weight("token", "clip", 0.5, 2.0), Band("sequence", 0.5, 2.0)
-    assert third == Objective("composed", Ratio(), Clipped(high=0.28), weight, (band,))
-    fourth = objective(
-        "token-tis", mask=[{"kind": "band", "level": "sequence", "min": 0.5, "max": 2.0}, {"kind": "veto"}]
-    )
-    assert fourth.masks == (band, Veto(1e-4))
-
-
 def test_every_part_can_be_given():
     built = objective(
         "composed",
@@ -184,11 +155,7 @@ def test_parts_may_be_given_as_objects():
         ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0.5, "max": 0.9}]}, "must enclose 1"),
         ("grpo", {"mask": [{"kind": "veto"}, {"kind": "veto"}]}, "the same rejection rule is given twice"),
         ("grpo", {"mask": [{"kind": "opsm", "delta": 0.1, "sign": "none"}]}, "negative, positive"),
-        (
-            "grpo",
-            {"surrogate": CLIPPED, "clip_low": 0.3},
-            r"clip_low has no effect beside the given surrogate: leave it out \(unset it",
-        ),
+        ("grpo", {"surrogate": CLIPPED, "clip_low": 0.3}, r"clip_low has no effect .*: leave it out \(unset it"),
         ("gmpo", {"ratio": {"level": "sequence"}}, "GeometricClip takes the mean of token ratios itself"),
         ("a3po", {"ratio": {"level": "token"}}, 'use a ratio over "behavior"'),
         ("drpo", {"ratio": {"level": "sequence", "over": "behavior"}}, '"token" over "behavior"'),
@@ -200,7 +167,7 @@ def test_parts_may_be_given_as_objects():
         ("grpo", {"entropy_coef": math.inf}, "entropy_coef = inf: .* use a finite number"),
         ("grpo", {"kl_coef": math.inf}, "kl_coef = inf: .* use a finite number"),
         ("vespo", {"k1_positive": math.inf}, "must be finite"),
-        ("vespo", {"k1_positive": 10.0, "k2_positive": 0.0}, r"10, 0: the weight .* grows beyond e\^20"),
+        ("vespo", {"k1_positive": 10.0, "k2_positive": 0.0}, "k1_positive, k2_positive: k1, k2 = 10, 0"),
         ("sapo", {"tau_positive": math.inf}, "must be finite"),
         ("drpo", {"epsilon": math.inf}, "use a finite number"),
         ("luffy", {"gamma": math.inf}, "finite number"),
@@ -211,14 +178,40 @@ def test_parts_may_be_given_as_objects():
         # Masks that reject nothing.
         ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
         ("geo-mask", {"mask": [BAND]}, r"Band.*min=0.5, max=2.0, .* rejects nothing beside Band.*min=0.99, max=1.01"),
-        (
-            "geo-mask",
-            {"mask": [{**BAND, "min": 0.999, "max": 1.001}]},
-            "bounds of a preset's own mask are keywords",
-        ),
+        ("geo-mask", {"mask": [{**BAND, "min": 0.999, "max": 1.001}]}, "own mask are keywords"),
         ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"max=2.0, .* rejects nothing beside .*max=1.5,"),
         ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
         ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
+        # The keywords of the part that is refused, all that were given, and the message of the part.
+        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low: low = 1.5"),
+        ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: "),
+        ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: "),
+        ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1"),
+        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive: tau = 0, 1.05"),
+        ("ctpo", {"clip_low": math.nan}, "'ctpo': clip_low: low = nan, high = 0.05"),
+        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2"),
+        ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2"),
+        # A message that names the keyword itself is not preceded by it.
+        ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds"),
+        ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
+        # Tables of parts.
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': Divergence: unknown reduce"),
+        ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan"),
+        ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains"),
+        ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),
+        ("tokentis", {}, "did you mean 'token-tis'"),
+        ("grpo", {"clip_hihg": 0.3}, "did you mean 'clip_high'"),
+        ("grpo", {"weight_max": 2.0}, "no keyword 'weight_max'"),
+        ("oapl", {"aggregation": "token-mean"}, "no keyword 'aggregation'"),
+        ("grpo", {"length_max": 5}, "length_max has no effect"),
+        ("grpo", {"aggregation": "constant"}, "set length_max"),
+        ("grpo", {"kl": "k3"}, "no effect without kl_coef"),
+        ("grpo", {"kl": "k5", "kl_coef": 1.0}, "unknown kl 'k5'"),
+        ("grpo", {"denominator": "keep"}, "did you mean 'kept'"),
+        ("grpo", {"clip_low": "0.2"}, "clip_low = '0.2' has the wrong type"),
+        ("grpo", {"clip_high": -0.1}, "clip_high: high = -0.1: the bound is 1 . high"),
+        ("grpo", {"clip_dual": 0.5}, "more than 1"),
+        ("m2po", {"form": "masked"}, "unknown form 'masked' .did you mean 'mask'"),
         ("token-tis", {"ratio": {"over": "behavior"}}, 'drop the weight .*name = "composed"'),
     ],
 )
@@ -235,38 +228,6 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "line"),
-    [
-        # The keywords of the part that is refused, all that were given, and the message of the part.
-        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low: low = 1.5: the bound is 1 - low"),
-        ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: [3, 5] must enclose 1"),
-        ("cppo", {"divergence_max": 0.0, "weight_min": 0.5}, "'cppo': divergence_max, weight_min: PrefixBudget: max ="),
-        ("trm", {"k2_max": 0.1, "k3_max": -1.0}, "'trm': k3_max: Divergence: max = -1 would reject"),
-        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive: tau = 0, 1.05: temperatures must be finite"),
-        ("ctpo", {"clip_low": math.nan}, "'ctpo': clip_low: low = nan, high = 0.05: the bounds on log r are -low"),
-        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low: low = 1, high = 0.2: the bounds are (1 - low)^age"),
-        ("pnpo", {"clip_low": 1.5}, "'pnpo': clip_low: low = 1.5, high = 0.2: the band is [1 - low, 1 + high]"),
-        # A message that names the keyword itself is not preceded by it.
-        ("cispo", {"ceiling": 0.5}, "'cispo': ceiling = 0.5 bounds the ratio itself"),
-        ("dr-grpo", {"aggregation": "mean"}, "'dr-grpo': unknown aggregation 'mean'"),
-        # Tables of parts.
-        (
-            "grpo",
-            {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]},
-            "mask 'k3': Divergence: unknown reduce 'tokn'",
-        ),
-        ("composed", {"surrogate": {"kind": "clipped", "low": math.nan}}, "surrogate 'clipped': low = nan: the bo"),
-        ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains proximal/behavior"),
-        ("grpo", {"denominator": "kept"}, "objective 'grpo': nothing is rejected, so denominator"),
-    ],
-)
-def test_a_message_names_the_key_that_was_written(name, given, line):
-    with pytest.raises(TrimtabError) as error:
-        objective(name, **given)
-    assert line in str(error.value)
-
-
 def test_what_only_looks_without_effect_is_accepted():
     assert objective("grpo", mask=[], centering=False) == objective("grpo")
     assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)
@@ -275,8 +236,6 @@ def test_what_only_looks_without_effect_is_accepted():
     assert objective("grpo", clip_low=1.0, clip_high=math.inf).surrogate == Clipped(1.0, math.inf)
     assert objective("geo-mask", keep_min=0.0, keep_max=math.inf).masks == (Band("geometric", 0.0, math.inf),)
     assert objective("icepop", weight_min=0.0, weight_max=math.inf).weight == Weight("token", "mask", 0.0, math.inf)
-    overlapping = [BAND, {**BAND, "min": 0.8, "max": 3.0}, {**BAND, "level": "token"}, {**BAND, "over": "current"}]
-    assert len(objective("grpo", mask=overlapping).masks) == 4
     kept = objective("token-tis", weight_max=2.0, clip_low=0.2, mask=[{"kind": "veto"}])
     assert kept == objective("token-tis", mask=[{"kind": "veto"}])
 
@@ -296,13 +255,6 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
 def test_the_recipe_knows_the_names_of_the_parts():
     names = (training_sections.COMPOSED, training_sections.OBJECTIVE_PARTS)
     assert (COMPOSED.objective.name, PART_KEYS) == names
-
-
-def test_a_keyword_at_its_default_may_stand_beside_the_part_that_replaces_it():
-    """A recipe's base sets it, and no layer above can take it back."""
-    assert objective("token-tis", weight={"level": "token"}, weight_max=2.0) == objective(
-        "token-tis", weight={"level": "token"}
-    )
 
 
 def test_masks_whose_bounds_do_not_hold_each_other_stand_together():

@@ -56,18 +56,6 @@ def test_the_largest_are_left_out_and_stay_in_the_denominator(sign):
     assert metrics["clip/second_moment"] == 0.25
 
 
-def test_the_two_forms_differ_in_the_tokens_they_affect():
-    """A good token that has become rare is harmless to the cap and evidence to the mask."""
-    log = torch.tensor([[-1.0, 0.0]], dtype=torch.float64)
-    advantage = torch.ones(1, 1, dtype=torch.float64)
-    current = (log - 1).requires_grad_()
-    logps = PolicyLogps(current, torch.full_like(log, -1.0), torch.ones_like(log, dtype=torch.bool))
-    objective("m2po")(logps, advantage).loss.backward()
-    assert current.grad is not None
-    assert_close(current.grad, -log.exp() / 2)
-    assert_close(run(log, advantage, 0.04)[1], torch.tensor([[0.0, -0.5]], dtype=torch.float64))
-
-
 def test_reaching_tau_exactly_is_within_it():
     values = [0.5, -0.5, 1.0, 1.0]  # running means .25, .25, .5, .625: all exact in binary
     below = math.nextafter
@@ -90,16 +78,6 @@ def test_equal_values_stay_or_go_together():
     assert limit([0.5] * 5, 0.24) < 0
 
 
-def test_untrained_tokens_are_no_evidence():
-    """Ten zeros of padding would pull the mean below tau, and a wild token behind the mask would push it above."""
-    log = torch.zeros(1, 12, dtype=torch.float64)
-    log[0, :2] = torch.tensor([0.1, 0.5])
-    mask = torch.arange(12)[None] < 2
-    assert (run(log, torch.ones(1, 1), 0.04, mask)[1] == 0).tolist() == [[False] + [True] * 11]
-    log[0, 2] = 50.0
-    assert run(log, torch.ones(1, 1), 0.14, mask)[2]["clip/second_moment"] == 0
-
-
 values = st.lists(
     st.one_of(st.floats(-2, 2).map(lambda x: round(x, 3)), st.sampled_from([0.0, 0.25, -0.25, 0.5])),
     min_size=1,
@@ -114,26 +92,10 @@ def test_the_rest_is_within_tau_and_no_more_fits(values, tau, seed):
     bound = limit(values, tau)
     kept = log.abs() <= bound
     assert kept[0].tolist() == kept_one_by_one(values, tau)
-    assert (kept | (log.abs() > bound)).all()
     if kept.any():
         assert log[kept].square().mean() <= tau * (1 + 1e-12)
     if not kept.all():
         smallest_out = log.abs()[~kept].min()
         assert log[log.abs() <= smallest_out].square().mean() > tau
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
-    shuffled = [values[i] for i in order]
-    assert limit(shuffled, tau) == bound
-
-
-@given(values=values, cut=st.integers(0, 40))
-@settings(max_examples=20, deadline=None)
-def test_the_limit_is_that_of_the_whole_update(values, cut):
-    obj = objective("m2po", form="mask")
-
-    def state(part: list[float]):
-        log = torch.tensor(part, dtype=torch.float64).reshape(-1, 1)
-        logps = PolicyLogps(log, torch.zeros_like(log), torch.ones_like(log, dtype=torch.bool))
-        return obj.prepare(logps, torch.ones(len(part), 1))
-
-    whole = state(values[:cut]) + state(values[cut:])
-    assert whole.second_moment_limit(0.04).item() == limit(values, 0.04)
+    assert limit([values[i] for i in order], tau) == bound

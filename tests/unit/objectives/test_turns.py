@@ -124,15 +124,6 @@ def _banded(level: str) -> Objective:
     return Objective("banded", Ratio(), Clipped(), masks=(Band(level, 0.95, 1.05),))
 
 
-def test_turns_do_not_read_each_other() -> None:
-    other = row((0.75, 0.10, 0.01))
-    for obj in (turn_level("turn_geometric"), turn_level("turn")):
-        current = other.clone().requires_grad_()
-        obj(fixture(current), torch.ones(1, 1, dtype=torch.float64)).loss.backward()
-        assert current.grad is not None
-        assert (3 * current.grad[0]).tolist()[:4] == pytest.approx(per_token(obj)[1][:4], abs=1e-12)
-
-
 def test_equal_numbers_in_two_responses_are_two_turns() -> None:
     mask = torch.tensor([[True, True], [True, True]])
     behavior, zero = torch.full((2, 2), -1.0), torch.zeros(2, 2, dtype=torch.long)

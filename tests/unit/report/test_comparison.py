@@ -8,17 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from PIL import Image
+from tests.support.fake_run import relog
 
 from trimtab.errors import TrimtabError
 from trimtab.report.comparison import as_data, compare, held_out, write_comparison, write_page
-from trimtab.report.comparison_figures import PANELS, _draw_group, _draw_panel, _line_style, draw_panels, swatch
+from trimtab.report.comparison_figures import draw_panels
 from trimtab.report.groups import find_runs, group_runs, named_runs
-from trimtab.runs.reader import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -71,13 +68,7 @@ def test_the_data_for_programs(grid: Path) -> None:
     data = json.loads(json.dumps(data, allow_nan=False, default=str))
     assert [group["name"] for group in data["groups"]] == ["dapo", "token-tis"]
     after = data["groups"][0]["results"]["accuracy/after"]
-    assert after == {
-        "mean": pytest.approx(0.38),
-        "low": 0.19,
-        "high": 0.57,
-        "seeds": 3,
-        "interval": "range of 3 seeds",
-    }
+    assert after == {"mean": pytest.approx(0.38), "low": 0.19, "high": 0.57, "seeds": 3, "interval": "range of 3 seeds"}
     assert [run["accuracy/after"] for run in data["groups"][0]["runs"]] == [0.19, 0.38, 0.57]
     assert [run["steps"] for run in data["groups"][0]["runs"]] == [6, 6, 6]
     assert "accuracy/after" in data["groups"][1]["best"]
@@ -98,67 +89,16 @@ def test_a_comparison_of_given_names(grid: Path, tmp_path: Path) -> None:
         write_comparison({"a": []}, tmp_path / "report.html")
 
 
-def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
-    axes = Figure().add_subplot()
-    _draw_group(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
-    return axes
-
-
-def test_up_to_three_seeds_are_seen_on_their_own_and_more_as_a_band() -> None:
-    steps = np.arange(5.0)
-    for count, lines in ((1, 1), (2, 3), (3, 4), (4, 1), (5, 1)):
-        axes = draw_axes([(steps, steps + seed) for seed in range(count)])
-        assert len(axes.lines) == lines, f"{count} seeds"
-        assert len(axes.collections) == (count > 1)
-    crowded = draw_axes([(steps, steps), (steps, steps + 1)], crowded=True)
-    assert (len(crowded.lines), len(crowded.collections)) == (1, 0)
-
-
-def values_of(line: Line2D) -> np.ndarray:
-    return np.asarray(line.get_ydata(), dtype=np.float64)
-
-
-def test_an_event_is_drawn_at_its_step_and_what_was_logged_beneath_the_average() -> None:
-    """A reward that collapses at step 201 of 400, one seed and five."""
-    steps = np.arange(1.0, 401.0)
-    collapse = np.where(steps <= 200, 0.5, 0.0)
-    for seeds in (1, 5):
-        raw, average = draw_axes([(steps, collapse)] * seeds, averaged=True).lines
-        assert values_of(raw).tolist() == collapse.tolist()
-        assert values_of(average)[:200] == pytest.approx(0.5)
-        assert raw.get_linewidth() < average.get_linewidth()
-    three = draw_axes([(steps, collapse)] * 3, averaged=True).lines
-    assert [values_of(line)[200] == 0.0 for line in three] == [True, True, True, False], "seeds are their own raw lines"
-
-
-def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
-    """k3 right after a refresh: 1e-13 among values near 1."""
-    steps = np.arange(1.0, 401.0)
-    rows = [{"step": int(step), "mismatch/k3": 1e-13 if step == 33 else 0.5, "mismatch/tokens": 9} for step in steps]
-    panel = next(panel for panel in PANELS if panel.title.startswith("Mismatch k3"))
-    axes = Figure().add_subplot()
-    _draw_panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
-    (line,) = axes.lines
-    assert values_of(line)[32] == 1e-13
-
-
 def test_seconds_are_never_judged(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """token-tis takes ten times as long, with every one of three seeds."""
     for seed in (0, 1, 2):
         make_run(tmp_path / "dapo" / f"seed{seed}", steps=4, seed=seed, objective="dapo", every=99)
         slow = make_run(tmp_path / "token-tis" / f"seed{seed}", steps=4, seed=seed, every=99)
-        rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
-        rows = [row | {"time/step": 10 * row["time/step"]} for row in rows]
-        (slow / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        relog(slow, lambda row: row | {"time/step": 10 * row["time/step"]})
     data = as_data(compare(group_runs(find_runs(tmp_path))))
     means = [group["results"]["time/step"]["mean"] for group in data["groups"]]
     assert means[1] > 5 * means[0]
     assert [group["best"] for group in data["groups"] if "time/step" in group["best"]] == []
-
-
-def test_twenty_groups_have_different_styles_also_in_the_legend() -> None:
-    assert len({(color, str(style)) for color, style in map(_line_style, range(36))}) == 36
-    assert len({swatch(index) for index in range(36)}) == 36
 
 
 def test_twenty_groups_fit_on_a_page(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -224,9 +164,7 @@ def test_calibrated_bounds_of_each_seed_are_mentioned(make_run: Callable[..., Pa
         run = make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=99, keys=("step", "reward/mean"))
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(text.replace("calibrate = false", "calibrate = true"))
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rows = [row | {"calibrate/weight_max": 1.25 + seed} for row in rows]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        relog(run, lambda row, seed=seed: row | {"calibrate/weight_max": 1.25 + seed})
     comparison = compare(group_runs(find_runs(tmp_path)))
     assert "min(ρ_t, 1.25)" in comparison.equations["token-tis"]
     assert comparison.cautions == [

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from markupsafe import escape
+from tests.support.fake_run import relog
 
 from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
 from trimtab.report.run_report import write_report
@@ -62,10 +63,7 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
     [
         ({}, HEALTHY),
         ({"groups__no_signal": 12}, f"{BUT}groups without signal: 12 of 16."),
-        (
-            {"groups__no_signal": phases(1, 2, 3, 14)},
-            f"{BUT}groups without signal: 14 of 16 in steps 61 to 80.",
-        ),
+        ({"groups__no_signal": phases(1, 2, 3, 14)}, f"{BUT}groups without signal: 14 of 16 in steps 61 to 80."),
         ({"groups__no_signal": 8}, HEALTHY),  # half of them is the end of the range
         # The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99.
         ({"mismatch__pearson": [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2}, HEALTHY),
@@ -98,16 +96,8 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
         ({"reward__mean": phases(0.1, 0.2, 0.5, 0.4)}, HEALTHY),
         # Before the reward shows anything; said until the norm is back, and not where prompts were learned.
         ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02)}, f"{BUT}{FELL} (first at step 71)."),
-        ({"optim__grad_norm": phases(0.07, 0.02, 0.02, 0.02)}, f"{BUT}{FELL} (first at step 40)."),
-        ({"optim__grad_norm": phases(0.07, 0.07, 0.07, 0.03)}, HEALTHY),
+        ({"optim__grad_norm": phases(0.07, 0.07, 7, 7)}, f"{BUT}the gradient norm rose from 0.07 to 3.5, "),
         ({"optim__grad_norm": phases(0.07, 0.02, 0.07, 0.07)}, HEALTHY),
-        (
-            {
-                "optim__grad_norm": phases(0.07, 0.07, 0.07, 0.02),
-                "reward__mean": list(phases(0.4, 0.4, 0.4, 0.9) + NOISE),
-            },
-            HEALTHY,
-        ),
         (
             {"optim__skipped": [1.0] + [0.0] * 79, "trajectories__dropped": [0.0] * 60 + [3.0] + [0.0] * 19},
             f"{BUT}updates skipped as not finite: 1; responses dropped: 3.",
@@ -223,16 +213,6 @@ def test_several_tasks_are_named_the_one_that_got_worse_first() -> None:
     assert result.state == "not healthy"
 
 
-def test_a_gradient_that_exploded_is_noted() -> None:
-    exploded = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12))
-    assert exploded.state == "healthy, but"
-    assert "the gradient norm rose from 0.07 to 7, medians of the first 3 and the last 20 steps" in exploded.text
-    unknown = health(run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=None))
-    assert "whether the reward rose is not known" in unknown.text
-    rising = run(steps=24, optim__grad_norm=[0.07] * 12 + [7.0] * 12, reward__mean=list(np.linspace(0.1, 0.9, 24)))
-    assert health(rising).state == "healthy"
-
-
 def test_last_steps_without_finite_numbers_are_said_first_and_not_healthy() -> None:
     diverged = run(steps=24)
     for row in diverged.rows[-5:]:
@@ -260,10 +240,7 @@ def test_verdict_of_a_short_run() -> None:
         ({}, ""),
         # What the prompts can teach was learned: 12 of 16 groups are right as a whole.
         (
-            {
-                "groups__no_signal": phases(2, 4, 9, 12),
-                "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE),
-            },
+            {"groups__no_signal": phases(2, 4, 9, 12), "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE)},
             "To note: groups without signal: 12 of 16 in steps 61 to 80.",
         ),
         # AdamW divides by the size of the gradient.
@@ -382,8 +359,7 @@ def test_the_page_has_the_checks_that_the_terminal_joins(make_run: Callable[...,
     from trimtab.cli.main import app
 
     folder = make_run(tmp_path / "run", steps=6, every=9, noise=0.03, keys=["step", *GOOD])
-    rows = [json.loads(line) | {"groups/no_signal": 12} for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    relog(folder, lambda row: row | {"groups/no_signal": 12})
     result = health(read_run(folder))
     done = CliRunner().invoke(app, ["report", str(folder)], obj=[])
     assert done.stdout.splitlines() == [result.text, f"report: {folder / 'report.html'}"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from trimtab.numbers import number, short
 from trimtab.pages import charts
-from trimtab.pages.numbers import number, short
 from trimtab.report import run_charts
 from trimtab.report.run_charts import Curve, chart_sections
 from trimtab.runs.metric_catalog import Metric

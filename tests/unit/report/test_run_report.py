@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tests.support.fake_run import relog
 from tests.support.html_reader import Reader
 
 from trimtab.diagnosis.answer import read_text
@@ -75,9 +76,7 @@ def test_what_a_model_writes_stays_text(make_run: Callable[..., Path], evil_text
 
 
 def test_names_that_look_like_markup_or_mathematics_stay_names(small_run: Path) -> None:
-    rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"reward/<b>$x_$": 0.1 * row["step"], "odd<key>": 1.0} for row in rows]
-    (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    relog(small_run, lambda row: row | {"reward/<b>$x_$": 0.1 * row["step"], "odd<key>": 1.0})
     page = read(write_report(small_run))
     assert "b" not in page.tags
     assert page.text.count("<b>$x_$") >= 2, "in the legend and in the table"
@@ -90,11 +89,8 @@ def test_the_same_run_gives_the_same_bytes(small_run: Path) -> None:
 
 
 def test_a_metric_outside_its_range_is_named_with_what_to_do(small_run: Path) -> None:
-    rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
     healthy = read(write_report(small_run)).text
-    for row in rows:
-        row |= {"mismatch/ess_token": 0.4321, "weight_raw/q01": 0.0123, "weight_raw/q99": 7.89}
-    (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    relog(small_run, lambda row: row | {"mismatch/ess_token": 0.4321, "weight_raw/q01": 0.0123, "weight_raw/q99": 7.89})
     text = " ".join(re.sub("<[^>]*>", " ", write_report(small_run).read_text()).split())
     assert "Outside its healthy range" not in healthy
     assert "mismatch/ess_token 0.4321 3 of 3 steps above 0.95 lower lag or mismatch" in text
@@ -114,9 +110,11 @@ def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run
 def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """A file of another step may lack the trainer's clean log-probs, as those of a perturbed run do."""
     run = make_run(tmp_path / "run", steps=4, every=1, keys=["step", "mismatch/k3"])
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    del rows[1]["mismatch/k3"]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def leave_out(*steps: int) -> None:
+        relog(run, lambda row: {key: row[key] for key in row if key == "step" or row["step"] not in steps})
+
+    leave_out(2)
     file = run / "trajectories" / "step-000002.parquet"
     clean = {"logp_current", "logp_proximal"}
     table = pq.read_table(file)
@@ -125,9 +123,7 @@ def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[
     measured, _ = examine([file.with_name(f"step-{n:06d}.parquet") for n in (1, 3, 4)], "trimtab", {}, lambda *_: None)
     assert f"Steps 1, 3, 4: {read_text(measured.origin)}" in text
     assert all(chart.title in text for chart in view_panels(measured)[0])
-    for row in rows:
-        row.pop("mismatch/k3", None)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leave_out(1, 2, 3, 4)
     assert "No step with a trajectory file measured the mismatch." in read(write_report(run)).text
 
 

@@ -53,6 +53,7 @@ def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
 def fail_in(run: RunDirectory, *, after_logging: bool = False) -> None:
     with run:
         run.model_folder.mkdir(exist_ok=True)
+        (run.path / "provenance.json").touch()
         if after_logging:
             run.log({"step": 0})
         raise TrimtabError("no such model")

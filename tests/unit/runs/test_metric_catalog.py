@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.run_results import undocumented
 
 from trimtab.objectives import PolicyLogps, mismatch, objective, objectives
-from trimtab.runs.metric_catalog import Metric, metric, sections, undocumented
-from trimtab.runs.reader import read_run
+from trimtab.runs.metric_catalog import Metric, metric, sections
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "metrics.py"
 
@@ -74,10 +74,6 @@ def test_every_key_of_every_preset_is_documented(name: str) -> None:
     keys = [*out.metrics.finalize(), *(f"mismatch/{key}" for key in measured)]
     assert len(keys) > 20
     assert undocumented(keys) == []
-
-
-def test_every_key_of_a_run_is_documented(finished_run: Path) -> None:
-    assert undocumented(read_run(finished_run).keys) == []
 
 
 def test_rows_are_unique_and_their_bands_are_not_upside_down() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.fake_run import fake_run
+from tests.support.fake_run import fake_run, relog
 
 import trimtab
 from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.text import terminal_text
-from trimtab.pages.numbers import beside, number
+from trimtab.numbers import beside, number
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
 
@@ -68,9 +67,7 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     diagnosis = trimtab.diagnose(run)
     figures = diagnosis.measured.size.mismatch
     # Every step logs exactly what the files say, so that both judge the same numbers.
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [row | {f"mismatch/{key}": value for key, value in figures.items()} for row in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    relog(run, lambda row: row | {f"mismatch/{key}": value for key, value in figures.items()})
     marks = _marks(write_report(run))
     assert marks["k3"] == ("healthy" if healthy else "outside")
     assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(diagnosis.measured.size))
@@ -99,7 +96,7 @@ def test_a_figure_beside_its_bounds_is_on_the_same_side_of_them_as_the_value(
 
 def test_digits_are_added_only_where_two_would_mislead() -> None:
     assert [beside(value, [0.95, 1.0]) for value in (0.97, 0.9697, 0.9499, 0.999, 1.0, 0.9999999)] == [
-        *("0.97", "0.97", "0.9499", "0.999", "1", "0.9999999"),
+        *("0.97", "0.97", "0.9499", "0.999", "1", "0.9999999")
     ]
     assert beside(0.01004, [0.01]) == "0.01004"
     assert beside(1.2e-5, [0.01]) == "1.2e-5"

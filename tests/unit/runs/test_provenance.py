@@ -107,20 +107,6 @@ def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Pat
     assert read_origins(tmp_path)[0]["last_step"] is None
 
 
-def test_a_new_run_that_came_to_nothing_leaves_no_provenance(tmp_path: Path) -> None:
-    def begin() -> None:
-        with (
-            RunDirectory.create(tmp_path, CONFIG.dump()) as run,
-            provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
-        ):
-            raise TrimtabError("no such model")
-
-    with pytest.raises(TrimtabError, match="no such model"):
-        begin()
-    assert not (tmp_path / "provenance.json").exists()
-    RunDirectory.create(tmp_path, CONFIG.dump()).close()
-
-
 def test_nothing_of_the_environment_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret")
     monkeypatch.setenv("HOME", str(tmp_path / "home-of-somebody"))

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.runs.reader import read_run, read_samples, sample_steps
+from trimtab.runs.layout import TRAJECTORIES, trajectory_files
+from trimtab.runs.reader import read_run, read_samples
 
 
 def _metrics(run: Path, *rows: dict[str, object]) -> None:
@@ -60,7 +61,7 @@ def test_an_accuracy_that_did_not_change_in_the_first_step(
 
 
 def test_samples_come_back_as_written(run: Path) -> None:
-    steps = sample_steps(run)
+    steps = trajectory_files(run / TRAJECTORIES)
     assert list(steps) == [4, 8, 12]
     samples = read_samples(steps[8])
     assert len(samples) == 48

@@ -17,7 +17,7 @@ from trimtab.diagnosis.records import finding, read_table
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding
 from trimtab.intervals import Interval, cluster_intervals
-from trimtab.pages.numbers import short
+from trimtab.numbers import short
 from trimtab.runs.metric_catalog import k3_ranges
 
 

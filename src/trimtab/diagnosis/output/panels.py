@@ -14,6 +14,7 @@ from trimtab.diagnosis.answer import FEWEST, shares
 from trimtab.diagnosis.figures import figure, format_number, format_percent, format_signed, range_text
 from trimtab.diagnosis.measure.trained_tokens import FEWEST as FEWEST_TOKENS
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
+from trimtab.numbers import short, short_exponent
 from trimtab.pages.charts import (
     BLUE,
     CYCLE,
@@ -33,7 +34,6 @@ from trimtab.pages.charts import (
     scatter_svg,
     short_power,
 )
-from trimtab.pages.numbers import short, short_exponent
 from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
 

@@ -5,10 +5,13 @@ What also needs the objective, the number of ranks, the task or the rewards is i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
-from trimtab.errors import TrimtabError, address_problem
+from trimtab.errors import TrimtabError
+from trimtab.safe_text import without_credentials
 from trimtab.trainer.config.schema import Config
 
 AUTHORIZATION = "TRIMTAB_SERVER_AUTHORIZATION"
@@ -123,6 +126,28 @@ def _addresses(config: Config) -> list[str]:
         named.append(("environment.url", config.environment.keywords.get("url"), NO_CREDENTIALS))
     found = [address_problem(key, url, instead, path=key == "environment.url") for key, url, instead in named]
     return [problem for problem in found if problem is not None]
+
+
+def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
+    """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is not a text.
+
+    instead: what to do where it holds a user name or a password. path: whether it may have a path.
+    """
+    if not isinstance(url, str):  # the owner of the key refuses it
+        return None
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is not a number up to 65535, or half a bracket
+        valid = False
+    else:
+        if "@" in parts.netloc:
+            shown = re.sub("(?s)://.*@", "://***@", url)  # a password may hold white space
+            return f"{key} holds a user name or a password ({shown}), which a run would write to its files: {instead}"
+        valid = valid and (path or (parts.path in ("", "/") and not parts.query and not parts.fragment))
+    if valid and url.isprintable() and " " not in url:
+        return None
+    return f"{key}: {without_credentials(url)!r} is not the base URL of a server: write it like http://127.0.0.1:8000"
 
 
 def _engines(config: Config) -> Iterator[str]:

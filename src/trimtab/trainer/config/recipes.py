@@ -14,8 +14,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.errors import TrimtabError, did_you_mean, neighbors, without_credentials
+from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.files import parse_toml, regular_file
+from trimtab.safe_text import without_credentials
 from trimtab.trainer.config.consistency import contradictions, refuse
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.trainer.config.section import PluginSection

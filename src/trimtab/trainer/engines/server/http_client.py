@@ -16,8 +16,8 @@ from anyio.from_thread import start_blocking_portal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from trimtab.errors import TrimtabError, address_problem
-from trimtab.trainer.config.consistency import AUTHORIZATION, SET_AUTHORIZATION
+from trimtab.errors import TrimtabError
+from trimtab.trainer.config.consistency import AUTHORIZATION, SET_AUTHORIZATION, address_problem
 
 Result = TypeVar("Result")
 AnswerType = TypeVar("AnswerType", bound="Answer")

@@ -1,4 +1,4 @@
-"""Formats numbers for pages, figures and the terminal."""
+"""For all output: formats numbers for pages, figures and the terminal."""
 
 from __future__ import annotations
 

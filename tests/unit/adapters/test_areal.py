@@ -1,0 +1,96 @@
+"""AReaL's loss, which gets packed rows."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trimtab.adapters import areal
+from trimtab.adapters.hooks import HOOKS
+from trimtab.errors import TrimtabError
+from trimtab.objectives import objective, objectives
+
+
+def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
+    one = torch.zeros(1, 3)
+    data = {"logprobs": one, "advantages": one, "loss_mask": torch.tensor([[1.0, 1.0, 0.0]])}
+    tis = areal.actor_loss("token-tis")
+    with pytest.raises(TrimtabError, match=r"sampler's log-probs.*: set actor\.use_decoupled_loss=true"):
+        tis(one, one, data | {"prox_logp": one}, current_version=3)
+    with pytest.raises(TrimtabError, match=r"start of the update.*: set actor\.prox_logp_method=recompute"):
+        tis(one, one, data, use_decoupled_loss=True)
+    aged = functools.partial(areal.actor_loss("a3po"), one, one, current_version=3, use_decoupled_loss=True)
+    assert aged(data | {"versions": torch.tensor([[-1, 2, 2]])}).item() == 0
+    with pytest.raises(TrimtabError, match="trained tokens have no version"):
+        aged(data | {"versions": torch.tensor([[2, 2, -1]])})
+    with pytest.raises(TrimtabError, match="distillation from a teacher"):
+        packed("grpo", [1.0] * 8, teacher_logp=torch.zeros(8))
+
+
+def packed(name: str, advantages: list[float], **fields: Any) -> torch.Tensor:
+    """AReaL's loss of two responses of four tokens in one row."""
+    make = torch.Generator().manual_seed(0)
+    current = (-torch.rand(8, generator=make)).requires_grad_()
+    old = current.detach() + 0.3 * torch.randn(8, generator=make)
+    data: dict[str, Any] = {"logprobs": old, "prox_logp": old, "loss_mask": torch.ones(8), "versions": torch.zeros(8)}
+    data |= {"advantages": torch.tensor(advantages), "cu_seqlens": torch.tensor([0, 4, 8]), **fields}
+    loss = areal.actor_loss(name, aggregation="token-mean")
+    return loss(current, torch.zeros(8), data, current_version=1, use_decoupled_loss=True)
+
+
+def test_areal_s_advantages_must_not_differ_within_a_response_that_is_judged_whole() -> None:
+    """Also in a packed row, where two responses differ."""
+    assert packed("gspo", [1.0] * 4 + [-1.0] * 4).requires_grad
+    for name in ("gspo", "opsm"):
+        with pytest.raises(TrimtabError, match=rf"{name} needs one advantage a response.*set actor\.kl_ctl=0"):
+            packed(name, [1.0, 1.0, -1.0, -1.0] * 2)
+    assert packed("token-tis", [1.0, 1.0, -1.0, -1.0] * 2).requires_grad
+
+
+def test_areal_s_packed_row_without_borders_is_refused_where_sequences_are_read() -> None:
+    """Tree training passes none. What is not refused must have the loss of the same row with borders."""
+    advantages, refused = [1.0] * 4 + [-1.0] * 4, set()
+    for name in set(objectives()) - {"dr-grpo", "luffy", "oapl"}:
+        if HOOKS["areal"].refusal(objective(name, aggregation="token-mean")) is None:
+            try:
+                without = packed(name, advantages, cu_seqlens=None).item()
+            except TrimtabError as error:
+                refused |= {name} if "reads whole sequences, and AReaL passes no borders" in str(error) else set()
+            else:
+                assert without == pytest.approx(packed(name, advantages).item(), rel=1e-6), name
+    assert {"gspo", "seq-tis", "turn-tis", "geo-mask", "ctpo", "gmpo", "opsm"} <= refused
+    assert not {"grpo", "token-tis", "icepop", "a3po"} & refused
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
+    """A module in place of one of a trainer that has no package for this machine."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    parts = name.split(".")
+    for size in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:size]), ModuleType(".".join(parts[:size])))
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_areal_s_loss_is_not_installed_where_nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a script only starts the processes that train; those know the number of processes."""
+    actor = stand_in(monkeypatch, "areal.trainer.ppo.actor", grpo_loss_fn=None)
+    environ = stand_in(monkeypatch, "areal.utils.environ", is_single_controller=lambda: True)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(TrimtabError, match=r"this process only starts those that train.*docs/adapters\.md"):
+        areal.install("a3po")
+    assert actor.grpo_loss_fn is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    areal.install("a3po")
+    assert actor.grpo_loss_fn.__qualname__.startswith("actor_loss")
+    actor.grpo_loss_fn = None
+    monkeypatch.delenv("WORLD_SIZE")
+    environ.is_single_controller = lambda: False
+    areal.install("a3po")
+    assert actor.grpo_loss_fn is not None

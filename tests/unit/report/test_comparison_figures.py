@@ -1,0 +1,114 @@
+"""The figures of a comparison, by numbers: bands over seeds, and what is drawn of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from trimtab.pages.charts import Series, trailing
+from trimtab.report.comparison_figures import PANELS, Band, _draw_group, _draw_panel, _line_style, band, swatch, thinned
+from trimtab.runs.reader import Run
+
+
+def series(steps: list[float], values: list[float]) -> Series:
+    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+
+
+def test_a_band_covers_the_steps_all_seeds_have() -> None:
+    result = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
+    assert result is not None
+    assert result.steps.tolist() == [2, 4]
+    assert result.mean.tolist() == [3, 2]
+    assert result.low.tolist() == [2, 0]
+    assert result.high.tolist() == [4, 4]
+    assert band([series([1], [1]), series([2], [2])]) is None
+    assert band([]) is None
+
+
+def test_a_band_of_five_seeds_is_their_range_too() -> None:
+    result = band([series([1, 2], [value, 10.0]) for value in (0, 0, 0, 0, 1)])
+    assert result is not None
+    assert (result.low.tolist(), result.high.tolist()) == ([0, 10], [1, 10])
+
+
+def test_a_thinned_band_contains_all_values() -> None:
+    """1201 points in threes: the spike at step 500 and the dip at step 700 stay in the area."""
+    steps = np.arange(1.0, 1202.0)
+    low, high = np.zeros(1201), np.ones(1201)
+    low[699], high[499] = -5.0, 7.0
+    result = thinned(Band(steps, np.arange(1201.0), low, high))
+    assert len(result.steps) == 401
+    assert (result.low.min(), result.high.max()) == (-5.0, 7.0)
+    assert result.mean[:2].tolist() == [1.0, 4.0]
+    assert result.mean[-1] == 1200.0, "the last group has one point"
+    short = Band(steps[:480], steps[:480], low[:480], high[:480])
+    assert thinned(short) is short
+
+
+def test_a_moving_average_uses_no_later_values() -> None:
+    """A step from 0 to 1 at point 501 of 1000 is not seen before it, and in full 50 points later."""
+    short = series(list(range(399)), list(range(399)))
+    assert trailing(short) is short
+    jump = [0.0] * 500 + [1.0] * 500
+    steps, values = trailing(series(list(range(1, 1001)), jump))
+    assert len(steps) == 1000
+    # The window at index i is values[i - 49 .. i]: a twentieth of 1000 are 50 points.
+    assert values[:500].tolist() == [0.0] * 500
+    assert values[500:503] == pytest.approx([1 / 50, 2 / 50, 3 / 50])
+    assert values[549:] == pytest.approx(1.0)
+    _, line = trailing(series(list(range(1, 401)), [2.0 * step for step in range(1, 401)]))
+    assert line[:3] == pytest.approx([2, 3, 4]), "fewer points at the start"
+    assert line[19:] == pytest.approx([2 * step - 19 for step in range(20, 401)]), "twenty points, so 9.5 steps late"
+
+
+def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
+    axes = Figure().add_subplot()
+    _draw_group(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
+    return axes
+
+
+def test_up_to_three_seeds_are_seen_on_their_own_and_more_as_a_band() -> None:
+    steps = np.arange(5.0)
+    for count, lines in ((1, 1), (2, 3), (3, 4), (4, 1), (5, 1)):
+        axes = draw_axes([(steps, steps + seed) for seed in range(count)])
+        assert len(axes.lines) == lines, f"{count} seeds"
+        assert len(axes.collections) == (count > 1)
+    crowded = draw_axes([(steps, steps), (steps, steps + 1)], crowded=True)
+    assert (len(crowded.lines), len(crowded.collections)) == (1, 0)
+
+
+def values_of(line: Line2D) -> np.ndarray:
+    return np.asarray(line.get_ydata(), dtype=np.float64)
+
+
+def test_an_event_is_drawn_at_its_step_and_what_was_logged_beneath_the_average() -> None:
+    """A reward that collapses at step 201 of 400, one seed and five."""
+    steps = np.arange(1.0, 401.0)
+    collapse = np.where(steps <= 200, 0.5, 0.0)
+    for seeds in (1, 5):
+        raw, average = draw_axes([(steps, collapse)] * seeds, averaged=True).lines
+        assert values_of(raw).tolist() == collapse.tolist()
+        assert values_of(average)[:200] == pytest.approx(0.5)
+        assert raw.get_linewidth() < average.get_linewidth()
+    three = draw_axes([(steps, collapse)] * 3, averaged=True).lines
+    assert [values_of(line)[200] == 0.0 for line in three] == [True, True, True, False], "seeds are their own raw lines"
+
+
+def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
+    """k3 right after a refresh: 1e-13 among values near 1."""
+    steps = np.arange(1.0, 401.0)
+    rows = [{"step": int(step), "mismatch/k3": 1e-13 if step == 33 else 0.5, "mismatch/tokens": 9} for step in steps]
+    panel = next(panel for panel in PANELS if panel.title.startswith("Mismatch k3"))
+    axes = Figure().add_subplot()
+    _draw_panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
+    (line,) = axes.lines
+    assert values_of(line)[32] == 1e-13
+
+
+def test_twenty_groups_have_different_styles_also_in_the_legend() -> None:
+    assert len({(color, str(style)) for color, style in map(_line_style, range(36))}) == 36
+    assert len({swatch(index) for index in range(36)}) == 36
