@@ -11,7 +11,8 @@ import typer
 
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
 from trimtab.cli.output import echo
-from trimtab.errors import TrimtabError, require_extra
+from trimtab.errors import TrimtabError
+from trimtab.extras import require_extra
 
 if TYPE_CHECKING:
     from trimtab.preflight.rescoring import OnProgress
