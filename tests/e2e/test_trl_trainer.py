@@ -134,6 +134,14 @@ def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_genera
         assert sentence in capsys.readouterr().out
 
 
+def test_a_monitor_changes_no_bit_of_training(run: Part) -> None:
+    result = run("monitored")
+    assert result["same"]
+    assert result["loss"]
+    assert all(0.02 < k3 < 0.1 for k3 in result["k3"])
+    assert all(name.startswith("trimtab/") for name in result["added"])
+
+
 def test_scalars_of_a_trainer_state_are_read(run: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged = run("state")
     assert "eval_completions/mean_length" in logged

@@ -194,6 +194,19 @@ def test_the_driver_corrects_with_trimtab(run: Part) -> None:
     assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
 
 
+def test_the_driver_shows_its_batches_to_a_monitor(run: Part, tmp_path: Path) -> None:
+    result = run("monitor", TRIMTAB_MONITOR=str(tmp_path))
+    assert len(result["figures"]) == 9
+    assert all(ours == expected for ours, expected in result["figures"])
+    assert all(result["same"])
+    assert result["rejected"] > 0
+    assert any("k3-jump" in text for text in result["warned"])
+    assert result["refused"].startswith("TRIMTAB_MONITOR compares log-probs of sampler and trainer: set actor_rollout")
+    # Written when the process ended.
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
+    assert {json.loads(line)["group"] for line in (tmp_path / "sample.jsonl").open()} == {0, 1}
+
+
 def test_what_is_missing_is_named(run: Part) -> None:
     none, weights, aggregation, update, constant, bypass, plain, *others = run("refusals")
     carried, gspo, ratios, baseline, rejection, normalized, absent = others

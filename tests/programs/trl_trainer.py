@@ -407,6 +407,24 @@ def state(folder: Path) -> list[str]:
     return sorted({name for row in trainer.state.log_history for name in row})
 
 
+def monitored(folder: Path) -> dict[str, Any]:
+    """Weights and log after three updates with and without `monitor=True`."""
+    result = {}
+    for monitor in (True, False):
+        own = {"objective": "icepop", "monitor": monitor}
+        trainer = build(GRPOTrainer, folder, steps=3, own=own)
+        trainer.train()
+        logged = [row for row in trainer.state.log_history if "reward" in row]
+        result[monitor] = ([one.detach().clone() for one in trainer.model.parameters()], logged)
+    (ours, seen), (plain, log) = result[True], result[False]
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)),
+        "loss": [[row["loss"], row["grad_norm"]] for row in seen] == [[row["loss"], row["grad_norm"]] for row in log],
+        "k3": [row["trimtab/mismatch/k3"] for row in seen],
+        "added": sorted(seen[0].keys() - log[0].keys()),
+    }
+
+
 def lost(folder: Path) -> dict[str, Any]:
     """A sampler that keeps the weights of the start, while TRL sends its own before every generation; dumped, too."""
     first, alarms = laboratory.build(0)[0], []
@@ -511,5 +529,5 @@ def options(_: Path) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
-    functions = (parity, kl, presets, planted, own, lost, train, state, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, own, lost, train, state, monitored, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -526,6 +526,47 @@ def driver() -> dict[str, Any]:
     }
 
 
+def monitor() -> dict[str, Any]:
+    """verl's function of the driver with a monitor, over steps of which the last three lost the trainer's weights."""
+    import warnings
+
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+    from verl.utils.config import validate_config
+
+    import trimtab
+
+    direct, figures, same = trimtab.Monitor(on_alarm=lambda _: None), [], []
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        for step in range(9):
+            fields = {key: value for key, value in batch().items() if key != "length"}
+            old, mask = fields["old_log_probs"], fields["response_mask"]
+            scale = (0.1 if step < 6 else 1.0) + 0.01 * step
+            rollout = old + scale * (fields["rollout_log_probs"] - old)
+            fields |= {"rollout_log_probs": rollout, "response_mask": mask.long()}
+            texts = {"uid": np.array(["a", "b"] * 4, dtype=object)}
+            # verl's weights, and its rejection, which changes the mask.
+            config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+            config |= {"rollout_rs_threshold": 1.2}
+            results = [
+                call(DataProto.from_single_dict({**fields, **texts}), OmegaConf.create(config))
+                for call in (add, add.__wrapped__)
+            ]
+            expected = direct.observe(logp_train=old, logp_rollout=rollout, mask=mask, step=step)
+            figures += [(results[0][1]["rollout_corr/trimtab/mismatch/k3"], expected["mismatch/k3"])]
+            ours, theirs = (one.batch for one, _ in results)
+            same += [all(torch.equal(ours[key], theirs[key]) for key in ("rollout_is_weights", "response_mask"))]
+            same += [results[1][1].items() <= results[0][1].items()]
+    rejected = int((ours["response_mask"] != fields["response_mask"]).sum())
+    rollout = {"calculate_log_probs": True}
+    config = {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "actor_rollout_ref": {"rollout": rollout}}
+    refused = refusal(validate_config, OmegaConf.create(config), False, False)
+    warned = [str(one.message) for one in raised if "Trimtab" in one.category.__name__]
+    return {"figures": figures, "same": same, "rejected": rejected, "warned": warned, "refused": refused}
+
+
 def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
     from trimtab.errors import TrimtabError
 

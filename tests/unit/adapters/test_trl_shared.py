@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
+from trimtab.adapters.loss_settings import TRL
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import objective
+from trimtab.objectives import keywords_of, objective, objectives
+
+KEYWORDS = {keyword for name in objectives() for keyword in keywords_of(name)}
 
 
 @dataclasses.dataclass
@@ -23,6 +27,13 @@ class Config:
     gradient_accumulation_steps: int = 1
     use_vllm: bool = False
     beta: float = 0.0
+
+
+@pytest.mark.parametrize("option", [option for option, one in TRL.items() if one.instead])
+def test_what_replaces_an_option_exists(option: str) -> None:
+    words = set(re.findall(r"[a-z0-9_-]+", TRL[option].instead))
+    assert words & (KEYWORDS | set(objectives()))
+    assert {word for word in words if "_" in word} <= KEYWORDS
 
 
 @pytest.mark.parametrize(
