@@ -19,6 +19,7 @@ to hold. What no detector explains is `unexplained`.
   long_context     long-context
   old_weights      stale-cache, undelivered, stale
   noise_kinds      precision, quantized, routing, unexplained
+  signs            what tokens show where nothing is proven; candidates  ranks by them what it may be (candidates.toml)
 
 Another detector is a function of tokens and context in one of these files, entered in `STAGES` below, and a row of
 causes.toml. Most numbers that decide stand above the detector that uses them, and all of them in docs/detection.md.
