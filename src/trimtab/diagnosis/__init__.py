@@ -10,6 +10,7 @@
   output/     the answer as text, JSON and an HTML page
   against     two diagnoses compared;  watch  a folder beside a running training;  redaction  for `--redact`
 
-Tables: layouts.toml (frameworks), findings.toml (odd data), causes.toml, candidates.toml, known_faults.toml, rules.toml (advice), and
+Tables: layouts.toml (frameworks), findings.toml (odd data), causes.toml, candidates.toml, known_faults.toml, rules.toml
+(advice), and
 texts.toml (figures and charts).
 """

@@ -143,7 +143,10 @@ class Diagnosis:
         bounds = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
         first = _first_step(self, faults, kind, doubt, f"use the correction {method}")
-        named = [(label, f"{cause_text(cause)}.") for label, cause in zip(("", "Also"), causes or [None], strict=False)]
+        # Without a cause, what must be repaired in the files is what was found.
+        wrong = next((finding.detail for finding in findings if finding.status == "fail"), cause_text(None))
+        texts = [cause_text(cause) for cause in causes] or [wrong]
+        named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
         candidates = self.candidates[:SHOWN] if kind in ("fits", "differential") else ()
         named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
         named += [(f"Candidate {place}", candidate_text(one)) for place, one in enumerate(candidates, start=1)]
