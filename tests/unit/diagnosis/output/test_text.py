@@ -82,7 +82,7 @@ def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
         text = (Path(__file__).parents[4] / page).read_text()
         blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
         samples += [block for block in blocks if re.search("^size ", block, re.MULTILINE)]
-    assert len(samples) == 3
+    assert len(samples) == 2
     for sample in samples:
         labels = [line[:10].strip() for line in sample.splitlines() if line[:1] != " "]
         assert labels == [label for label in printed if label in labels]
