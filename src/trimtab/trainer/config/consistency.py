@@ -176,9 +176,10 @@ def _tokens(config: Config) -> Iterator[str]:
         "vLLM returns them on GPUs only, where they are not read here": kind == "vllm",
         "no engine ran the traces of [demonstrations]": config.demonstrations is not None,
     }
-    if config.routing.of_engine and (reason := next((key for key, on in without_experts.items() if on), None)):
+    reason = next((key for key, on in without_experts.items() if on), None)
+    if config.routing.replay == "rollout" and reason is not None:
         yield (
-            f'routing.replay = "{config.routing.replay}" needs a record of every token\'s routing, and {reason}: use '
+            f'routing.replay = "rollout" needs a record of every token\'s routing, and {reason}: use '
             'engine.type = "embedded" without demonstrations, or replay = "proximal"'
         )
 

@@ -120,8 +120,6 @@ REFUSED = {
         (f"{LUFFY} sampling.top_p=0.9", "traces of [demonstrations] were not drawn from any"),
         (f"{LUFFY} sampling.top_k=5", "traces of [demonstrations] were not drawn from any"),
         (f"{REPLAY} {SERVER}", "servers return none"),
-        (f"{REPLAY}-gates {SERVER}", '"rollout-gates" needs a record'),
-        (f"{REPLAY}-gates {VLLM}", "vLLM returns them on GPUs only"),
         (f"{REPLAY} {VLLM}", "vLLM returns them on GPUs only"),
         (f"{REPLAY} {LUFFY}", "no engine ran the traces of [demonstrations]"),
     ],
