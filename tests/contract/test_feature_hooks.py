@@ -79,9 +79,9 @@ class CountingFeature(Feature):
         self.calls["before_updates"] += 1
         self._probes = step == 2
 
-    def learning_rate_factor(self) -> float:
-        self.calls["learning_rate_factor"] += 1
-        return 1.0 / self.calls["before_updates"]
+    def end_backward(self) -> None:
+        self.calls["end_backward"] += 1
+        assert self.calls["end_backward"] == self.calls["end_update"] + 1
 
     def end_update(self) -> None:
         self.calls["end_update"] += 1
@@ -146,7 +146,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
         "scored train": 4,
         "forward probe": 2,  # in the second step
         "scored probe": 2,
-        "learning_rate_factor": 4,
+        "end_backward": 4,
         "end_update": 4,
         "after_updates": 2,
         "counts": 2,
@@ -157,7 +157,6 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
     }
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["counting/updates"] for row in rows] == [2, 4]
-    assert rows[1]["optim/lr"] == pytest.approx(rows[0]["optim/lr"] / 2)
 
 
 def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ METHODS = {
     "token-alp": ("perturbation.std=0.01",),
     "seq-alp": ("perturbation.layers=1",),
     "soup": ("prefix.refresh=3",),
-    "oapl": ("trainer.sync_every=2", "trainer.dynamic_sampling=true", "trainer.oversample=2.0"),
+    "oapl": ("trainer.sync_every=2", "trainer.dynamic_sampling=true"),
     "m2po": ("trainer.sync_every=2", "trainer.minibatches=2"),
     "luffy": ("demonstrations.per_group=1",),
 }

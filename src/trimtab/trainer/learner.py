@@ -227,8 +227,9 @@ class Learner:
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]
         for gradient in gradients:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
-        factor = math.prod(feature.learning_rate_factor() for feature in self.features)
-        stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
+        for feature in self.features:
+            feature.end_backward()
+        stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)

@@ -31,7 +31,6 @@ from trimtab.trainer.config.training_sections import (
     BATCH_BASELINE,
     DISTILLATION,
     TOKEN_BASELINE,
-    EssConfig,
     OptimConfig,
 )
 
@@ -46,7 +45,6 @@ __all__ = [
     "Config",
     "DemonstrationConfig",
     "EngineConfig",
-    "EssConfig",
     "LogConfig",
     "LoraConfig",
     "OptimConfig",

@@ -106,12 +106,6 @@ def _proximal(config: Config) -> Iterator[str]:
             'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
             '"proximal" replays: set replay = "rollout", or leave one of them out'
         )
-    refills = trainer.dynamic_sampling and not config.has_engine_threads
-    if trainer.proximal == "snapshot" and trainer.max_lag is None and refills and trainer.oversample > 1:
-        yield (
-            'trainer.proximal = "snapshot" keeps the weights of the oldest tokens, and trainer.oversample leaves '
-            "groups that may become older: set oversample = 1"
-        )
 
 
 def _addresses(config: Config) -> list[str]:
@@ -214,11 +208,6 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "trainer.proximal",
         "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
         lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
-    ),
-    (
-        "trainer.oversample",
-        "trainer.dynamic_sampling, and generation in turn with training",
-        lambda c: c.trainer.dynamic_sampling and not c.has_engine_threads,
     ),
     ("trainer.refill_rounds", "trainer.dynamic_sampling", lambda c: c.trainer.dynamic_sampling),
     ("optim.min_lr", 'optim.schedule = "cosine"', lambda c: c.optim.schedule == "cosine"),

@@ -71,18 +71,6 @@ class AdvantageConfig(Section):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class EssConfig(Section):
-    """Scaling the rate of each update by the effective sample size of its weights (VCPO, arXiv 2602.17616)."""
-
-    base: float = Field(
-        default=1.0, gt=0, le=1, description="share of the responses above which the rate is not lowered"
-    )
-    rule: Literal["sqrt", "linear"] = Field(default="sqrt", description="how the rate follows size / base")
-    level: Literal["sequence", "geometric"] = Field(
-        default="sequence", description="of the weights; products of long responses leave a size of 1 by length alone"
-    )
-
-
 class OptimConfig(Section):
     """AdamW and its learning rate."""
 
@@ -96,7 +84,6 @@ class OptimConfig(Section):
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="of the learning rate")
     warmup: Whole = Field(default=0, description="updates of linear warm-up")
     min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
-    ess: EssConfig | None = None
 
 
 class TrainerConfig(Section):
@@ -128,7 +115,6 @@ class TrainerConfig(Section):
     )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose first rewards are all equal (DAPO)")
-    oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
     max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")

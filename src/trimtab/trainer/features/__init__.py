@@ -12,7 +12,6 @@ from torch import nn
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
 from trimtab.trainer.features.calibration import Calibration
-from trimtab.trainer.features.ess_learning_rate import SampleSizeRate
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.measurements import (
     BitwiseCheck,
@@ -70,7 +69,5 @@ def build_features(
         yield CanaryFeature(canary)
     if config.objective.calibrate:
         yield Calibration(config, notify)
-    if config.optim.ess is not None:
-        yield SampleSizeRate(config.optim.ess, ranks)
     if config.numerics == "invariant":
         yield BitwiseCheck(notify)

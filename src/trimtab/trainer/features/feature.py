@@ -8,7 +8,7 @@ A method is a subclass of `Feature` in a separate file and a line in `build_feat
     proximal_passes       before the log-probs of the proximal policy are computed
     forward, after_score  around each forward of the policy or of the reference
     before_updates        before the first update, with the batch complete
-    learning_rate_factor  before each update, with its gradient complete
+    end_backward          before each update, with its gradient complete
     end_update            after each update
     after_updates         after the last update
     counts                after that
@@ -145,9 +145,8 @@ class Feature:
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Called before the first update of step `step` (from 1), with advantages and log-probs of fixed policies."""
 
-    def learning_rate_factor(self) -> float:
-        """Returns the factor of the learning rate of the update whose gradient is complete."""
-        return 1.0
+    def end_backward(self) -> None:
+        """Called before each update, with its gradient complete."""
 
     def end_update(self) -> None:
         """Called after each update. Raises `NonFiniteUpdateError` if it made this feature's parameters unusable."""

@@ -63,12 +63,11 @@ class PerturbationFeature(Feature):
         self._coverage = PerturbationCoverage() if probes else None
         self._gradients = []
 
-    def learning_rate_factor(self) -> float:
-        """1. The gradient of log sigma is complete here, and is recorded."""
+    def end_backward(self) -> None:
+        """Records the norm of the gradient of log sigma."""
         gradients = [p.grad.detach().flatten() for p in self.perturbation.parameters() if p.grad is not None]
         if gradients:
             self._gradients.append(float(torch.cat(gradients).norm()))
-        return 1.0
 
     def end_update(self) -> None:
         self._sigmas = self.perturbation.sigmas()

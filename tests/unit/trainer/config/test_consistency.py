@@ -53,10 +53,6 @@ REFUSED = {
             "trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2",
             'trainer.proximal = "snapshot" scores with other weights than those whose experts',
         ),
-        (
-            "trainer.proximal=snapshot trainer.sync_every=4 trainer.dynamic_sampling=true trainer.oversample=2.0",
-            "trainer.oversample leaves groups that may become older",
-        ),
     ],
     "one engine": [
         (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
@@ -204,15 +200,6 @@ UNUSED = [
     ("trainer.window=2 trainer.in_flight=discard trainer.max_lag=2", "trainer.window has no effect without"),
     ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
     ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
-    *(
-        (f"{more} trainer.oversample=2.0", "trainer.oversample has no effect")
-        for more in (
-            "trainer.dynamic_sampling=true trainer.max_lag=3",
-            f"{SERVER} trainer.dynamic_sampling=true",
-            "",
-            "trainer.proximal=snapshot trainer.sync_every=4",
-        )
-    ),
     ("trainer.refill_rounds=2", "trainer.refill_rounds has no effect without trainer.dynamic_sampling"),
     ("optim.min_lr=1e-8", 'optim.min_lr has no effect without optim.schedule = "cosine"'),
     ("model.lora.alpha=8", "model.lora has no effect without model.lora.rank above 0"),
@@ -255,7 +242,6 @@ ACCEPTED = [
     f"{SETS} sampling.top_p=0.9 sampling.top_k=20",
     "trainer.sync_every=3 trainer.max_lag=2",
     "trainer.max_lag=4 trainer.minibatches=2 trainer.epochs=2",
-    "trainer.oversample=2.0 trainer.dynamic_sampling=true",
     "trainer.max_lag=2 trainer.in_flight=continue",
     "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
     "objective.name=oapl advantage.value_beta=0.5",

@@ -99,25 +99,6 @@ def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     assert stats.no_signal == 6
 
 
-def test_surplus_of_oversampling_waits_for_the_next_step(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True] * 6), dynamic_sampling=True, oversample=2.0)
-    first, _ = source.take(UPDATES, batches_left=1)
-    assert [group[0].group for group in first] == [0, 1]
-    assert source.buffer.schedule.ready() == [2, 3]
-    second, stats = source.take(UPDATES, batches_left=1)
-    assert [group[0].group for group in second] == [2, 3]
-    assert stats.generated == 0
-
-
-def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=0)
-    source.take(UPDATES, batches_left=1)
-    source.publish([], UPDATES + 2)
-    groups, stats = source.take(UPDATES + 2, batches_left=1)
-    assert [group[0].group for group in groups] == [4, 5]
-    assert stats.stale == 4
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf, -9999.0])
 def test_log_probs_of_no_sampled_token_cost_their_sample_only(scorer: rewards.Scorer, value: float) -> None:
     (index, other) = order(2)
