@@ -64,10 +64,6 @@ Ratio = Annotated[
     float | None,
     typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues."),
-]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
@@ -81,7 +77,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "eval",
         epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
-        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
+        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy[/bold]",
     )(evaluate)
 
 
@@ -100,7 +96,6 @@ def evaluate(
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
     relay: RelayModel = None,
     relay_ratio: Ratio = None,
-    out: Out = None,
     markdown: Markdown = None,
     scores: Scores = None,
     trusted: AllowCode = False,
@@ -132,13 +127,12 @@ def evaluate(
     )
     relay_model = source(relay, which).spec() if relay is not None else None
     count = len(choices) * len(task_choices) * len(settings.modes(relay is not None))
-    with _interruptible(out), _progress(count) as progress:
+    with _progress(count) as progress:
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
             relay=relay_model,
-            out=out,
             progress=progress,
             notes=notes_on_tools(choices, task_choices),
         )
@@ -190,16 +184,6 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
         from trimtab.runs.atomic import write_text
 
         write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-@contextmanager
-def _interruptible(out: Path | None) -> Iterator[None]:
-    """On Ctrl-C, adds to the message whether finished batches were kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
-        raise KeyboardInterrupt(kept) from None
 
 
 @contextmanager
