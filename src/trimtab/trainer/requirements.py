@@ -111,8 +111,6 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
         yield f"sampling.top_logprobs has no effect on objective {name!r}, which centers no scores: leave it out"
     if is_set(config, "sharding") and (config.ray.trainers if config.placement == "ray" else world_size) == 1:
         yield "[sharding] has no effect with one process: start several with torchrun, or leave it out"
-    if trainer.window > 1 and objective.single_behavior:
-        yield f"trainer.window has no effect on objective {name!r}, whose buffer ends with the weights: leave it out"
     if trainer.max_lag and objective.single_behavior and (trainer.sync_every or 1) <= trainer.updates_per_step:
         # The buffer is emptied when the sampler is refreshed.
         yield (

@@ -44,12 +44,6 @@ def _batches(config: Config) -> Iterator[str]:
             f"trainer.sync_every = {trainer.sync_every} makes tokens up to {age} updates old, trainer.max_lag allows "
             f"{trainer.max_lag}: lower sync_every or raise max_lag"
         )
-    passed = -(-(trainer.window - 1) // trainer.prompts) * trainer.updates_per_step
-    if trainer.max_lag and trainer.unfinished != "discard" and age + passed > trainer.max_lag:
-        yield (
-            f"trainer.window = {trainer.window} makes tokens up to {age + passed} updates old, trainer.max_lag allows "
-            f"{trainer.max_lag}: lower window or raise max_lag"
-        )
     if config.placement == "ray" and config.compare is not None:
         yield 'compare runs on one machine: leave it out or set placement = "local"'
     if config.environment is not None and config.sampling.max_tokens is None:
@@ -189,11 +183,6 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("ray", 'placement = "ray"', lambda c: c.placement == "ray"),
     ("ray.engines", 'engine.type "embedded" or "vllm"', lambda c: c.engine.type != "server"),
     ("trainer.in_flight", "trainer.max_lag above 0", lambda c: bool(c.trainer.max_lag)),
-    (
-        "trainer.window",
-        'trainer.max_lag above 0 and in_flight "finish" or "continue"',
-        lambda c: bool(c.trainer.max_lag) and c.trainer.unfinished != "discard",
-    ),
     ("trainer.refill_rounds", "trainer.dynamic_sampling", lambda c: c.trainer.dynamic_sampling),
     ("optim.min_lr", 'optim.schedule = "cosine"', lambda c: c.optim.schedule == "cosine"),
     ("model.lora", "model.lora.rank above 0", lambda c: c.model.lora.rank > 0),

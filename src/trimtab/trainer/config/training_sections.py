@@ -101,9 +101,6 @@ class TrainerConfig(Section):
         default=None,
         description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
-    window: Count = Field(
-        default=1, description="with max_lag: a slow group is passed by at most window - 1 younger ones; 1: by none"
-    )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
         description="what happens to unfinished responses when new weights come (max_lag above 0)",

@@ -44,7 +44,6 @@ REFUSED = {
     ],
     "batches": [
         ("trainer.minibatches=17", "minibatches = 17 is more than trainer.prompts = 16"),
-        ("trainer.prompts=4 trainer.window=6 trainer.max_lag=1", "trainer.window = 6 makes tokens up to 2 updates old"),
         ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
         (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
     ],
@@ -190,8 +189,6 @@ UNUSED = [
     (f"{RAY} {SERVER} ray.engines=2", "ray.engines has no effect"),
     ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in separate processes"),
     (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout has no effect"),
-    ("trainer.window=2", "trainer.window has no effect without trainer.max_lag above 0"),
-    ("trainer.window=2 trainer.in_flight=discard trainer.max_lag=2", "trainer.window has no effect without"),
     ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
     ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
     ("trainer.refill_rounds=2", "trainer.refill_rounds has no effect without trainer.dynamic_sampling"),
