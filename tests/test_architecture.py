@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         *(f"trainer.{part}" for part in ("config", "engines", "models", "rewards", "sandbox", "tasks")),
         *("trainer", "runs"),
     },
-    "trainer.config": set(),
+    "trainer.config": {"runs"},
     "trainer.engines": {"trainer.config", "trainer.models", "trainer.seeds", "trainer.processes"},
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {

@@ -12,6 +12,7 @@ import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, unwritable, usable_cores
 from trimtab.errors import TrimtabError, require_extra
+from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
     from trimtab.report.experiment_page import ComparisonTable
@@ -125,7 +126,7 @@ def _show(
 
     out = plan.out
     grid = summarize(read_table(out))
-    report = write_experiment_page(grid, out / "report.html", notes=notes)
+    report = write_experiment_page(grid, out / REPORT, notes=notes)
     figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
     text = f"{markdown(grid)}\n\n{legend(grid)}\n"
     if notes:

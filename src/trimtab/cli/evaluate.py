@@ -18,6 +18,7 @@ import typer
 from trimtab.cli.output import AllowCode, Json, echo, print_json, unwritable
 from trimtab.errors import TrimtabError, did_you_mean, require_extra
 from trimtab.plugins import allow_code
+from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
     from trimtab.trainer.evaluation import ModelSpec, Results, TaskSpec
@@ -251,15 +252,15 @@ class TaskChoice:
 def source(name: str, which: str) -> ModelChoice:
     """Returns the model for a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
-    if (path / "config.toml").is_file():
+    if (path / CONFIG).is_file():
         return ModelChoice(name, Path(name), which)
-    if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
+    if CHECKPOINT.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return ModelChoice(name, path.parent.parent, path.name)
     return ModelChoice(name, None, which)
 
 
 def recipe_of(run: Path) -> str:
-    return str(run / "config.toml")
+    return str(run / CONFIG)
 
 
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:

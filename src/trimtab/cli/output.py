@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.errors import TrimtabError
+from trimtab.runs.layout import CONFIG
 from trimtab.safe_text import UNPRINTABLE, clean
 
 
@@ -124,12 +125,12 @@ def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path
     """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
-    if (Path(recipe) / "config.toml").is_file():
+    if (Path(recipe) / CONFIG).is_file():
         return Path(recipe)
     if configured is not None:
         return Path(configured)
     path = Path(recipe)
-    return Path("runs") / (path.parent.name if path.name == "config.toml" and path.parent.name else path.stem)
+    return Path("runs") / (path.parent.name if path.name == CONFIG and path.parent.name else path.stem)
 
 
 def _json_value(value: Any) -> Any:

@@ -9,6 +9,7 @@ import typer
 
 from trimtab.cli.output import Json, echo, print_json
 from trimtab.errors import TrimtabError
+from trimtab.runs.layout import REPORT
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +62,7 @@ def report(
         # The page of a folder of runs goes into that folder, that of single runs into the parent of the first.
         folder = out or (runs[0] if len(runs) == 1 else runs[0].parent)
         comparison = compare(group_runs(run_paths), target=target)
-        data = {"report": write_page(comparison, folder / "report.html"), **comparison_data(comparison)}
+        data = {"report": write_page(comparison, folder / REPORT), **comparison_data(comparison)}
     if as_json:
         print_json(data)
         return

@@ -13,6 +13,7 @@ import typer
 from trimtab.cli import starting
 from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, run_directory
 from trimtab.errors import require_extra
+from trimtab.runs.layout import CONFIG, REPORT
 
 if TYPE_CHECKING:
     from trimtab.trainer.config import Config
@@ -58,7 +59,7 @@ def train(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(recipe, sets or (), run, config.compare is not None)) from None
     if as_json and not is_follower():
-        data = {"run": run, "report": run / "report.html", "metrics": result}
+        data = {"run": run, "report": run / REPORT, "metrics": result}
         print_json(data if config.compare is not None else data | {"verdict": as_data(health(read_run(run)))})
 
 
@@ -83,7 +84,7 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with show_runs(to_stderr=to_stderr) as observer:
         runs = run_recipe_comparison(config, out, observer, resume=resume)
-    page = write_comparison(runs, out / "report.html")
+    page = write_comparison(runs, out / REPORT)
     echo("\n".join([*closing_lines(held_out(runs)), f"report: {page}"]), err=to_stderr)
     return {str(run.relative_to(out)): read_steps(run)[-1] for of in runs.values() for run in of}
 
@@ -115,7 +116,7 @@ def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: boo
     has_runs = is_comparison and run.is_dir() and any(run.iterdir())
     if has_runs or any(run.glob("checkpoints/step-*")):
         return f"continue with: {command} --resume"
-    if (run / "config.toml").is_file():
+    if (run / CONFIG).is_file():
         return f"no checkpoint was written yet, this begins again: {command} --resume"
     return f"nothing was written yet, start again with: {command}"
 

@@ -41,6 +41,7 @@ from trimtab.report.summary_columns import (
     summary_table,
 )
 from trimtab.runs.atomic import write_output
+from trimtab.runs.layout import REPORT
 from trimtab.runs.reader import read_run
 
 PICTURE = "comparison.png"
@@ -282,7 +283,7 @@ def _run_table(comparison: Comparison, folder: Path) -> Fold:
         for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
             pairs = [(column, values[column.key]) for column in columns]
             cells = ["–" if value is None else format_in(column, value) for column, value in pairs]
-            report = run.path / "report.html"
+            report = run.path / REPORT
             # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
             name = Cell(plain(run.path.name), link=link)

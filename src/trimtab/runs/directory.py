@@ -9,7 +9,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,21 @@ import numpy as np
 from trimtab.errors import RESUME, TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, LOCK, METRICS, MODEL, PROVENANCE, list_checkpoints, move_aside_after
+from trimtab.runs.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    LOCK,
+    METRICS,
+    MODEL,
+    PROVENANCE,
+    REPORT,
+    STEP_FILE,
+    TRAJECTORIES,
+    list_checkpoints,
+    move_aside_after,
+)
 
 NONFINITE = "metrics/nonfinite"
-_TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
 # POSIX locks belong to the process: children that outlive a killed trainer do not keep them. A second open in the same
 # process would succeed, however, and its close would release the lock; this set prevents that.
@@ -44,10 +54,10 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint_root = path / "checkpoints"
-        self.trajectory_folder = path / "trajectories"
+        self.checkpoint_root = path / CHECKPOINTS
+        self.trajectory_folder = path / TRAJECTORIES
         self.model_folder = path / MODEL
-        self.report = path / "report.html"
+        self.report = path / REPORT
         self._lock: int | None = None
         self._metrics: int | None = None
         self._last_step: int | None = None
@@ -149,7 +159,7 @@ class RunDirectory:
         self._open_metrics()
         if self.trajectory_folder.is_dir():
             for item in self.trajectory_folder.iterdir():
-                match = _TRAJECTORIES.fullmatch(item.name)
+                match = STEP_FILE.fullmatch(item.name)
                 if match and int(match[1]) > step:
                     item.unlink()
         move_aside_after(self.checkpoint_root, step)

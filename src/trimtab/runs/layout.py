@@ -10,8 +10,12 @@ from trimtab.errors import TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 
-CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
-BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
+CONFIG, METRICS, PROVENANCE, REPORT, LOCK = "config.toml", "metrics.jsonl", "provenance.json", "report.html", ".lock"
+MODEL, CHECKPOINTS, TRAJECTORIES = "model", "checkpoints", "trajectories"  # folders
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"  # a folder; the id of a run of W&B
+BEST = "best.json"  # in `CHECKPOINTS`
+RESULT, TRACEBACK = "result.json", "error.txt"  # of a run of an experiment
+STEP_FILE = re.compile(r"step-(\d+)\.parquet")  # in `TRAJECTORIES`
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 
 

@@ -17,12 +17,11 @@ import pyarrow.parquet as pq
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
-from trimtab.runs.layout import CONFIG, METRICS
+from trimtab.runs.layout import CONFIG, METRICS, STEP_FILE, TRAJECTORIES
 from trimtab.runs.provenance import read_origins
 
 T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
-_STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
 _SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
@@ -139,8 +138,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def sample_steps(path: Path) -> dict[int, Path]:
     """Returns the trajectory files of a run by step; empty if there is none."""
-    folder = path / "trajectories"
-    matches = [(_STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
+    folder = path / TRAJECTORIES
+    matches = [(STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
     return dict(sorted((int(match[1]), item) for match, item in matches if match))
 
 

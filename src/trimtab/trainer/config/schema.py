@@ -257,8 +257,6 @@ class LogConfig(Section):
         default=False, description="event files in the run directory; needs the extra `tensorboard`"
     )
     wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
-    mlflow: str | None = Field(default=None, description="MLflow experiment; needs the extra `mlflow`")
-    trackio: str | None = Field(default=None, description="Trackio project; needs the extra `trackio`")
 
 
 class SftConfig(Section):

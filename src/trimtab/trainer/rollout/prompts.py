@@ -151,7 +151,8 @@ class Survey:
     def lines(self) -> list[str]:
         """Messages for the user: the distribution, and the number of prompts that are too long."""
         count = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
-        low, middle, high, top = (f"{value:,}" for value in self._quantiles())
+        quantiles = np.quantile(self.lengths, [0, 0.5, 0.95, 1], method="higher")
+        low, middle, high, top = (f"{value:,}" for value in quantiles)
         span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95% up to {high}"
         lines = [f"prompts    {span} ({count} problems)"]
         if self.too_long:
@@ -162,15 +163,4 @@ class Survey:
         return lines
 
     def metrics(self) -> dict[str, float]:
-        low, middle, high, top = self._quantiles()
-        share = self.too_long / len(self.lengths)
-        return {
-            "prompt/min": low,
-            "prompt/median": middle,
-            "prompt/q95": high,
-            "prompt/max": top,
-            "prompt/too_long": share,
-        }
-
-    def _quantiles(self) -> list[int]:
-        return [int(value) for value in np.quantile(self.lengths, [0, 0.5, 0.95, 1], method="higher")]
+        return {"prompt/too_long": self.too_long / len(self.lengths)}

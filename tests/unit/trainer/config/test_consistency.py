@@ -44,6 +44,7 @@ REFUSED = {
     ],
     "batches": [
         ("trainer.minibatches=17", "minibatches = 17 is more than trainer.prompts = 16"),
+        ("optim.schedule=cosine optim.lr=1e-6 optim.min_lr=1e-4", "optim.min_lr = 0.0001 is above optim.lr = 1e-06"),
         ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
         (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
     ],
