@@ -16,7 +16,6 @@ from torch import nn
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import checkpoint_folder
 from trimtab.trainer import run
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.checkpoint import store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.features.feature import (
@@ -27,6 +26,7 @@ from trimtab.trainer.features.feature import (
     TrainedModule,
 )
 from trimtab.trainer.models.logprobs import TokenScores
+from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import Trajectory
 
 pytestmark = pytest.mark.e2e  # it trains

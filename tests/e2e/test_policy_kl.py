@@ -14,11 +14,11 @@ from tests.support.run_results import untimed
 
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer import run
-from trimtab.trainer.batching import MiniBatch
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, PolicyLearner
 from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.packing import MiniBatch
 
 pytestmark = pytest.mark.e2e
 

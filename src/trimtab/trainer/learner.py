@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from trimtab.objectives import Objective, PolicyLogps
-from trimtab.trainer.batching import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
@@ -31,6 +30,7 @@ from trimtab.trainer.optim import (
     repeatable,
     set_learning_rate,
 )
+from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup, current_ranks
 from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 

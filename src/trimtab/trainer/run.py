@@ -43,7 +43,7 @@ from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
 from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
 from trimtab.trainer.rollout.prefixes import PrefixedResponses, build_rule
 from trimtab.trainer.rollout.prompts import PromptStream, Survey, smallest_context
-from trimtab.trainer.rollout.response_source import ResponseSource
+from trimtab.trainer.rollout.responses import Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop
@@ -326,7 +326,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     room = None if context is None else context - sampling.max_tokens
     max_prompt = config.sampling.max_prompt_tokens or room
     stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
-    responses = ResponseSource(config, stream, sampling)
+    responses = Responses(config, stream, sampling)
     if config.prefix is not None:
         responses = PrefixedResponses(config, stream, sampling)
     elif config.demonstrations is not None:

@@ -16,7 +16,6 @@ from filelock import FileLock
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.trainer import tasks
-from trimtab.trainer.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.config import Config, OptimConfig, load_config
 from trimtab.trainer.models.bundled import cache_root
 from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
@@ -24,6 +23,7 @@ from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable, set_learning_rate
+from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.rollout.demonstrations import encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import SamplingParams, Task, Trajectory

@@ -23,9 +23,9 @@ from torch import Tensor
 from trimtab.corrections import Mergeable, Sequences, log_ratio
 from trimtab.objectives import mismatch
 from trimtab.objectives.state import Metrics
-from trimtab.trainer.batching import MicroBatch
+from trimtab.trainer.packing import MicroBatch
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import Trajectory
 
 

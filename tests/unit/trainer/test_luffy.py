@@ -12,11 +12,11 @@ from torch.testing import assert_close
 
 from trimtab.objectives import PolicyLogps, objective
 from trimtab.trainer import rewards, tasks
-from trimtab.trainer.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses

@@ -27,10 +27,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from trimtab.objectives import Objective
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.models.logprobs import TokenScores
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.packing import MicroBatch, MiniBatch
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

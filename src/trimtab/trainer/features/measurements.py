@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from trimtab.corrections import log_ratio
 from trimtab.corrections.divergences import k3
 from trimtab.errors import TrimtabError
-from trimtab.trainer.batching import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from trimtab.trainer.batching import MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
 from trimtab.trainer.models.perturbation import MAX_STD, Perturbation, PerturbationCoverage
 from trimtab.trainer.optim import NonFiniteUpdateError
+from trimtab.trainer.packing import MiniBatch
 from trimtab.trainer.seeds import derive
 
 CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"

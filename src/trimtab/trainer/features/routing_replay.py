@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.trainer.models.logprobs import TokenScores
 from trimtab.trainer.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
+from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import ExpertArray, Trajectory
 
 

@@ -46,7 +46,7 @@ def main() -> None:
         config, keep, command = jobs.get().content
         stop = Stop(line=b"")
         try:
-            result = run_cell(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
+            result = train_one(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
         except Stopped as stopped:  # the run continues from its checkpoint at the next start
             sys.exit(128 + stopped.signal)
         parent.send(result)
@@ -54,7 +54,7 @@ def main() -> None:
             sys.exit(128 + stop.signal_number)
 
 
-def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
+def train_one(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
     """Trains a run into `config.out`, writes its result there and returns it.
 
     `keep` keeps checkpoints and the start model. `command` is the command line of the experiment. `stop` is set by

@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.runs import trajectories
 from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 PENDING = "pending.parquet"

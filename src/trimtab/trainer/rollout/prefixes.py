@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import check_arguments, load_function
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FloatArray, IntArray, Prompt, Trajectory
@@ -84,7 +84,7 @@ PREFIXES = "prefixes.parquet"
 
 
 @dataclass
-class PrefixedResponses(ResponseSource):
+class PrefixedResponses(Responses):
     """Responses that continue prefixes of the historical policy, in all batches of a cycle but its first.
 
     Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean

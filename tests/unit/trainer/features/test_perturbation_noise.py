@@ -6,13 +6,13 @@ import pytest
 import torch
 from tests.support.trajectories import trajectory
 
-from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features.feature import ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.packing import to_tensors
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 
 

@@ -23,7 +23,6 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
 from trimtab.objectives.lookup import from_section
 from trimtab.runs import trajectories
-from trimtab.trainer.batching import MicroBatch, to_tensors
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, ForwardPass, StepRecord
@@ -34,8 +33,9 @@ from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import UNROUTED, RouterInfo
 from trimtab.trainer.optim import build_optimizer
+from trimtab.trainer.packing import MicroBatch, to_tensors
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

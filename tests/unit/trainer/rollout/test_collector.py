@@ -19,7 +19,7 @@ from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
+from trimtab.trainer.rollout.responses import Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
@@ -44,7 +44,7 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    responses = ResponseSource(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
+    responses = Responses(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
     collector = Collector(config, responses, engine, scorer)
     return SyncSource(collector, Buffer(config.trainer))
 
