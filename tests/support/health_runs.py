@@ -1,6 +1,6 @@
-"""What nine real runs of the laboratory logged, for the tests of their verdicts.
+"""What ten real runs logged, for the tests of their verdicts: nine of the laboratory, and the quickstart.
 
-`python -m tests.support.health_runs` trains them again, in two minutes, and writes `health_runs.json`.
+`python -m tests.support.health_runs` trains them again, in some minutes, and writes `health_runs.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.report import health
 from trimtab.runs.metric_catalog import K3
 from trimtab.runs.reader import Run, read_run
-from trimtab.trainer.config import load_config
+from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.run import train
 
@@ -29,12 +29,17 @@ RUNS: dict[str, tuple[str, ...]] = {
     "int3": (*regime("int3").settings, "objective.name=token-bypass", "trainer.steps=20"),
     "collapse": ("optim.lr=3e-3", "optim.warmup=20", "trainer.steps=24", "trainer.max_idle_steps=0"),
     "cut": ("sampling.max_tokens=4", "trainer.steps=6", "trainer.prompts=4"),
+    "quickstart": ("trainer.steps=24", "eval.problems=64", "checkpoint.every=0"),
 }
+
+
+def _config(name: str) -> Config:
+    return load_config(name if name == "quickstart" else "laboratory", [*FEW, *RUNS[name]])
 
 
 def trained(name: str, out: Path) -> Path:
     """Trains a run anew and returns its folder."""
-    return train(load_config("laboratory", [*FEW, *RUNS[name]]), out=out).run
+    return train(_config(name), out=out).run
 
 
 def stored(name: str) -> Run:
@@ -44,7 +49,7 @@ def stored(name: str) -> Run:
     for key, values in columns.items():
         for row, value in zip(rows, values, strict=True):
             row.update({} if value == "" else {key: value})
-    return Run(Path(name), load_config("laboratory", [*FEW, *RUNS[name]]).model_dump(exclude_none=True), rows)
+    return Run(Path(name), _config(name).model_dump(exclude_none=True), rows)
 
 
 @cache
