@@ -1,4 +1,4 @@
-"""`trimtab eval` with the laboratory model: checkpoints of a run, and relay sampling."""
+"""`trimtab eval` with the laboratory model: checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.support import forked
 
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer.config import load_config
-from trimtab.trainer.evaluation import Settings, compare
 from trimtab.trainer.run import train
-from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -61,42 +58,3 @@ def test_a_run_its_checkpoints_and_its_start_side_by_side(trimtab: Command, trai
     absent = trimtab("eval", f"{trained}/checkpoints/step-000009", cwd=tmp_path)
     assert (absent.returncode, len(absent.stderr.splitlines())) == (2, 1)
     assert "step-000009" in absent.stderr
-
-
-def test_relaying_by_a_run_says_which_helps(trimtab: Command, trained: Path, tmp_path: Path) -> None:
-    """A checkpoint that begins worse answers than the model must cost accuracy, and the table must say so."""
-    words = ["--task", "sort", "--problems", "32", "--samples", "16", "--dtype", "float32", "--json"]
-    done = trimtab("eval", "laboratory", *words, "--relay", f"{trained}/checkpoints/step-000003", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    result = {item["mode"]: item for item in data["results"]}
-    [gains] = data["relay"]
-    assert gains["task"] == "sort"
-    for k, gain in gains["difference"].items():
-        assert gain["value"] == pytest.approx(result["relay"]["pass"][k] - result["sampled"]["pass"][k], abs=1e-12)
-        assert gain["low"] <= gain["value"] <= gain["high"]
-    assert list(gains["difference"]) == ["1", "2", "4", "8", "16"]
-
-
-def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
-    """Sorted lists are all equally long, so the cut tells nothing and both are draws from one distribution."""
-    folder = str(laboratory_folder())
-    settings = Settings(samples=64, problems=96, dtype="float32")
-    results = compare([folder], ["sort"], settings, relay=folder)
-    alone, relay = (results.measured[folder, "sort", mode] for mode in ("sampled", "relay"))
-    assert 4.5 < relay.prefix <= 5
-    assert 0.2 < alone.accuracy < 0.6
-    assert [problem.correct for problem in alone.problems] != [problem.correct for problem in relay.problems]
-    # Of two draws from one distribution the difference d of a problem is symmetric about 0. By Hoeffding's inequality
-    # the sum over problems exceeds sqrt(2 ln(2 / a) sum d^2) with probability a at most, here 1e-5: .04 of accuracy.
-    # Another rounding trains another model and draws other samples, so nothing tighter could hold on every machine.
-    pairs = zip(relay.problems, alone.problems, strict=True)
-    differences = np.array([one.correct - other.correct for one, other in pairs]) / 64
-    chance = float(np.sqrt(2 * np.log(2 / 1e-5) * (differences**2).sum())) / 96
-    # A list that stops early is cut before its fifth token: so many samples, at most, follow another distribution.
-    early = 5 - relay.prefix
-    assert abs(relay.accuracy - alone.accuracy) < chance + early  # measured .006 to .010 of .06 to .07, four seeds
-    assert chance + early < 0.1, "a relay that begins wrong costs all of the accuracy"
-    gain = results.gains(folder)[1]
-    assert gain.value == pytest.approx(differences.mean(), abs=1e-12)
-    assert gain.low < gain.value < gain.high

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.run_results import untimed, weights
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import METRICS, list_checkpoints
+from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import LoadedModel, load
@@ -127,24 +126,6 @@ def test_workers_hand_the_record_on(tmp_path: Path) -> None:
     assert comparable(apart) == comparable(here)
     assert [row["routing/bytes"] for row in rows(apart)] == [row["routing/bytes"] for row in rows(here)]
     assert [row["routing/agreement"] for row in rows(apart)] == [row["routing/agreement"] for row in rows(here)]
-
-
-def test_a_resumed_run_finds_the_record_in_its_checkpoint(tmp_path: Path) -> None:
-    """Prefixes that wait for their batch are continued after the resume, experts and all."""
-    sets = [COARSE, ROLLOUT, "objective.name=soup", "prefix.refresh=5", "checkpoint.every=1", "checkpoint.keep=9"]
-    whole = run(tmp_path / "whole", *sets, "trainer.steps=4")
-    half = tmp_path / "half"
-    shutil.copytree(whole, half)
-    folders = list_checkpoints(half / "checkpoints")
-    waiting = trajectories.from_bytes((folders[1] / "prefixes.parquet").read_bytes())
-    assert any(len(one.completion.response_ids) for one in waiting)
-    assert all(one.completion.routed_experts is not None for one in waiting if len(one.completion.response_ids))
-    for folder in folders[2:]:
-        shutil.rmtree(folder)
-    train(load_config(half / "config.toml"), out=half, resume=True)
-    assert comparable(half) == comparable(whole)
-    one, other = weights(whole), weights(half)
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_responses_that_were_interrupted_and_continued_are_replayed(tmp_path: Path) -> None:

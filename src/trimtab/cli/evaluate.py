@@ -57,14 +57,6 @@ Limit = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
 ]
-RelayModel = Annotated[
-    str | None,
-    typer.Option("--relay", metavar="MODEL", help="Also let this model begin every response: pass@k gained."),
-]
-Ratio = Annotated[
-    float | None,
-    typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
-]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
@@ -95,8 +87,6 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
-    relay: RelayModel = None,
-    relay_ratio: Ratio = None,
     markdown: Markdown = None,
     scores: Scores = None,
     trusted: AllowCode = False,
@@ -109,8 +99,6 @@ def evaluate(
     from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(models, task or [], markdown, scores, as_json)
-    if relay is None and relay_ratio is not None:
-        raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
@@ -124,16 +112,13 @@ def evaluate(
         problems=problems,
         seed=seed,
         dtype=dtype_of(dtype, choices, task_choices),
-        relay_ratio=0.5 if relay_ratio is None else relay_ratio,
     )
-    relay_model = source(relay, which).spec() if relay is not None else None
-    count = len(choices) * len(task_choices) * len(settings.modes(relay is not None))
+    count = len(choices) * len(task_choices) * len(settings.modes())
     with _progress(count) as progress:
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
-            relay=relay_model,
             progress=progress,
             notes=notes_on_tools(choices, task_choices),
         )
@@ -160,8 +145,7 @@ def _write_scores(results: Results, path: Path) -> None:
     """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
     from trimtab.runs.atomic import write_text
 
-    modes = [mode for mode in results.modes if mode != "relay"]
-    mode = "sampled" if "sampled" in modes else modes[0]
+    mode = "sampled" if "sampled" in results.modes else results.modes[0]
     measured = results.measured[results.models[0], results.tasks[0], mode]
     rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
     write_text(Path(os.path.realpath(path)), "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks.
+"""Evaluation without a trainer: avg@n and pass@k on tasks.
 
 `suite` measures models on tasks, `evaluator` one model on one task, which training does too; `eval_results` has the
 numbers of one model on one task, `eval_tables` those of several.

@@ -57,7 +57,6 @@ class BatchCounts:
     answers: int  # samples
     cut: int  # samples that ended at the length limit
     tokens: int  # response tokens of all samples
-    prefix: int  # those of them that another model wrote
     failures: int  # samples whose reward failed
     errors: tuple[str, ...]
     seconds: float
@@ -79,7 +78,6 @@ class EvalResult:
     errors: tuple[str, ...]
     truncated: float  # share of samples cut by the length limit
     tokens: float  # mean number of response tokens
-    prefix: float  # mean number of those that a relay model wrote
     seconds: float
     too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
     prompt: str  # its style
@@ -106,7 +104,6 @@ class EvalResult:
             errors=errors[:ERRORS_KEPT],
             truncated=sum(part.cut for part in parts) / answers,
             tokens=sum(part.tokens for part in parts) / answers,
-            prefix=sum(part.prefix for part in parts) / answers,
             seconds=sum(part.seconds for part in parts),
             too_long=sum(part.too_long for part in parts),
             prompt=prompt,
@@ -177,7 +174,6 @@ class EvalResult:
             "errors": list(self.errors),
             "truncated": self.truncated,
             "tokens": self.tokens,
-            "prefix": self.prefix,
             "episodes": None if self.episodes is None else self.episodes.as_dict(),
             "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],

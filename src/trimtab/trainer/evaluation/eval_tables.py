@@ -1,4 +1,4 @@
-"""The results of several models on several tasks: averages, gains by a relay, JSON, and tables of text."""
+"""The results of several models on several tasks: averages, JSON, and tables of text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trimtab.errors import TrimtabError
-from trimtab.intervals import Interval, macro_average, paired_difference
+from trimtab.intervals import Interval, macro_average
 from trimtab.safe_text import markdown_text
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation.eval_results import EvalResult
@@ -49,17 +48,15 @@ class TextTable:
 
 @dataclass(frozen=True)
 class Results:
-    """Results by model, task and mode (`greedy`, `sampled`, `relay`). Averages weigh all tasks equally (macro mean).
+    """Results by model, task and mode (`greedy`, `sampled`). Averages weigh all tasks equally (macro mean).
 
-    `relay` names the model that began the responses of that mode. `notes` are those of the tasks, such as the choice of
-    a prompt style.
+    `notes` are those of the tasks, such as the choice of a prompt style.
     """
 
     models: tuple[str, ...]
     tasks: tuple[str, ...]
     settings: Mapping[str, Any]
     measured: Mapping[tuple[str, str, str], EvalResult]
-    relay: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -81,30 +78,10 @@ class Results:
         by_task = [self.measured[model, task, mode].pass_estimates for task in tasks or self.tasks]
         return {k: macro_average([estimates[k] for estimates in by_task]) for k in self.ks}
 
-    def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """Returns pass@k with the relay minus that of the model alone, with a paired interval over problems."""
-        by_task = [self._gains(model, task) for task in tasks or self.tasks]
-        return {k: macro_average([differences[k] for differences in by_task]) for k in self.ks}
-
-    def _gains(self, model: str, task: str) -> dict[int, Interval]:
-        relay, alone = self.measured[model, task, "relay"], self.measured[model, task, "sampled"]
-        # A problem of which every reward failed in one of the two results cannot be paired.
-        both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
-        if not both:
-            raise TrimtabError(f"{model!r}, task {task!r}: no problem was scored both with the relay and without")
-        sides = [
-            result.passes(self.ks)[[problem.id in both for problem in result.problems]].T for result in (relay, alone)
-        ]
-        return {
-            k: paired_difference(one, two, alone.samples * len(both) / k)
-            for k, one, two in zip(self.ks, *sides, strict=True)
-        }
-
     def tables(self) -> list[TextTable]:
-        """Returns accuracies, pass@k and the gain by the relay as far as they were measured, and details."""
+        """Returns accuracies, pass@k as far as it was measured, and details."""
         passes = [self._passes()] if self.ks else []
-        relayed = [self._relayed()] if self.relay is not None else []
-        return [self._accuracies(), *passes, *relayed, self._details()]
+        return [self._accuracies(), *passes, self._details()]
 
     def markdown(self) -> str:
         return "\n".join(table.markdown() for table in self.tables()) + "".join(
@@ -126,7 +103,7 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types; fractions, not percent."""
         averages = [(model, mode, self.accuracy(model, mode)) for model in self.models for mode in self.modes]
-        record: dict[str, Any] = {
+        return {
             "settings": dict(self.settings),
             "notes": self.remarks(),
             "results": [
@@ -144,18 +121,6 @@ class Results:
                 for model, mode, accuracy in averages
             ],
         }
-        if self.relay is not None:
-            record["relay"] = [
-                {
-                    "model": model,
-                    "relay": self.relay,
-                    "task": name,
-                    "difference": _entries_by_k(self.gains(model, tasks)),
-                }
-                for model in self.models
-                for name, tasks in self._columns()
-            ]
-        return record
 
     def _columns(self) -> list[tuple[str, Sequence[str]]]:
         """Returns the columns of tables and their tasks: each task, and the average if there are several."""
@@ -179,22 +144,8 @@ class Results:
             rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
         return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
 
-    def _relayed(self) -> TextTable:
-        rows = []
-        for model in self.models:
-            for name, tasks in self._columns():
-                relay, alone = (self.passes(model, mode, tasks) for mode in ("relay", "sampled"))
-                gains = self.gains(model, tasks)
-                rows += [
-                    [model, name, str(k), _percent(relay[k]), _percent(alone[k]), _percent(gains[k], "+")]
-                    for k in self.ks
-                ]
-        title = f"pass@k begun by {self.relay}, ratio {self.settings['relay_ratio']:g}, and alone ({NOTE})"
-        return TextTable(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
-
     def _details(self) -> TextTable:
         names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
-        names += ["of these relayed"] if self.relay is not None else []
         titles = list(EpisodeCounts().columns()) if any(r.episodes is not None for r in self.measured.values()) else []
         rows = []
         for (model, task, mode), result in self.measured.items():
@@ -202,7 +153,6 @@ class Results:
             row = [model, task, mode, result.prompt]
             row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
             row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
-            row += [f"{result.prefix:.1f}"] if self.relay is not None else []
             row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
             rows.append([*row, str(result.failures), f"{result.seconds:.1f}"])
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
@@ -212,7 +162,7 @@ def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, floa
     return {str(k): estimate._asdict() for k, estimate in estimates.items()}
 
 
-def _percent(estimate: Interval, sign: str = "") -> str:
-    """`37.9 [33.1, 42.6]`, as the papers write accuracies; with `sign` "+", a difference: `+2.8 [-0.5, +6.1]`."""
-    value, low, high = (format(100 * number, f"{sign}.1f") for number in estimate)
+def _percent(estimate: Interval) -> str:
+    """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
+    value, low, high = (format(100 * number, ".1f") for number in estimate)
     return f"{value} [{low}, {high}]"

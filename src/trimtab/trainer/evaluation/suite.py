@@ -1,4 +1,4 @@
-"""Evaluates several models on several tasks: greedy, sampled and relayed."""
+"""Evaluates several models on several tasks, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.trainer.evaluation.eval_results import EvalResult
 from trimtab.trainer.evaluation.eval_tables import Results
-from trimtab.trainer.evaluation.evaluator import Relay, evaluate, require_problems
+from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 DTYPES = ("bfloat16", "float32")
-Mode = Literal["greedy", "sampled", "relay"]
+Mode = Literal["greedy", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Settings:
     problems: int | None = None  # limits each task to its first test problems
     seed: int = 0
     dtype: str = "bfloat16"  # of the engine's weights
-    relay_ratio: float = 0.5  # share of its response that a relay model keeps
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -69,20 +68,15 @@ class Settings:
         """The temperature of the samples."""
         return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
 
-    def modes(self, relay: bool) -> tuple[Mode, ...]:
-        """Returns what is measured of every model and task.
-
-        Raises `TrimtabError` for a relay of single or greedy responses.
-        """
-        if relay and (self.samples == 1 or self.sampling_temperature == 0):
-            raise TrimtabError("a relay is compared over several sampled responses: set samples to 2 or more")
+    def modes(self) -> tuple[Mode, ...]:
+        """Returns what is measured of every model and task. Raises `TrimtabError` for several greedy samples."""
         if self.sampling_temperature == 0 and self.samples > 1:
             raise TrimtabError(
                 f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
             )
         if self.sampling_temperature == 0:
             return ("greedy",)
-        return (*(("greedy",) if self.greedy else ()), "sampled", *(("relay",) if relay else ()))
+        return ("greedy", "sampled") if self.greedy else ("sampled",)
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,6 @@ def compare(
     specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
-    relay: ModelSpec | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Results:
@@ -121,14 +114,13 @@ def compare(
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         specs: names of tasks or `TaskSpec`s.
-        relay: begins the responses of a further measurement of each model (see `Relay`).
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
 
     Raises:
         TrimtabError: a task twice, tasks or models that cannot be used.
     """
-    modes = settings.modes(relay is not None)
+    modes = settings.modes()
     model_specs = [_model_spec(model) for model in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
@@ -136,23 +128,15 @@ def compare(
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
-        relay_model = _open_model(_model_spec(relay), settings) if relay is not None else None
         for spec in model_specs:
             sampler = _open_model(spec, settings)
-            if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
-                raise TrimtabError(
-                    f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
-                )
             for prepared in prepared_tasks:
                 for mode in modes:
-                    begins = relay_model if mode == "relay" else None
-                    result = _measure(sampler, prepared, settings, mode, begins, progress)
-                    measured[spec.label, prepared.label, mode] = result
+                    measured[spec.label, prepared.label, mode] = _measure(sampler, prepared, settings, mode, progress)
             del sampler  # before the next model is loaded
         return Results(
             models=tuple(spec.label for spec in model_specs),
             tasks=tuple(prepared.label for prepared in prepared_tasks),
-            relay=relay_model.label if relay_model is not None else None,
             settings=shown_settings,
             measured=measured,
             notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
@@ -213,7 +197,6 @@ def _measure(
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    relay_model: _Sampler | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
@@ -224,13 +207,9 @@ def _measure(
         max_tokens=prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
-    if prepared.environment is not None and relay_model is not None:
-        raise TrimtabError(f"task {prepared.label!r} has an environment, whose episodes no relay model can begin")
-    contexts = [model.context for model in (sampler, relay_model) if model is not None and model.context is not None]
-    context = min(contexts, default=None)
     episodes = None
     if prepared.environment is not None:
-        longest_prompt = None if context is None else context - sampling.max_tokens
+        longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
         encode = partial(tasks.encode, prepared.task)
         episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
     on_batch = None
@@ -247,8 +226,7 @@ def _measure(
         sampling=sampling,
         seed=settings.seed,
         progress=on_batch,
-        relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
-        context=context,
+        context=sampler.context,
         episodes=episodes,
     )
     return replace(result, task=prepared.label)

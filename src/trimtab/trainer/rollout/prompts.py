@@ -109,7 +109,7 @@ def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterabl
         )
     if max_prompt is not None and max_prompt + max_response > context:
         raise TrimtabError(
-            f"sampling.max_prompt_tokens = {max_prompt} and max_tokens = {max_response} do not fit the model's context of {context} tokens "
-            "together: lower one of them"
+            f"sampling.max_prompt_tokens = {max_prompt} and max_tokens = {max_response} do not fit the model's context "
+            f"of {context} tokens together: lower one of them"
         )
     return context

@@ -11,7 +11,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import Results, Settings
 
-SETTINGS = {"samples": 4, "seed": 0, "relay_ratio": 0.5}
+SETTINGS = {"samples": 4, "seed": 0}
 FOUND = {
     ("a", "easy", "greedy"): result([(1, 1), (1, 1)]),
     ("a", "easy", "sampled"): result([(4, 4), (2, 4)]),
@@ -22,22 +22,11 @@ FOUND = {
     ("b", "hard", "greedy"): result([(0, 1)] * 4),
     ("b", "hard", "sampled"): result([(2, 4)] * 4),
 }
-RELAY = {
-    ("a", "easy", "relay"): result([(2, 4), (2, 4)]),
-    ("a", "hard", "relay"): result([(1, 4), (0, 4), (1, 4), (0, 4)]),
-    ("b", "easy", "relay"): result([(4, 4), (4, 4)]),
-    ("b", "hard", "relay"): result([(2, 4)] * 4),
-}
 
 
 @pytest.fixture
 def results():
     return Results(("a", "b"), ("easy", "hard"), SETTINGS, FOUND)
-
-
-@pytest.fixture
-def relayed():
-    return Results(("a", "b"), ("easy", "hard"), SETTINGS, FOUND | RELAY, relay="old")
 
 
 def lines(table):
@@ -66,33 +55,6 @@ def test_pass_at_k_by_hand(results):
         ["a", "4", "100.0", "25.0", "62.5"],
     ]
     assert [row[0] for row in rows] == ["a"] * 3 + ["b"] * 3
-
-
-def test_the_relay_against_the_model_alone(relayed):
-    header, *rows = lines(relayed.tables()[2])
-    assert header == ["model", "task", "k", "relay", "alone", "difference"]
-    assert rows[0] == ["a", "easy", "1", "50.0", "75.0", "-25.0"]
-    assert rows[3] == ["a", "hard", "1", "12.5", "6.2", "+6.2"]
-    assert rows[6] == ["a", "average", "1", "31.2", "40.6", "-9.4"]
-    assert rows[8] == ["a", "average", "4", "75.0", "62.5", "+12.5"]
-    gain = relayed.gains("b", ("hard",))[2]
-    assert gain.value == 0
-    assert gain.low < 0 < gain.high, "equal counts in four problems are no proof"
-
-
-def test_problems_that_one_side_lacks_are_in_no_difference():
-    alone, relay = result([(0, 2), (2, 2), (1, 2)]), result([(2, 2), (2, 2), (1, 2)])
-    some = Results(
-        ("m",), ("t",), SETTINGS | {"samples": 2},
-        {("m", "t", "sampled"): alone, ("m", "t", "relay"): type(relay)(**vars_without_first(relay))}, relay="old",
-    )  # fmt: skip
-    assert some.gains("m")[1].value == 0.0
-    assert some.passes("m", "relay")[1].value == pytest.approx(0.75)
-
-
-def vars_without_first(actual):
-    kept = {name: getattr(actual, name) for name in actual.__dataclass_fields__}
-    return kept | {"problems": actual.problems[1:]}
 
 
 def test_a_single_task_has_no_average_and_one_sample_no_pass_at_k():
@@ -130,14 +92,6 @@ def test_notes_below_the_tables_are_printed_once():
     assert actual.markdown().endswith("".join(f"\n{line}\n" for line in remarks).replace("_", "\\_"))
 
 
-def test_problems_scored_on_neither_side_have_no_difference():
-    alone, relay = result([(0, 2)]), result([(2, 2)])
-    other = replace(relay, problems=(replace(relay.problems[0], id="q"),))
-    actual = Results(("m",), ("t",), SETTINGS, {("m", "t", "sampled"): alone, ("m", "t", "relay"): other}, relay="old")
-    with pytest.raises(TrimtabError, match="no problem was scored both with the relay and without"):
-        actual.gains("m")
-
-
 def test_a_result_as_plain_data():
     data = json.loads(json.dumps(FOUND["b", "easy", "sampled"].as_dict()))
     assert data["accuracy_low"] <= data["accuracy"] == 0.5 <= data["accuracy_high"]
@@ -146,8 +100,8 @@ def test_a_result_as_plain_data():
     assert data["counts"] == [["p0", 3, 4], ["p1", 1, 4]]
 
 
-def test_json_and_terminal_show_the_same_numbers(relayed):
-    data = json.loads(json.dumps(relayed.as_dict()))
+def test_json_and_terminal_show_the_same_numbers(results):
+    data = json.loads(json.dumps(results.as_dict()))
     assert [(item["model"], item["task"], item["mode"]) for item in data["results"]][:2] == [
         ("a", "t", "greedy"), ("a", "t", "sampled")
     ]  # fmt: skip
@@ -155,26 +109,21 @@ def test_json_and_terminal_show_the_same_numbers(relayed):
     assert average["accuracy"] == pytest.approx((0.75 + 0.0625) / 2)
     assert average["accuracy_low"] <= average["accuracy"] <= average["accuracy_high"]
     assert average["pass"]["4"]["value"] == pytest.approx(0.625)
-    gains = next(item for item in data["relay"] if (item["model"], item["task"]) == ("a", "average"))
-    assert gains["difference"]["4"]["value"] == pytest.approx(0.125)
     console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in relayed.tables():
+    for table in results.tables():
         console.print(table.table())
     text = console.export_text()
-    assert all(cell in text for table in relayed.tables() for row in table.rows for cell in row)
+    assert all(cell in text for table in results.tables() for row in table.rows for cell in row)
 
 
 def test_what_is_measured():
-    assert Settings().modes(relay=False) == ("greedy",)
-    assert Settings(samples=1, temperature=1.0).modes(relay=False) == ("sampled",)
-    assert Settings(samples=1, greedy=True).modes(relay=False) == ("greedy",)
-    assert Settings(samples=8).modes(relay=False) == ("sampled",)
-    assert Settings(samples=8, greedy=True).modes(relay=True) == ("greedy", "sampled", "relay")
-    for settings in (Settings(), Settings(samples=1, temperature=1.0), Settings(samples=4, temperature=0.0)):
-        with pytest.raises(TrimtabError, match="several sampled responses"):
-            settings.modes(relay=True)
+    assert Settings().modes() == ("greedy",)
+    assert Settings(samples=1, temperature=1.0).modes() == ("sampled",)
+    assert Settings(samples=1, greedy=True).modes() == ("greedy",)
+    assert Settings(samples=8).modes() == ("sampled",)
+    assert Settings(samples=8, greedy=True).modes() == ("greedy", "sampled")
     with pytest.raises(TrimtabError, match="samples = 4 at temperature 0 are all the same"):
-        Settings(samples=4, temperature=0.0).modes(relay=False)
+        Settings(samples=4, temperature=0.0).modes()
     with pytest.raises(TrimtabError, match="'float16'"):
         Settings(dtype="float16")
 
