@@ -41,7 +41,7 @@ from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
 from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
-from trimtab.trainer.rollout.prefixes import PrefixedResponses, build_rule
+from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.rollout.responses import Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
@@ -198,8 +198,6 @@ def check(
     """
     built = objective or custom_objective.resolve(config)[1]
     check_recipe(config, built, current_ranks().size)
-    if config.prefix is not None:
-        build_rule(config.prefix)  # loads a user's function
     longest = config.sampling.max_tokens
     task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
     episodes = environment_spec(config, environment)

@@ -42,7 +42,6 @@ from trimtab.types import Trajectory
 CPU = torch.device("cpu")
 # One mixture layer, 4 experts, one of which sees a token: a record is a list of numbers.
 ONE = RouterInfo(1, 4, 1)
-DEEP = RouterInfo(2, 300, 3)
 
 
 def routed(one: Trajectory, routes: Any) -> Trajectory:
