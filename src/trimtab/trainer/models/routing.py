@@ -22,27 +22,10 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models.architecture import decoder_stack
+from trimtab.trainer.models.families import MIXTURES, Gates
 
 UNROUTED = -1
 """Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
-
-
-class _Family(NamedTuple):
-    """How a model family computes gates: softmax of the scores over all experts in float32, then the chosen ones.
-
-    (A softmax over the chosen experts only is the same as renormalizing.)
-    """
-
-    router: str  # its class in transformers
-    renormalized: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
-    float32: bool  # gates stay float32; else they take the type of the scores
-
-
-FAMILIES = {
-    "mixtral": _Family("MixtralTopKRouter", True, True),
-    "olmoe": _Family("OlmoeTopKRouter", None, False),
-    "qwen3_moe": _Family("Qwen3MoeTopKRouter", None, False),
-}
 
 
 class RouterInfo(NamedTuple):
@@ -56,11 +39,11 @@ class RouterInfo(NamedTuple):
 class _MixtureLayer(NamedTuple):
     layer: Any  # the decoder layer that is run again under gradient checkpointing
     router: Any
-    family: _Family
+    gates: Gates
 
 
 def router_info(model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
+    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
     return _info(_mixture_layers(model))
 
 
@@ -78,20 +61,20 @@ def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
 
 def _mixture_layers(model: Any) -> list[_MixtureLayer]:
     """Returns the layers with a router, in the order of the forward pass."""
-    names = {family.router: family for family in FAMILIES.values()}
+    known = {gates.router: gates for gates in MIXTURES.values()}
     layers: list[_MixtureLayer] = []
     unknown: set[str] = set()
     for layer in decoder_stack(model).layers:
         for module in layer.modules():
             kinds = [kind.__name__ for kind in type(module).__mro__]
-            if family := next((names[kind] for kind in kinds if kind in names), None):
-                layers.append(_MixtureLayer(layer, module, family))
+            if gates := next((known[kind] for kind in kinds if kind in known), None):
+                layers.append(_MixtureLayer(layer, module, gates))
             elif "Router" in kinds[0] or "Experts" in kinds[0]:
                 unknown.add(kinds[0])
     if unknown and not layers:
         raise TrimtabError(
             f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
-            f'known are {", ".join(FAMILIES)}; set routing.replay = "none"'
+            f'known are {", ".join(MIXTURES)}; set routing.replay = "none"'
         )
     return layers
 
@@ -237,12 +220,12 @@ class _Replay:
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
             )
-        chosen, family = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.family
+        chosen, how = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.gates
         # The family's own gates, operation by operation, with `gather` in place of `topk`.
         gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
-        if router.norm_topk_prob if family.renormalized is None else family.renormalized:
+        if router.norm_topk_prob if how.renormalized is None else how.renormalized:
             gates = gates / gates.sum(-1, keepdim=True)
-        return scores, gates if family.float32 else gates.to(scores.dtype), chosen
+        return scores, gates if how.float32 else gates.to(scores.dtype), chosen
 
 
 class Routes(NamedTuple):

@@ -14,9 +14,9 @@ from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPO
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.models.families import MIXTURES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import (
-    FAMILIES,
     UNROUTED,
     RouterInfo,
     Routes,
@@ -28,7 +28,7 @@ from trimtab.trainer.models.routing import (
 )
 
 BF16 = torch.bfloat16
-KINDS = sorted(FAMILIES)
+KINDS = sorted(MIXTURES)
 EXPERTS, CHOSEN, LAYERS = 4, 2, 2
 # Softmax of these is (.1, .2, .3, .4).
 SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
