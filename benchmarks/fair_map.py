@@ -45,7 +45,7 @@ from trimtab.runs.summary import SCHEMA, RunSummary
 from trimtab.trainer.lab import tuning
 from trimtab.trainer.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
-from trimtab.trainer.lab.runner import run_cells
+from trimtab.trainer.lab.runner import train_all
 
 METHODS = (
     "grpo",
@@ -172,7 +172,7 @@ def train(part: str, runs: Sequence[PlannedRun], store: Store, workers: int, dea
         some, waiting = waiting[: RUNS_AT_ONCE * workers], waiting[RUNS_AT_ONCE * workers :]
         by_name = {run.name: run for run in some}
         with show_runs() as observer:
-            results = run_cells(
+            results = train_all(
                 {name: run.config for name, run in by_name.items()},
                 workers=workers,
                 observer=observer,

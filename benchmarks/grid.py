@@ -18,7 +18,7 @@ from trimtab.cli.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.runs.atomic import locked
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.lab.runner import run_cells
+from trimtab.trainer.lab.runner import train_all
 
 PASSES = "pass.json"
 
@@ -43,7 +43,7 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     """
     configs = {cell.name: cell.config(root) for cell in cells}
     with locked(root, "comparison"), show_runs() as observer:
-        results = run_cells(configs, workers=workers, observer=observer, keep=samples > 0)
+        results = train_all(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:
         raise TrimtabError("; ".join(f"{name}: {error}" for name, error in failed.items()))

@@ -8,7 +8,6 @@ equal). Printed for each case: coverage and mean width of the interval and of th
 
     accuracy    avg@n over the problems (n = 1: right or wrong)
     pass@k      with k = n / 2
-    relay       pass@1 of two systems on the same problems, one better by a tenth of what is left
 
 Then the mean of each column and its worst case. With 5000 trials the standard error of a coverage of .95 is .003.
 """
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.intervals import Interval, paired_difference, problem_interval
+from trimtab.intervals import Interval, problem_interval
 from trimtab.trainer.evaluation import pass_at_k
 
 Array = NDArray[np.float64]
@@ -76,15 +75,6 @@ def passes(case: Case, trials: int, rng: np.random.Generator) -> Found:
     return judged(result, truth, values, rng)
 
 
-def relay(case: Case, trials: int, rng: np.random.Generator) -> Found:
-    easy = draw(case, trials, rng)
-    alone = rng.binomial(case.samples, easy) / case.samples
-    begun = rng.binomial(case.samples, 0.9 * easy + 0.1) / case.samples
-    size = case.problems * case.samples
-    result = [paired_difference(one, two, size) for one, two in zip(begun, alone, strict=True)]
-    return judged(result, 0.1 * (1 - case.mean), begun - alone, rng)
-
-
 def judged(result: list[Interval], truth: float, values: Array, rng: np.random.Generator) -> Found:
     ends = np.array([[one.low, one.high] for one in result])
     boot = bootstrap(values, rng)
@@ -110,7 +100,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5000)
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     options = parser.parse_args()
-    for kind in (accuracy, passes, relay):
+    for kind in (accuracy, passes):
         rng = np.random.default_rng(0)
         shown: list[tuple[Case, Found]] = []
         print(f"\n{kind.__name__}\nproblems samples  mean alike | coverage width | bootstrap width")

@@ -23,7 +23,7 @@ from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime
-from trimtab.trainer.lab.runner import run_cells
+from trimtab.trainer.lab.runner import train_all
 
 SETS = ("trainer.steps=8", "eval.every=0", "eval.problems=8", "log.trajectories_every=1")
 LAST = 4  # steps whose responses count
@@ -72,7 +72,7 @@ def main() -> None:
     sets = [*SETS, *given.set]
     plan = plan_experiment(["grpo"], regimes, given.seeds, given.out, model=LONG_RECIPE, sets=sets)
     with show_runs(to_stderr=True) as observer:
-        results = run_cells({run.name: run.config for run in plan.runs}, workers=2, observer=observer)
+        results = train_all({run.name: run.config for run in plan.runs}, workers=2, observer=observer)
     if failed := [f"{name}: {result.error}" for name, result in results.items() if result.status == "failed"]:
         parser.exit(1, "\n".join(failed) + "\n")
     rows = {}

@@ -7,10 +7,10 @@ Models of 0.4 million parameters that sort ten digits: the laboratory's dense on
 (its width and depth, feed-forward layers as large as its experts together) and the two mixtures. Every seed is a warm
 start of its own: other data, the same initial weights. Each sampler draws responses at temperature 1 and reports its
 log-probs and, of a mixture, its experts; the trainer (float32, or under bfloat16 autocast) scores them with its own
-routing, with the sampler's experts (R3), and with its experts and gates.
+routing and with the sampler's experts (R3).
 
 First table, means over seeds with the lowest and the highest: k3, k3 under R3, how many times smaller it is (geometric
-mean), k3 with gates too, of 10,000 tokens those whose log-probs differ by more than 0.2 nats without and with R3, the
+mean), of 10,000 tokens those whose log-probs differ by more than 0.2 nats without and with R3, the
 largest difference of all seeds, the share of (token, layer) pairs on which both sides agree, and of tokens sent
 elsewhere in some layer.
 Second table: where it comes from. Noise of growing size on the sampler's matrices, and bfloat16 in the routers alone.
@@ -61,7 +61,7 @@ NOISES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Drawn:
-    """Responses of one sampler as one micro-batch, its log-probs of their tokens, and the experts and gates it used."""
+    """Responses of one sampler as one micro-batch, its log-probs of their tokens, and the experts it used."""
 
     batch: TokenBatch
     logp: Tensor
@@ -85,14 +85,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class Measured:
-    """Each routing freely, and the trainer with the sampler's experts; the rest is None for a dense model.
-
-    gated: with the sampler's gates too.
-    """
+    """Each routing freely, and the trainer with the sampler's experts; the rest is None for a dense model."""
 
     free: Distance
     replayed: Distance | None = None
-    gated: Distance | None = None
     agreed: float | None = None
     elsewhere: float | None = None
 
@@ -127,7 +123,7 @@ def _twin(folder: Path) -> None:
 def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts: int, samples: int) -> Drawn:
     task, mixture = tasks.build("sort"), router_info(loaded.model).layers > 0
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:prompts]]
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding, routes=mixture, gates=mixture)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding, routes=mixture)
     groups = engine.generate(asked, samples, SamplingParams(max_tokens=task.max_tokens, stop=task.stop), seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(
@@ -164,13 +160,9 @@ def measure(loaded: LoadedModel, drawn: Drawn, autocast: bool = False) -> Measur
         here = Distance.of(free.logp, drawn.batch, drawn.logp)
         if drawn.record is None or free.routes is None:
             return Measured(here)
-        experts = Routes(*(part[..., : free.routes.prompts.shape[-1]] for part in drawn.record))
-        replayed, gated = (
-            Distance.of(score(loaded.model, drawn.batch, routes=routes).logp, drawn.batch, drawn.logp)
-            for routes in (experts, drawn.record)
-        )
-    same, pairs = routing_agreement(free.routes, experts)
-    return Measured(here, replayed, gated, same / pairs, elsewhere(free.routes, experts))
+        replayed = Distance.of(score(loaded.model, drawn.batch, routes=drawn.record).logp, drawn.batch, drawn.logp)
+    same, pairs = routing_agreement(free.routes, drawn.record)
+    return Measured(here, replayed, same / pairs, elsewhere(free.routes, drawn.record))
 
 
 def elsewhere(one: Routes, other: Routes) -> float:
@@ -230,14 +222,13 @@ def row_of(result: Sequence[Measured]) -> list[str]:
     free, replayed = [one.free for one in result], [one.replayed for one in result if one.replayed is not None]
     cells = [several([one.k3 for one in free], ".1e")]
     if not replayed:
-        return [*cells, "-", "-", "-", f"{np.mean([one.far for one in free]):.1f}", _largest(free), "-", "-"]
+        return [*cells, "-", "-", f"{np.mean([one.far for one in free]):.1f}", _largest(free), "-", "-"]
     factors = [one.k3 / other.k3 for one, other in zip(free, replayed, strict=True)]
     middle = float(np.exp(np.mean(np.log(factors))))
     return [
         *cells,
         several([one.k3 for one in replayed], ".1e"),
         f"{middle:.1f}" + (f" [{min(factors):.1f}, {max(factors):.1f}]" if len(factors) > 1 else ""),
-        several(gated, ".1e") if (gated := [one.gated.k3 for one in result if one.gated is not None]) else "-",
         " -> ".join(f"{np.mean([one.far for one in side]):.1f}" for side in (free, replayed)),
         f"{_largest(free)} -> {_largest(replayed)}",
         f"{np.mean([one.agreed for one in result if one.agreed is not None]):.2%}",
@@ -250,7 +241,7 @@ def _largest(result: Sequence[Distance]) -> str:
 
 
 HEAD = (
-    *("k3", "k3 under R3", "times smaller", "k3, gates too", "far off per 10,000", "largest", "pairs that agree"),
+    *("k3", "k3 under R3", "times smaller", "far off per 10,000", "largest", "pairs that agree"),
     "sent elsewhere",
 )
 

@@ -18,12 +18,12 @@ import torch
 
 from trimtab.runs import trajectories
 from trimtab.trainer import tasks
-from trimtab.trainer.batching import MicroBatch, to_tensors
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
 from trimtab.trainer.models.load import MIXTURE, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import router_info
+from trimtab.trainer.packing import MicroBatch, to_tensors
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, SamplingParams, Trajectory

@@ -43,15 +43,15 @@ ALLOWED: dict[str, set[str]] = {
         *(f"trainer.{part}" for part in ("config", "engines", "models", "rewards", "sandbox", "tasks")),
         *("trainer", "runs"),
     },
-    "trainer.config": set(),
+    "trainer.config": {"runs"},
     "trainer.engines": {"trainer.config", "trainer.models", "trainer.seeds", "trainer.processes"},
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {
         *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
-        *("runs", "intervals"),
+        "intervals",
     },
     "trainer.features": {
-        *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
+        *(f"trainer.{part}" for part in ("config", "models", "rollout", "seeds")),
         *("trainer", "objectives", "corrections"),
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},

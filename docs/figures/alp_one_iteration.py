@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from trimtab.diagnosis.measure.trained_tokens import FEWEST, PROBABILITY_BINS, PROBABILITY_EDGES, probability_bin
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
-from trimtab.trainer.batching import micro_batches, to_tensors
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.export import restore
 from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.packing import micro_batches, to_tensors
 from trimtab.trainer.run import train
 from trimtab.types import Trajectory
 

@@ -21,8 +21,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "vllm": ("vllm",),
     "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "trackio": ("trackio",),
 }
 """What an extra brings beyond torch, numpy and jaxtyping, by the names that are imported."""
 

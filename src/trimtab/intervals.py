@@ -179,26 +179,6 @@ def macro_average(parts: Sequence[Interval]) -> Interval:
     return Interval(value, value - below, value + above)
 
 
-def paired_difference(first: ArrayLike, second: ArrayLike, max_effective: float) -> Interval:
-    """Mean of first - second on the same problems; `max_effective` as for `problem_interval`, on either side.
-
-    The correlation of the two sides over problems narrows it. It is taken (problems - 1) / problems of what was seen,
-    so that some doubt is left where both sides have equal counts.
-    """
-    sides = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    left, right = (problem_interval(side, max_effective) for side in sides)
-    a, b = (side - side.mean() for side in sides)
-    spread, count = math.sqrt(float(a @ a) * float(b @ b)), len(a)
-    correlation = float(a @ b) / spread * (count - 1) / count if spread > 0 else 0.0
-    value = left.value - right.value
-    down, up = (left.value - left.low, right.high - right.value), (left.high - left.value, right.value - right.low)
-    return Interval(value, value - _half_width(*down, correlation), value + _half_width(*up, correlation))
-
-
-def _half_width(one: float, two: float, correlation: float) -> float:
-    return math.sqrt(max(0.0, one * one - 2 * correlation * one * two + two * two))
-
-
 def _effective_observations(data: np.ndarray, mean: float, max_effective: float) -> float:
     """Returns the effective number of Bernoulli observations: as many as give this variance, at least one per problem.
 

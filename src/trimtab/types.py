@@ -111,8 +111,7 @@ class Completion:
 
     `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
     entry for each token that was run through the model, which the last token is not. Where the weights changed during
-    the response, an entry is of the policy that ran its token first. With `routing.replay = "rollout-gates"` the last
-    axis has 3 k: the experts, then the float32 of each gate as two int16.
+    the response, an entry is of the policy that ran its token first.
     """
 
     response_ids: IntArray

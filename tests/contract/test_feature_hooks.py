@@ -16,18 +16,17 @@ from torch import nn
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import checkpoint_folder
 from trimtab.trainer import run
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.checkpoint import store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.features.feature import (
     Feature,
     ForwardPass,
     PolicyLearner,
-    ProximalPass,
     StepRecord,
     TrainedModule,
 )
 from trimtab.trainer.models.logprobs import TokenScores
+from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import Trajectory
 
 pytestmark = pytest.mark.e2e  # it trains
@@ -39,7 +38,7 @@ class CountingFeature(Feature):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.scale = nn.Linear(1, 1, bias=False)
-        self.steps_before = self.steps_loaded = 0
+        self.steps_before = 0
         self._probes = False
 
     @property
@@ -53,12 +52,6 @@ class CountingFeature(Feature):
         assert len(trajectories) == len(micro.rows)
         self.calls["pack"] += 1
         return micro.with_extras(packed=len(trajectories))
-
-    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
-        assert batch[0].extras["packed"]
-        assert updates == self.calls["end_update"] + 2 * self.steps_before
-        self.calls["proximal_passes"] += 1
-        yield ProximalPass()
 
     @contextmanager
     def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
@@ -79,9 +72,9 @@ class CountingFeature(Feature):
         self.calls["before_updates"] += 1
         self._probes = step == 2
 
-    def learning_rate_factor(self) -> float:
-        self.calls["learning_rate_factor"] += 1
-        return 1.0 / self.calls["before_updates"]
+    def end_backward(self) -> None:
+        self.calls["end_backward"] += 1
+        assert self.calls["end_backward"] == self.calls["end_update"] + 1
 
     def end_update(self) -> None:
         self.calls["end_update"] += 1
@@ -109,12 +102,6 @@ class CountingFeature(Feature):
     def state(self) -> Mapping[str, Any]:
         return {"counting": self.steps_before + self.calls["end_step"]}
 
-    def tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        return {"counted": {"steps": torch.tensor(self.steps_before + self.calls["end_step"])}}
-
-    def load_tensors(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        self.steps_loaded = int(sections["counted"]["steps"])
-
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         assert learner.objective.name == "token-tis"
         self.steps_before = saved["counting"]
@@ -138,7 +125,6 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
     feature = train(2, tmp_path / "run", monkeypatch)
     assert feature.calls == {
         "pack": 4,
-        "proximal_passes": 4,
         "forward proximal": 4,
         "scored proximal": 4,
         "before_updates": 2,
@@ -146,7 +132,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
         "scored train": 4,
         "forward probe": 2,  # in the second step
         "scored probe": 2,
-        "learning_rate_factor": 4,
+        "end_backward": 4,
         "end_update": 4,
         "after_updates": 2,
         "counts": 2,
@@ -157,7 +143,6 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
     }
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["counting/updates"] for row in rows] == [2, 4]
-    assert rows[1]["optim/lr"] == pytest.approx(rows[0]["optim/lr"] / 2)
 
 
 def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +154,5 @@ def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: p
     assert '"counting.weight"' in groups
     assert '"lr": 0.5' in groups
     second = train(2, tmp_path / "run", monkeypatch, resume=True)
-    assert second.steps_loaded == 1
     assert torch.equal(second.scale.weight, first.scale.weight)
     assert [row["counting/before"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

@@ -67,7 +67,7 @@ ROWS = {
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
     "memory_estimate": Row(library=("memory",)),
     "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims")),
-    "intervals": Row("--trials 5 --quick", "relay, 100.* coverage mean"),
+    "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
     "invariant_rows": Row("--threads 1 --checks columns sums", "lines that invariant numerics rely on hold here"),
@@ -98,6 +98,10 @@ ROWS = {
         r"embedded-invariant \| 8 \| 16 \| 0.0e\+00 \| 0.0e\+00 \| 0.0e\+00",
     ),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
+    "relay": Row(
+        "--out $OUT --relay step-000001 --samples 2 --problems 4 --set trainer.steps=2 checkpoint.every=1",
+        r"pass@2: alone \d",
+    ),
     "response_length": Row("--model $TINY --lengths 8 16", r"\| 16 \| \d"),
     "routing": Row(
         "--out $OUT --models laboratory-switch --seeds 1 --prompts 2 --samples 2 --set sft.steps=2",

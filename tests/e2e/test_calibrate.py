@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.run_results import Messages, untimed, weights
+from tests.support.run_results import Messages, untimed
 
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.report.run_objective import equation_of
@@ -93,21 +93,6 @@ def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[P
         whole = whole + part
     result = calibrated("geo-mask", whole)
     assert result == pytest.approx(bounds(untimed(run, "eval/")[0]), rel=1e-5)
-
-
-def test_a_resumed_run_keeps_its_bounds_and_equals_the_uninterrupted_one(
-    calibrated_run: tuple[Path, Notes], tmp_path: Path
-) -> None:
-    whole, _ = calibrated_run
-    parts = tmp_path / "parts"
-    settings = ("objective.name=geo-mask", "objective.calibrate=true")
-    train(recipe(2, *settings), out=parts)
-    again = Notes()
-    train(recipe(4, *settings), out=parts, resume=True, observer=again)
-    assert untimed(parts, "eval/") == untimed(whole, "eval/")
-    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(parts).items())
-    assert not any(line.startswith("calibrated") for line in again.lines)
-    assert "note: keep_min, keep_max: calibrated at step 0" in again.equations[0]
 
 
 def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Notes]) -> None:

@@ -110,13 +110,13 @@ def test_workers_die_with_the_process_that_started_them(run: Grid, tmp_path: Pat
     assert gone(int((metrics.parent / ".lock").read_text().split()[1]))
 
 
-def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_grid_that_is_stopped_saves_its_runs_and_goes_on_with_them(tmp_path: Path) -> None:
     out = tmp_path / "long"
     long = ("--methods", "dapo", "--regimes", "on-policy", "--seeds", "1", "--set", "trainer.steps=10000")
-    cell, known = out / "on-policy/dapo/seed0", 0
+    run, known = out / "on-policy/dapo/seed0", 0
     for number in (signal.SIGINT, signal.SIGTERM):
         with subprocess.Popen(command(out, *long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as grid:
-            while not (cell / "metrics.jsonl").exists() or len(read_metrics(cell / "metrics.jsonl")) < known + 2:
+            while not (run / "metrics.jsonl").exists() or len(read_metrics(run / "metrics.jsonl")) < known + 2:
                 assert grid.poll() is None
                 time.sleep(0.05)
             grid.send_signal(number)
@@ -124,9 +124,9 @@ def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: 
         assert grid.returncode == 128 + number
         assert errors.endswith("trimtab: interrupted; finished runs are kept; the same command goes on\n")
         assert "Traceback" not in errors
-        steps = [row["step"] for row in read_metrics(cell / "metrics.jsonl")]
+        steps = [row["step"] for row in read_metrics(run / "metrics.jsonl")]
         assert steps == list(range(1, len(steps) + 1))
-        assert list_checkpoints(cell / "checkpoints")[-1].name == f"step-{len(steps):06d}"
+        assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{len(steps):06d}"
         assert len(steps) >= known + 2
         known = len(steps)
 

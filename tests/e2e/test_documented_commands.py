@@ -53,7 +53,6 @@ class Plan:
     code: int = 0
 
 
-REPORT = "report.html"
 PLANS = {
     "trimtab recipes": Plan(says="quickstart-stale"),
     "trimtab recipes --keys": Plan(says=r"\n\[trainer\]\n"),
@@ -75,9 +74,6 @@ PLANS = {
     "trimtab train token-alp": Plan(LABORATORY, leaves=("runs/token-alp/report.html",)),
     "trimtab train soup --set prefix.rule=entropy --set prefix.top=8": Plan(
         LABORATORY, leaves=("runs/soup/report.html",)
-    ),
-    "trimtab train soup --set prefix.rule=my_rules:at_first_digit --out runs/soup-own-rule": Plan(
-        LABORATORY, needs=("rule",), leaves=("runs/soup-own-rule/report.html",)
     ),
     "trimtab train token-alp --set perturbation.layers=0-9 --set perturbation.std=1e-3 --out runs/alp-low-layers": Plan(
         f"{LABORATORY} --set perturbation.layers=0-1", leaves=("runs/alp-low-layers/report.html",)
@@ -108,12 +104,12 @@ PLANS = {
         FEW_PROBLEMS, needs=("icepop",), says=r"avg@2.*arithmetic|arithmetic.*avg@2"
     ),
     "trimtab eval smollm2-135m-instruct runs/icepop runs/icepop/checkpoints/step-000010 --task arithmetic "
-    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 32 --greedy --out eval/icepop": Plan(
-        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 32 --greedy": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), says="gsm8k-test"
     ),
     "trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic "
-    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop": Plan(
-        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), says="gsm8k-test"
     ),
     "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
     "trimtab diagnose runs/mine --out mine.html": Plan(needs=("runs/mine",), leaves=("mine.html",), says="(?m)^causes"),
@@ -248,12 +244,6 @@ def make_gsm8k(folder: Path) -> None:
     write_rows(folder / "gsm8k-test.jsonl", rows)
 
 
-def make_rule(folder: Path) -> None:
-    (folder / "my_rules.py").write_text(
-        "def at_first_digit(response_ids, entropy, uniform):\n    return min(1, len(response_ids) - 1)\n"
-    )
-
-
 def make_task(folder: Path) -> None:
     shutil.copy(ROOT / "examples" / "own_recipe.toml", folder / "my-task.toml")
     shutil.copy(ROOT / "examples" / "own_task.jsonl", folder)
@@ -266,7 +256,6 @@ def make_teacher(folder: Path) -> None:
 MADE: dict[str, Callable[[Path], None]] = {
     "traces": make_traces,
     "gsm8k": make_gsm8k,
-    "rule": make_rule,
     "task": make_task,
     "teacher": make_teacher,
 }

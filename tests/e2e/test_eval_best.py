@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.errors import TrimtabError
 from trimtab.runs.layout import best_checkpoint
 from trimtab.trainer.config import load_config
 from trimtab.trainer.run import train
@@ -44,34 +43,6 @@ def test_the_mean_of_two_metrics_selects_the_checkpoint(tmp_path: Path, other: s
     assert best.step == 1 + means.index(max(means))
     assert best.metric == "mean of eval/sort/avg@3, eval/held/avg@4"
     assert "eval/held/before" in rows[0]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            ["eval.best=eval/held/avg@3"],
-            r"eval.best = 'eval/held/avg@3' is not measured in this run \(did you mean 'eval/held/avg@4' or",
-        ),
-        (
-            ['eval.best=["eval/sort/greedy", "eval/hold/greedy"]'],
-            r"'eval/hold/greedy' is not measured in this run \(did you mean 'eval/held/greedy'",
-        ),
-        (
-            ["environment.name=swap", "sampling.max_tokens=64", "eval.best=eval/sort/greedy"],
-            "is asked without the tools of",
-        ),
-    ],
-)
-def test_what_is_not_measured_is_refused(tmp_path: Path, other: str, overrides: list[str], line: str) -> None:
-    with pytest.raises(TrimtabError, match=line):
-        train(recipe(other, *overrides), out=tmp_path / "run")
-
-
-def test_two_tasks_of_one_name_are_refused(tmp_path: Path, other: str) -> None:
-    config = load_config("laboratory", [f"eval.task=[{other}, {other}]"])
-    with pytest.raises(TrimtabError, match="two tasks would log 'eval/held/greedy'"):
-        train(config, out=tmp_path / "run")
 
 
 def test_another_metric_starts_anew_after_a_resume(tmp_path: Path, other: str) -> None:

@@ -1,95 +1,26 @@
-"""`trimtab eval` with the laboratory model: tables, a real kill, checkpoints of a run, and relay sampling."""
+"""`trimtab eval` with the laboratory model: checkpoints of a run."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from tests.support import forked
 
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer.config import load_config
-from trimtab.trainer.evaluation import Settings, compare
 from trimtab.trainer.run import train
-from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
-KILLER = Path(__file__).parents[1] / "programs" / "eval_killed.py"
-WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", "--greedy", "--dtype", "float32"]
-PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
-
-
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def trimtab(python: forked.Run) -> Command:
-    return lambda *words, cwd, program=("-m", "trimtab"): python(*program, *words, cwd=cwd)
-
-
-def without_seconds(text: str) -> Any:
-    return json.loads(text, object_hook=lambda item: {key: value for key, value in item.items() if key != "seconds"})
-
-
-def batches(folder: Path) -> int:
-    """Finished batches on the disk: whole lines but the headers."""
-    files = list((folder / "parts").iterdir()) if (folder / "parts").is_dir() else []
-    return sum(file.read_bytes().count(b"\n") for file in files) - sum(b"\n" in file.read_bytes() for file in files)
-
-
-@pytest.fixture(scope="module")
-def whole(trimtab: Command, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The uninterrupted evaluation, without --out."""
-    laboratory_folder()
-    done = trimtab(*WORDS, "--json", cwd=tmp_path_factory.mktemp("whole"))
-    assert done.returncode == 0, done.stderr
-    return without_seconds(done.stdout)
-
-
-@pytest.mark.parametrize("killer", [("inside", 1), ("between", 3), ("inside", 5), ("between", PARTS)])
-def test_a_kill_costs_one_batch_and_changes_no_bit(
-    trimtab: Command, tmp_path: Path, whole: Any, killer: tuple[str, int]
-) -> None:
-    moment, number = killer
-    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, program=(KILLER, moment, number))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert batches(tmp_path / "kept") == number - (moment == "inside")
-    assert not (tmp_path / "kept" / "results.json").exists()
-
-    again = trimtab(*WORDS, "--out", "kept", "--json", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert without_seconds(again.stdout) == whole
-    assert without_seconds((tmp_path / "kept" / "results.json").read_text()) == whole
-    assert batches(tmp_path / "kept") == PARTS
-
-
-def test_other_settings_and_other_weights_are_refused(trimtab: Command, tmp_path: Path) -> None:
-    words = ["--task", "sort:holdout=100", "--problems", "8", "--samples", "2", "--out", "kept"]
-    done = trimtab("eval", "laboratory", *words, "--markdown", "first.md", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    kept = {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
-    refusals = {
-        ("laboratory", *words, "--seed", "1"): "kept was measured with seed = 0, this command has 1",
-        ("laboratory", *words, "--temperature", "0.5"): "temperature = 1.0, this command has 0.5",
-        ("laboratory", *words, "--set", "seed=3"): 'task.options.seed = nothing, this command has "3"',
-    }
-    for changed, line in refusals.items():
-        done = trimtab("eval", *changed, cwd=tmp_path)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-        assert line in done.stderr
-    assert {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()} == kept
-    more = trimtab("eval", "laboratory", *words, "--greedy", "--markdown", "-", cwd=tmp_path)
-    assert more.returncode == 0, more.stderr
-    assert "sort greedy" in more.stdout, "a column may be added"
-    assert (tmp_path / "kept" / "results.md").read_text() == more.stdout
-    assert "sort greedy" not in (tmp_path / "first.md").read_text()
+    return lambda *words, cwd: python("-m", "trimtab", *words, cwd=cwd)
 
 
 RECIPE = {
@@ -113,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_its_checkpoints_and_its_start_side_by_side(trimtab: Command, trained: Path, tmp_path: Path) -> None:
     steps = [f"{trained}/checkpoints/step-{step:06d}" for step in (1, 2, 3)]
-    done = trimtab("eval", str(trained), *steps, "--problems", "48", "--out", "kept", "--json", cwd=tmp_path)
+    done = trimtab("eval", str(trained), *steps, "--problems", "48", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     actual = {item["model"]: item["accuracy"] for item in json.loads(done.stdout)["results"]}
     logged = {row["step"]: row["eval/sort/greedy"] for row in read_metrics(trained / "metrics.jsonl")}
@@ -127,54 +58,3 @@ def test_a_run_its_checkpoints_and_its_start_side_by_side(trimtab: Command, trai
     absent = trimtab("eval", f"{trained}/checkpoints/step-000009", cwd=tmp_path)
     assert (absent.returncode, len(absent.stderr.splitlines())) == (2, 1)
     assert "step-000009" in absent.stderr
-
-
-def test_the_same_name_with_new_weights_is_refused(trimtab: Command, trained: Path, tmp_path: Path) -> None:
-    """A run that trained on is another model; the kept counts are not its own."""
-    shutil.copytree(trained, tmp_path / "run")
-    words = ["eval", "run", "--problems", "8", "--out", "kept"]
-    assert trimtab(*words, cwd=tmp_path).returncode == 0
-    assert trimtab(*words, cwd=tmp_path).returncode == 0, "exported twice, it is the same model"
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
-    done = trimtab(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "model.weights" in done.stderr
-
-
-def test_relaying_by_a_run_says_which_helps(trimtab: Command, trained: Path, tmp_path: Path) -> None:
-    """A checkpoint that begins worse answers than the model must cost accuracy, and the table must say so."""
-    words = ["--task", "sort", "--problems", "32", "--samples", "16", "--dtype", "float32", "--json"]
-    done = trimtab("eval", "laboratory", *words, "--relay", f"{trained}/checkpoints/step-000003", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    result = {item["mode"]: item for item in data["results"]}
-    [gains] = data["relay"]
-    assert gains["task"] == "sort"
-    for k, gain in gains["difference"].items():
-        assert gain["value"] == pytest.approx(result["relay"]["pass"][k] - result["sampled"]["pass"][k], abs=1e-12)
-        assert gain["low"] <= gain["value"] <= gain["high"]
-    assert list(gains["difference"]) == ["1", "2", "4", "8", "16"]
-
-
-def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
-    """Sorted lists are all equally long, so the cut tells nothing and both are draws from one distribution."""
-    folder = str(laboratory_folder())
-    settings = Settings(samples=64, problems=96, dtype="float32")
-    results = compare([folder], ["sort"], settings, relay=folder)
-    alone, relay = (results.measured[folder, "sort", mode] for mode in ("sampled", "relay"))
-    assert 4.5 < relay.prefix <= 5
-    assert 0.2 < alone.accuracy < 0.6
-    assert [problem.correct for problem in alone.problems] != [problem.correct for problem in relay.problems]
-    # Of two draws from one distribution the difference d of a problem is symmetric about 0. By Hoeffding's inequality
-    # the sum over problems exceeds sqrt(2 ln(2 / a) sum d^2) with probability a at most, here 1e-5: .04 of accuracy.
-    # Another rounding trains another model and draws other samples, so nothing tighter could hold on every machine.
-    pairs = zip(relay.problems, alone.problems, strict=True)
-    differences = np.array([one.correct - other.correct for one, other in pairs]) / 64
-    chance = float(np.sqrt(2 * np.log(2 / 1e-5) * (differences**2).sum())) / 96
-    # A list that stops early is cut before its fifth token: so many samples, at most, follow another distribution.
-    early = 5 - relay.prefix
-    assert abs(relay.accuracy - alone.accuracy) < chance + early  # measured .006 to .010 of .06 to .07, four seeds
-    assert chance + early < 0.1, "a relay that begins wrong costs all of the accuracy"
-    gain = results.gains(folder)[1]
-    assert gain.value == pytest.approx(differences.mean(), abs=1e-12)
-    assert gain.low < gain.value < gain.high

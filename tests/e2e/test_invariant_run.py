@@ -78,15 +78,6 @@ def test_what_was_sampled_under_the_same_weights_is_equal(tmp_path: Path, sets: 
     assert sum(row["mismatch/confirmed"] for row in rows) > 100
 
 
-def test_a_resumed_run_goes_on_without_mismatch(tmp_path: Path) -> None:
-    run(tmp_path / "run", INVARIANT, *MIXED, "checkpoint.every=1")
-    config = load_config("laboratory", [*SMALL, INVARIANT, *MIXED, "checkpoint.every=1", "trainer.steps=5"])
-    train(config, out=tmp_path / "run", resume=True)
-    rows = read_metrics(tmp_path / "run" / METRICS)
-    assert len(rows) == 5
-    assert_exact(rows)
-
-
 def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
     """In float32: rounding to bfloat16 would hide most of what transformers' norm does otherwise."""
 

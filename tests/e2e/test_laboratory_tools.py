@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support import forked
-from tests.support.run_results import untimed
 
 from trimtab.runs.trajectories import read
 from trimtab.trainer.config import load_config
@@ -127,65 +122,6 @@ def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(
     assert named.returncode == 0, named.stderr
     [result] = json.loads(named.stdout)["results"]
     assert result["episodes"]["calls"] > 0
-
-
-DRAWING = """
-import time
-from trimtab.trainer.environments.swap_environment import SwapEnvironment
-
-
-class Drawing(SwapEnvironment):
-    \"\"\"Its reward depends on the seed of its reset.\"\"\"
-
-    def reset(self, seed, **row):
-        super().reset(**row)
-        self.drawn = seed % 8 / 100
-        with open("resets", "a") as file:
-            file.write(f"{seed}\\n")
-
-    def swap(self, positions: str) -> str:
-        \"\"\"Swaps.
-
-        Args:
-            positions: two.
-        \"\"\"
-        time.sleep(0.05)  # a kill then falls between two turns, as a rule
-        return super().swap(positions)
-
-    def get_reward(self):
-        return super().get_reward() + self.drawn
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_between_turns_resumes_with_the_same_numbers(tmp_path: Path) -> None:
-    (tmp_path / "drawing.py").write_text(DRAWING)
-    sizes = ("trainer.steps=4", "eval.every=0", "checkpoint.every=1", "environment.name=drawing:Drawing")
-    command = [sys.executable, "-m", "trimtab", "train", "laboratory-tools"]
-    command += [word for change in (*SMALL, *sizes) for word in ("--set", change)]
-
-    def resets() -> list[str]:
-        file = tmp_path / "resets"
-        return file.read_text().split() if file.exists() else []
-
-    def start(out: str, *more: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, "--out", out, *more], cwd=tmp_path, stderr=subprocess.DEVNULL)
-
-    assert start("whole").wait(300) == 0
-    seeds = resets()
-    (tmp_path / "resets").unlink()
-    child = start("killed")
-    while len(resets()) < 45 and child.poll() is None:  # 16 a step: in the third one
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(0.01)
-    child.kill()
-    assert child.wait(60) == -signal.SIGKILL
-    assert start("killed", "--resume").wait(300) == 0
-    whole, killed = (untimed(tmp_path / out) for out in ("whole", "killed"))
-    assert killed == whole
-    assert len(whole) == 4
-    assert set(resets()) == set(seeds)
-    assert len(resets()) > len(seeds), "the third step was begun twice"
 
 
 def check_rows(completion: Any) -> None:

@@ -113,3 +113,8 @@ def test_packages_can_be_imported(sandbox: SandboxName, environment: Run) -> Non
     assert environment(packages=["packaging"])(code) == ["'packaging'"]
     [result] = environment()(code)
     assert "ModuleNotFoundError" in result
+
+
+def test_a_sandbox_without_time_to_end_a_call_is_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"environment\.timeout = 10 s is below 11 s"):
+        build(EnvironmentSpec("python", timeout=10.0, options={"seconds": 6.0}))

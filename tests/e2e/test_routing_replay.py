@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.run_results import untimed, weights
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import METRICS, list_checkpoints
+from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import LoadedModel, load
@@ -36,7 +35,6 @@ SMALL = [
     "log.trajectories_every=1",
 ]
 ROLLOUT, PROXIMAL = "routing.replay=rollout", "routing.replay=proximal"
-GATES = "routing.replay=rollout-gates"
 COARSE = "engine.quantize=int3"
 # What is measured of lanes only, and what only a replay has.
 APART = ("engine/", "lag/share", "lag/length", "routing/")
@@ -111,23 +109,6 @@ def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(
     assert 0.4 < replayed["routing/agreement"] < 0.75  # measured .52 to .59: half by chance
 
 
-def test_gates_too_lower_the_mismatch_and_leave_the_routers_as_they_are(tmp_path: Path) -> None:
-    """The first batch is the same; engines in eight bits, whose own error remains."""
-    sets = ["engine.quantize=int8", "trainer.prompts=16", "trainer.samples=8", "optim.lr=1e-3", "optim.warmup=0"]
-    ways = {way: run(tmp_path / way, *sets, f"routing.replay={way}") for way in ("none", "rollout", "rollout-gates")}
-    none, experts, gates = (rows(ways[way])[0] for way in ("none", "rollout", "rollout-gates"))
-    assert none["reward/mean"] == experts["reward/mean"] == gates["reward/mean"]
-    assert gates["mismatch/k3"] < experts["mismatch/k3"] < none["mismatch/k3"]
-    assert gates["routing/agreement"] == experts["routing/agreement"] < 1
-    assert gates["routing/bytes"] == 6 * experts["routing/bytes"]  # an index takes two bytes then, a gate four
-    before = dict(load(str(laboratory_folder("laboratory-moe")), dtype=torch.float32).model.named_parameters())
-    for way, moved in (("rollout", True), ("rollout-gates", False)):
-        after = weights(ways[way])
-        for name, weight in before.items():
-            if name.endswith("mlp.gate.weight"):
-                assert torch.equal(after[name], weight) != moved
-
-
 def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path) -> None:
     """One update sees its own batch unclipped and with ratio 1; later ones keep the experts of the proximal pass."""
     sets = [COARSE, "trainer.minibatches=2", "trainer.epochs=2", "optim.lr=1e-3", "optim.warmup=0"]
@@ -140,39 +121,11 @@ def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path)
     assert not [row for row in rows(replayed) if "routing/bytes" in row]
 
 
-@pytest.mark.parametrize("replay", [ROLLOUT, GATES])
-def test_workers_hand_the_record_on(replay: str, tmp_path: Path) -> None:
-    here, apart = run(tmp_path / "here", COARSE, replay), run(tmp_path / "apart", COARSE, replay, "engine.workers=1")
+def test_workers_hand_the_record_on(tmp_path: Path) -> None:
+    here, apart = run(tmp_path / "here", COARSE, ROLLOUT), run(tmp_path / "apart", COARSE, ROLLOUT, "engine.workers=1")
     assert comparable(apart) == comparable(here)
     assert [row["routing/bytes"] for row in rows(apart)] == [row["routing/bytes"] for row in rows(here)]
     assert [row["routing/agreement"] for row in rows(apart)] == [row["routing/agreement"] for row in rows(here)]
-
-
-@pytest.mark.parametrize("replay", [ROLLOUT, GATES])
-def test_a_resumed_run_finds_the_record_in_its_checkpoint(replay: str, tmp_path: Path) -> None:
-    """Groups that wait in the buffer are trained on after the resume, experts and all."""
-    sets = [
-        COARSE,
-        replay,
-        "trainer.steps=6",
-        "trainer.dynamic_sampling=true",
-        "trainer.oversample=3",
-        "trainer.max_lag=0",
-        "checkpoint.every=1",
-        "checkpoint.keep=9",
-    ]
-    whole = run(tmp_path / "whole", *sets, "trainer.sync_every=1")
-    half = tmp_path / "half"
-    shutil.copytree(whole, half)
-    folders = list_checkpoints(half / "checkpoints")
-    [pending] = folders[2].rglob("pending.parquet")
-    assert all(one.completion.routed_experts is not None for one in trajectories.from_bytes(pending.read_bytes()))
-    for folder in folders[3:]:
-        shutil.rmtree(folder)
-    train(load_config(half / "config.toml"), out=half, resume=True)
-    assert comparable(half) == comparable(whole)
-    one, other = weights(whole), weights(half)
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_responses_that_were_interrupted_and_continued_are_replayed(tmp_path: Path) -> None:

@@ -64,17 +64,6 @@ def test_ratios_are_one_where_an_older_policy_began(tmp_path: Path) -> None:
     assert rows[1]["prefix/tokens"] > 0.2
 
 
-def test_a_resumed_run_has_the_sets_of_what_was_waiting(tmp_path: Path) -> None:
-    soup = ("objective.name=soup", "prefix.refresh=4", "prefix.ratio=0.5", "prefix.share=2", "optim.lr=1e-20")
-    sets = (*SMALL, *CUT, *soup)
-    train(load_config("laboratory", [*sets, "trainer.steps=2"]), out=tmp_path / "run")
-    train(load_config("laboratory", [*sets, "trainer.steps=4"]), out=tmp_path / "run", resume=True)
-    train(load_config("laboratory", [*sets, "trainer.steps=4"]), out=tmp_path / "whole")
-    resumed, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
-    for key in ("mismatch/abs_diff_max", "mismatch/ratio_mean", "reward/mean"):
-        assert [row[key] for row in resumed] == [row[key] for row in whole]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ratios_are_one_on_two_ranks(python: forked.Run, tmp_path: Path) -> None:

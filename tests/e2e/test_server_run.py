@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,14 +97,6 @@ def undisturbed(servers: list[ServerProcess], tmp_path_factory: pytest.TempPathF
     return train(recipe(servers), out=tmp_path_factory.mktemp("runs") / "undisturbed").run
 
 
-def test_a_run_over_servers_trains(undisturbed: Path) -> None:
-    metrics = read_metrics(undisturbed / "metrics.jsonl")
-    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    # The servers' weights are the trainer's, on-policy and in float32: no mismatch is left.
-    assert all(abs(row["mismatch/k3"]) < 1e-6 for row in metrics)
-    assert len(rows(undisturbed)) == STEPS * PROMPTS * SAMPLES
-
-
 @pytest.mark.parametrize("returns", [False, True], ids=["the other takes over", "it returns in time"])
 def test_a_server_killed_in_the_middle_of_a_batch_changes_nothing(
     servers: list[ServerProcess], undisturbed: Path, tmp_path: Path, returns: bool
@@ -133,19 +124,3 @@ def test_episodes_go_on_at_the_other_server(servers: list[ServerProcess], tmp_pa
         assert sum(row["episode/calls"] for row in metrics) > 0
         assert {row["episode/failed"] for row in metrics} == {0}
         assert all(abs(row["mismatch/k3"]) < 1e-6 for row in metrics)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
-def test_asynchronous_generation_loses_no_group_and_counts_none_twice(
-    servers: list[ServerProcess], tmp_path: Path, in_flight: str
-) -> None:
-    first, second = servers
-    killer = Killer(second, returns=True)
-    config = recipe([first, second], "trainer.max_lag=4", f"trainer.in_flight={in_flight}")
-    result = train(config, out=tmp_path / "run", observer=After(killer.start))
-    killer.join()
-    groups = Counter(row[0] for row in rows(result.run))
-    assert groups == dict.fromkeys(range(STEPS * PROMPTS), SAMPLES)
-    for row in read_metrics(result.run / "metrics.jsonl"):
-        assert row["lag/max"] <= 4

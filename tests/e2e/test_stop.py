@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -13,13 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.errors import Stopped
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.trainer.config import load_config
-from trimtab.trainer.observer import NullObserver
-from trimtab.trainer.run import train
-from trimtab.trainer.stop import Stop
 
 pytestmark = pytest.mark.slow
 
@@ -108,29 +102,6 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_step_is_still_finish
     assert errors.splitlines()[-1].startswith("trimtab: interrupted; continue with: ")
     [step] = saved(tmp_path / "run")
     assert steps(tmp_path / "run") == list(range(1, step + 1))
-
-
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    class AsksAtTwo(NullObserver):
-        def step(self, metrics: object) -> None:
-            if metrics["step"] == 2:  # type: ignore[index]
-                stop.request(signal.SIGTERM)
-
-    config = load_config("laboratory", [*SMALL, "trainer.steps=4"])
-    whole = read_metrics(train(config, out=tmp_path / "whole").run / "metrics.jsonl")
-    stop = Stop()
-    with pytest.raises(Stopped) as raised:
-        train(config, out=tmp_path / "parts", observer=AsksAtTwo(), stop=stop)
-    assert raised.value.signal == signal.SIGTERM
-    assert saved(tmp_path / "parts") == [2]
-    train(config, out=tmp_path / "parts", resume=True)
-    parts = read_metrics(tmp_path / "parts" / "metrics.jsonl")
-    assert [settled(row) for row in parts] == [settled(row) for row in whole]
-
-
-def settled(row: dict[str, object]) -> dict[str, object]:
-    """What does not depend on the clock or the process."""
-    return {key: value for key, value in row.items() if not re.match("time/|tokens_per_second/|memory/", key)}
 
 
 def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.runs import trajectories
-from trimtab.trainer import batching, build_model, run
+from trimtab.trainer import build_model, packing, run
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models import sharding
@@ -82,13 +82,13 @@ def plant(fault: str | None) -> None:
 
         build_model.apply_fsdp = averaged
     elif fault == "twice":
-        assign_micro_batches = batching.assign_micro_batches
+        assign_micro_batches = packing.assign_micro_batches
 
         def greedy(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
             shares = assign_micro_batches(sizes, ranks)
             return [[0, *share[1:]] for share in shares]
 
-        batching.assign_micro_batches = greedy
+        packing.assign_micro_batches = greedy
 
 
 def main(jobs: Iterable[Mapping[str, Any]]) -> None:

@@ -119,6 +119,7 @@ class Service:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait for the acknowledgement of its headers
     service: Service
 
     def do_GET(self) -> None:

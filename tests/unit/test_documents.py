@@ -16,8 +16,7 @@ from trimtab.objectives import objective, objectives
 from trimtab.objectives.presets import PRESETS
 from trimtab.trainer.config import load_config, recipe_names
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.models import invariant, routing
-from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES
+from trimtab.trainer.models.families import FAMILIES, INVARIANT, MIXTURES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -103,8 +102,8 @@ def test_every_link_has_a_target(document: Path) -> None:
 
 def test_every_architecture_that_can_be_scored_is_documented() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert {kind for kind in KNOWN_ARCHITECTURES if f"`{kind}`" not in page} == set()
-    for part, families in {"invariant": invariant.FAMILIES, "routing": routing.FAMILIES}.items():
+    assert {kind for kind in FAMILIES if f"`{kind}`" not in page} == set()
+    for part, families in {"invariant": INVARIANT, "routing": MIXTURES}.items():
         [row] = [line for line in page.splitlines() if line.startswith("|") and f"{part}" in line.split("|")[1]]
         assert {kind for kind in families if f"`{kind}`" not in row} == set(), part
 

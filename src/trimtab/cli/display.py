@@ -116,14 +116,16 @@ class RunsDisplay:
         self._cost: dict[str, float] = {}
         self._share: dict[str, float] = {}  # of each run that is not finished
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
+    def planned(self, recipes: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         from trimtab.trainer.lab.runner import cost
 
-        self._steps = {name: config.trainer.steps for name, config in cells.items()}
-        self._cost = {name: cost(config) for name, config in cells.items()}
-        self._share = {name: 0.0 for name in cells if name not in done}
+        self._steps = {name: config.trainer.steps for name, config in recipes.items()}
+        self._cost = {name: cost(config) for name, config in recipes.items()}
+        self._share = {name: 0.0 for name in recipes if name not in done}
         self._bar.update(self._task, total=sum(self._cost[name] for name in self._share))
-        self._print(f"{len(cells)} runs, one thread each" + (f"; {len(done)} of them finished before" if done else ""))
+        self._print(
+            f"{len(recipes)} runs, one thread each" + (f"; {len(done)} of them finished before" if done else "")
+        )
 
     def progress(self, name: str, step: int) -> None:
         self._advance(name, step / self._steps[name])

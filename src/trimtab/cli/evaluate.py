@@ -18,7 +18,7 @@ import typer
 from trimtab.cli.output import AllowCode, Command, Json, echo, print_json, unwritable
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
-from trimtab.runs.layout import CHECKPOINTS
+from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
     from trimtab.trainer.evaluation import ModelSpec, Results, TaskSpec
@@ -57,17 +57,6 @@ Limit = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
 ]
-RelayModel = Annotated[
-    str | None,
-    typer.Option("--relay", metavar="MODEL", help="Also let this model begin every response: pass@k gained."),
-]
-Ratio = Annotated[
-    float | None,
-    typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues.")
-]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
@@ -82,7 +71,7 @@ def register(app: typer.Typer) -> None:
         "eval",
         cls=Command,
         epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
-        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
+        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy[/bold]",
     )(evaluate)
 
 
@@ -99,9 +88,6 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
-    relay: RelayModel = None,
-    relay_ratio: Ratio = None,
-    out: Out = None,
     markdown: Markdown = None,
     scores: Scores = None,
     trusted: AllowCode = False,
@@ -113,8 +99,6 @@ def evaluate(
     from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(models, task or [], markdown, scores, as_json)
-    if relay is None and relay_ratio is not None:
-        raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
@@ -128,17 +112,13 @@ def evaluate(
         problems=problems,
         seed=seed,
         dtype=dtype_of(dtype, choices, task_choices),
-        relay_ratio=0.5 if relay_ratio is None else relay_ratio,
     )
-    relay_model = source(relay, which).spec() if relay is not None else None
-    count = len(choices) * len(task_choices) * len(settings.modes(relay is not None))
-    with _interruptible(out), _progress(count) as progress:
+    count = len(choices) * len(task_choices) * len(settings.modes())
+    with _progress(count) as progress:
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
-            relay=relay_model,
-            out=out,
             progress=progress,
             notes=notes_on_tools(choices, task_choices),
         )
@@ -165,8 +145,7 @@ def _write_scores(results: Results, path: Path) -> None:
     """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
     from trimtab.runs.atomic import write_text
 
-    modes = [mode for mode in results.modes if mode != "relay"]
-    mode = "sampled" if "sampled" in modes else modes[0]
+    mode = "sampled" if "sampled" in results.modes else results.modes[0]
     measured = results.measured[results.models[0], results.tasks[0], mode]
     rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
     write_text(Path(os.path.realpath(path)), "".join(json.dumps(row) + "\n" for row in rows))
@@ -190,16 +169,6 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
         from trimtab.runs.atomic import write_text
 
         write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-@contextmanager
-def _interruptible(out: Path | None) -> Iterator[None]:
-    """On Ctrl-C, adds to the message whether finished batches were kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
-        raise KeyboardInterrupt(kept) from None
 
 
 @contextmanager
@@ -267,7 +236,7 @@ class TaskChoice:
 def source(name: str, which: str) -> ModelChoice:
     """Returns the model for a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
-    if (path / "config.toml").is_file():
+    if (path / CONFIG).is_file():
         return ModelChoice(name, Path(name), which)
     if CHECKPOINT.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return ModelChoice(name, path.parent.parent, path.name)
@@ -275,7 +244,7 @@ def source(name: str, which: str) -> ModelChoice:
 
 
 def recipe_of(run: Path) -> str:
-    return str(run / "config.toml")
+    return str(run / CONFIG)
 
 
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:

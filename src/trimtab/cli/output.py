@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.errors import TrimtabError
 from trimtab.extras import require_extra
+from trimtab.runs.layout import CONFIG
 from trimtab.safe_text import UNPRINTABLE, clean
 
 
@@ -134,12 +135,12 @@ def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path
     """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
-    if (Path(recipe) / "config.toml").is_file():
+    if (Path(recipe) / CONFIG).is_file():
         return Path(recipe)
     if configured is not None:
         return Path(configured)
     path = Path(recipe)
-    return Path("runs") / (path.parent.name if path.name == "config.toml" and path.parent.name else path.stem)
+    return Path("runs") / (path.parent.name if path.name == CONFIG and path.parent.name else path.stem)
 
 
 def _json_value(value: Any) -> Any:

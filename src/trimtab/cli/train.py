@@ -12,7 +12,7 @@ import typer
 
 from trimtab.cli import starting
 from trimtab.cli.output import Command, Json, Recipe, Sets, echo, only_json, print_json, run_directory
-from trimtab.runs.layout import REPORT
+from trimtab.runs.layout import CONFIG, REPORT
 
 if TYPE_CHECKING:
     from trimtab.trainer.config import Config
@@ -115,7 +115,7 @@ def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: boo
     has_runs = is_comparison and run.is_dir() and any(run.iterdir())
     if has_runs or any(run.glob("checkpoints/step-*")):
         return f"continue with: {command} --resume"
-    if (run / "config.toml").is_file():
+    if (run / CONFIG).is_file():
         return f"no checkpoint was written yet, this begins again: {command} --resume"
     return f"nothing was written yet, start again with: {command}"
 

@@ -32,7 +32,7 @@ from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clip
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
-from trimtab.runs.layout import REPORT, TRAJECTORIES, trajectory_files
+from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import describe_start, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
@@ -88,7 +88,7 @@ def _page(run: Run) -> Page:
             Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
-            Section("Configuration", [Fold("config.toml", [Card(code=(run.path / "config.toml").read_text())])]),
+            Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text())])]),
         ],
     )
 

@@ -6,7 +6,7 @@
     rollout   rollout, engines       prompts to groups of responses, from samplers that report log-probs
     rewards   rewards, sandbox       verifiers; code of a model, with limits
     updates   run, loop, learner     builds a run; its steps; the updates of a step, with batches (`batch_preparation`,
-                                     `batching`), the optimizer (`optim`), optional methods (`features`), statistics
+                                     `packing`), the optimizer (`optim`), optional methods (`features`), statistics
                                      (`step_statistics`) and an objective given in code (`custom_objective`)
     files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from, `sinks` for copies
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from trimtab.objectives import advantages
 from trimtab.objectives.advantages import distillation_advantages, optimal_token_advantages
 from trimtab.runs.trajectories import Row
-from trimtab.trainer.batching import (
+from trimtab.trainer.learner import Learner
+from trimtab.trainer.packing import (
     MicroBatch,
     MiniBatch,
     micro_batches,
@@ -25,7 +26,6 @@ from trimtab.trainer.batching import (
     split_minibatches,
     to_tensors,
 )
-from trimtab.trainer.learner import Learner
 from trimtab.trainer.rollout.collector import Group
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory

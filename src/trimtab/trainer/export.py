@@ -1,4 +1,4 @@
-"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft, with a model card."""
+"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
-from trimtab.objectives.lookup import from_section
 from trimtab.runs import atomic
-from trimtab.runs.layout import CONFIG, METRICS, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
-from trimtab.runs.reader import read_run
-from trimtab.safe_text import code_span, markdown_text
+from trimtab.runs.layout import CHECKPOINTS, CONFIG, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
 from trimtab.trainer.build_model import empty_model
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.models.lora import named_weights, save_adapter
 from trimtab.trainer.models.quiet import silence_transformers
-
-CARD = "README.md"  # the name that model hubs show
 
 
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
@@ -69,7 +64,6 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
     with atomic.new_folder(dest) as temporary:
         save_adapter(adapted, temporary, config.model.path)
-        (temporary / CARD).write_text(_model_card(run, config, checkpoint.step, adapter=True))
     return dest
 
 
@@ -77,17 +71,16 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
     """Writes `restore(run, which)` to the new folder `dest` and returns it; no partial folder is left on failure."""
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
-    model, _, step = restore(run, which)
+    model, _, _ = restore(run, which)
     with atomic.new_folder(dest) as temporary, silence_transformers():
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
-        (temporary / CARD).write_text(_model_card(run, load_config(run / CONFIG), step, adapter=False))
     return dest
 
 
 def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
-    root = run / "checkpoints"
+    root = run / CHECKPOINTS
     if which == "last":
         checkpoint = store.latest(root, ["model"])
         if checkpoint is None:
@@ -105,43 +98,3 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     if marked is None:
         raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")
     return store.load(checkpoint_folder(root, marked.step), ["model"])
-
-
-def _model_card(run: Path, config: Config, step: int, *, adapter: bool) -> str:
-    """Returns base model, method with its equation, task and held-out accuracy, in the form of the Hugging Face Hub.
-
-    Paths of this machine are left out.
-    """
-    base = None if Path(config.model.path).exists() else config.model.path
-    # Functions of a user are not imported here: a run records their equation.
-    equation = config.objective.equation or from_section(config.objective.model_dump()).equation()
-    return "\n".join(
-        [
-            "---",
-            *([f"base_model: {base}"] if base and "/" in base else []),  # as the hub names it
-            f"library_name: {'peft' if adapter else 'transformers'}",
-            "tags: [reinforcement-learning, trimtab]",
-            "---",
-            "",
-            f"# {markdown_text(base or 'A model')}, trained on {markdown_text(config.task.name)}",
-            "",
-            f"{'LoRA adapter' if adapter else 'Model'} after {step} of {config.trainer.steps} steps of reinforcement "
-            f"learning with Trimtab, objective {code_span(config.objective.name)}:",
-            "",
-            *(f"    {line}" for line in equation.splitlines()),
-            "",
-            *_accuracies(run),
-        ]
-    )
-
-
-def _accuracies(run: Path) -> list[str]:
-    metrics = run / METRICS
-    if not metrics.is_file() or not metrics.stat().st_size:
-        return ["It was not evaluated during training.", ""]
-    rows = [
-        f"| {markdown_text(task)} | {accuracy.before:.3f} | {accuracy.after:.3f} |"
-        for task, accuracy in read_run(run).accuracy().items()
-        if accuracy.before is not None and accuracy.after is not None
-    ]
-    return ["| held-out greedy accuracy | before | at the end |", "|---|---|---|", *rows, ""]

@@ -22,7 +22,7 @@ from trimtab.runs.directory import RunDirectory
 from trimtab.trainer.ranks import RankGroup, current_ranks
 from trimtab.trainer.rollout.canary import CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.types import Engine
 

@@ -41,7 +41,7 @@ from trimtab.trainer.observer import Moment, Observer
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics

@@ -41,9 +41,9 @@ from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
 from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
-from trimtab.trainer.rollout.prefixes import PrefixedResponses, build_rule
-from trimtab.trainer.rollout.prompts import PromptStream, Survey, smallest_context
-from trimtab.trainer.rollout.response_source import ResponseSource
+from trimtab.trainer.rollout.prefixes import PrefixedResponses
+from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
+from trimtab.trainer.rollout.responses import Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop
@@ -158,7 +158,7 @@ def train(
             cleanup.enter_context(start)
         equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)
-        _survey_prompts(trainer)
+        current_ranks().run_on_all_ranks(partial(_report_unfitting, trainer) if run.writes else lambda: None)
         return TrainResult(run.path, trainer.train())
 
 
@@ -178,17 +178,11 @@ def out_of_memory_as_user_error() -> Iterator[None]:
         ) from error
 
 
-def _survey_prompts(trainer: Trainer) -> None:
-    """Reports prompt lengths before training, and what happens to prompts that are too long."""
-
-    def survey_prompts() -> None:
-        survey = Survey.of(trainer.collector.stream)
-        trainer.initial_metrics = survey.metrics()
-        unfitting = [line for held_out in trainer.held_out for line in held_out.lines()]
-        for line in (*survey.lines(), *unfitting):
+def _report_unfitting(trainer: Trainer) -> None:
+    """Reports held-out problems that do not fit the context."""
+    for held_out in trainer.held_out:
+        for line in held_out.lines():
             trainer.observer.message(line)
-
-    current_ranks().run_on_all_ranks(survey_prompts if trainer.run.writes else lambda: None)
 
 
 def check(
@@ -204,8 +198,6 @@ def check(
     """
     built = objective or custom_objective.resolve(config)[1]
     check_recipe(config, built, current_ranks().size)
-    if config.prefix is not None:
-        build_rule(config.prefix)  # loads a user's function
     longest = config.sampling.max_tokens
     task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
     episodes = environment_spec(config, environment)
@@ -326,7 +318,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     room = None if context is None else context - sampling.max_tokens
     max_prompt = config.sampling.max_prompt_tokens or room
     stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
-    responses = ResponseSource(config, stream, sampling)
+    responses = Responses(config, stream, sampling)
     if config.prefix is not None:
         responses = PrefixedResponses(config, stream, sampling)
     elif config.demonstrations is not None:

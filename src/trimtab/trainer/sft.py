@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from filelock import FileLock
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.trainer import tasks
-from trimtab.trainer.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.config import Config, OptimConfig, load_config
 from trimtab.trainer.models.bundled import cache_root
 from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
@@ -23,9 +23,13 @@ from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable, set_learning_rate
+from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.rollout.demonstrations import encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import SamplingParams, Task, Trajectory
+
+CACHE_FORMAT = 1
+"""To be increased by a change that trains other weights from the same recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +68,16 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
     """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
 
-    The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start, and its task if that
-    is one the model's characters can write; runs that differ only in their seed share one model, unless `sft.seed` is
-    given.
+    The folder name is a digest of the recipe and of what made it. The recipe `run` sets the length of the warm start,
+    and its task if that is one the model's characters can write; runs that differ only in their seed share one model,
+    unless `sft.seed` is given.
     """
     config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
     if run is not None:
         task = run.task if run.task.name in (config.task.name, "program", "mixture") else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
     recipe = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
-    key = sha256(recipe.encode()).hexdigest()[:12]
+    key = sha256(f"{version('trimtab')} {CACHE_FORMAT} {recipe}".encode()).hexdigest()[:12]
     folder = cache_root() / f"{name}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

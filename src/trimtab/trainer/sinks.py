@@ -1,7 +1,4 @@
-"""Optional copies of metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio.
-
-The runs of all but TensorBoard have the name of the run directory; a resumed run continues their curves.
-"""
+"""Optional copies of metrics.jsonl: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import Any, NamedTuple
 from trimtab.errors import TrimtabError
 from trimtab.extras import require_extra
 from trimtab.runs import atomic
+from trimtab.runs.layout import CONFIG, TENSORBOARD, WANDB_ID
 from trimtab.trainer.config import LogConfig
 
 
@@ -30,8 +28,6 @@ def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]
     openers: list[tuple[str | None, Callable[[str, Path], Sink]]] = [
         ("tensorboard" if log.tensorboard else None, lambda _, folder: _tensorboard(folder, first_step)),
         (log.wandb, _wandb),
-        (log.mlflow, _mlflow),
-        (log.trackio, _trackio),
     ]
     sinks: list[Sink] = []
     with contextlib.ExitStack() as opened:
@@ -48,7 +44,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     require_extra("tensorboard", "log.tensorboard", "or turn it off")
     from torch.utils.tensorboard import SummaryWriter
 
-    writer, written_texts = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step), dict[str, str]()
+    writer, written_texts = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=first_step), dict[str, str]()
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers become curves (NaN included); a string is written when it changes."""
@@ -65,52 +61,18 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
 
 
 def _wandb(project: str, run_dir: Path) -> Sink:
-    """`wandb-id` in the run directory holds the id of the run."""
+    """The run has the name of the run directory, where `wandb-id` holds its id: a resumed run continues its curves."""
     require_extra("wandb", "log.wandb", "or remove log.wandb")
     import wandb  # pyright: ignore[reportMissingImports]
 
-    id_file = run_dir / "wandb-id"
+    id_file = run_dir / WANDB_ID
     if not id_file.exists():
         atomic.write_text(id_file, secrets.token_hex(4))
     name, run_id, folder = run_dir.name, id_file.read_text(), str(run_dir)
+    recipe = tomllib.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
     try:
-        run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=_recipe(run_dir))
+        run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=recipe)
     except wandb.errors.Error as error:
         reason = str(error).splitlines()[0]
         raise TrimtabError(f"log.wandb: {reason}; run `wandb login`, or set WANDB_MODE=offline") from None
     return Sink(lambda step, metrics: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step), run.finish)
-
-
-def _mlflow(experiment: str, run_dir: Path) -> Sink:
-    """`mlflow-id` in the run directory holds the id of the run."""
-    require_extra("mlflow", "log.mlflow", "or remove log.mlflow")
-    import mlflow  # pyright: ignore[reportMissingImports]
-
-    id_file = run_dir / "mlflow-id"
-    try:
-        mlflow.set_experiment(experiment)
-        if id_file.exists():
-            mlflow.start_run(run_id=id_file.read_text())
-        else:
-            atomic.write_text(id_file, mlflow.start_run(run_name=run_dir.name).info.run_id)
-            mlflow.log_artifact(str(run_dir / "config.toml"))
-    except mlflow.exceptions.MlflowException as error:
-        reason = str(error).splitlines()[0]
-        raise TrimtabError(f"log.mlflow: {reason}; MLFLOW_TRACKING_URI says where runs are kept") from None
-    return Sink(lambda step, metrics: mlflow.log_metrics(_numbers(metrics), step=step), mlflow.end_run)
-
-
-def _trackio(project: str, run_dir: Path) -> Sink:
-    require_extra("trackio", "log.trackio", "or remove log.trackio")
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    run = trackio.init(project=project, name=run_dir.name, config=_recipe(run_dir), resume="allow", embed=False)
-    return Sink(lambda step, metrics: run.log(_numbers(metrics), step=step), run.finish)
-
-
-def _recipe(run_dir: Path) -> dict[str, Any]:
-    return tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float) and key != "step"}

@@ -23,9 +23,9 @@ from torch import Tensor
 from trimtab.corrections import Mergeable, Sequences, log_ratio
 from trimtab.objectives import mismatch
 from trimtab.objectives.state import Metrics
-from trimtab.trainer.batching import MicroBatch
+from trimtab.trainer.packing import MicroBatch
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import Trajectory
 
 
@@ -66,18 +66,17 @@ class StepStatistics:
     ) -> None:
         """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
 
-        Later ones follow further updates. `proximal_versions` in the micro-batch's extras replace `version`.
+        Later ones follow further updates.
         """
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
-        versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
         # A micro-batch without rows has one token.
         for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]
                 if perturbed is not None:
                     self._on_device["perturbed"][row] = perturbed[index, :length]
-                self.versions[row] = versions[index]
+                self.versions[row] = version
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
         """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""

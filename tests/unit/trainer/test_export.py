@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from tests.unit.trainer.checkpoint.test_store import small_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import trimtab
 from trimtab.cli import main
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.runs.directory import RunDirectory
@@ -122,9 +120,7 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, name: str, capsys: pytest.
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
-        "README.md",
     }
-    assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
     torch.manual_seed(3)  # as in make_run
     base = BUILD[name]()  # the weights that the run began with and froze
     assert (answers(base) - answers(trained)).abs().max() > 0.01
@@ -132,18 +128,6 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, name: str, capsys: pytest.
     assert torch.equal(answers(loaded), answers(trained))
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out"))
     assert (answers(loaded) - answers(merged)).abs().max() < 1e-5
-
-
-def test_a_model_card_says_what_was_trained_and_how_well(tmp_path: Path) -> None:
-    run, _ = make_run(tmp_path / "run")
-    rows = [{"step": 1, "eval/sort/before": 0.25}, {"step": 2, "eval/sort/greedy": 0.5}]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    card = (export(run, tmp_path / "out") / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    objective = load_config(run / "config.toml").objective
-    assert all(f"    {line}" in card for line in trimtab.objective(objective.name).equation().splitlines())
-    assert "| sort | 0.250 | 0.500 |" in card
-    assert str(tmp_path) not in card
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:

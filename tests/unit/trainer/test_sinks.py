@@ -1,4 +1,4 @@
-"""TensorBoard, W&B, MLflow and Trackio get what metrics.jsonl gets; a missing package is named."""
+"""TensorBoard and W&B get what metrics.jsonl gets; a missing package is named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_sinks_nothing_is_opened(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_names_the_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TrimtabError, match=rf"pip install '\.\[{name}\]' in a checkout"):
@@ -76,32 +76,3 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sink.close()
     ids = {item.name.split("-")[-1] for item in (tmp_path / "wandb").glob("offline-run-*")}
     assert ids == {(tmp_path / "wandb-id").read_text()}
-
-
-def test_mlflow_keeps_its_id_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
-    (tmp_path / "config.toml").write_text("seed = 3\n")
-    for step in range(2):
-        (sink,) = open_sinks(LogConfig(mlflow="trimtab-test"), tmp_path)
-        sink.log(step, {"step": step, "reward/mean": 0.5 + step, "mismatch/anchor": "proximal", "gone": None})
-        sink.close()
-    client, run = mlflow.MlflowClient(), (tmp_path / "mlflow-id").read_text()
-    assert [(m.step, m.value) for m in client.get_metric_history(run, "reward/mean")] == [(0, 0.5), (1, 1.5)]
-    assert [item.path for item in client.list_artifacts(run)] == ["config.toml"]
-
-
-def test_trackio_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    (tmp_path / "config.toml").write_text("seed = 3\n")
-    for step in range(2):
-        (sink,) = open_sinks(LogConfig(trackio="trimtab-test"), tmp_path)
-        sink.log(step, {"step": step, "reward/mean": 0.5 + step, "mismatch/anchor": "proximal"})
-        sink.close()
-    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
-
-    rows = SQLiteStorage.get_logs("trimtab-test", tmp_path.name)
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.5), (1, 1.5)]

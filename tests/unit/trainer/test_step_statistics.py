@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.support.trajectories import multi_turn, trajectory
 
-from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.environments.episode import EpisodeCounts
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.packing import to_tensors
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics, batch_metrics, rollout_metrics, update_metrics
 
 

@@ -27,7 +27,6 @@ from trimtab.diagnosis.measure.views import (
     EntropyView,
     LengthView,
     TokenIdView,
-    VersionView,
     prompt_view,
 )
 from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder, finding
@@ -54,7 +53,7 @@ def measure(
     """
     constants = PlaceholderSums()
     sizes, drift, sample, ids, prefill = SizeSums(), DriftSums(), Sample(), TokenIdView(), PrefillSums()
-    parts = (*map(AxisView, AXES), LengthView(), EntropyView(), VersionView())
+    parts = (*map(AxisView, AXES), LengthView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for whole in tables:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, KeyedSums, TrainedTokens, octave, quantiles
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, StepSums, TrainedTokens, octave, quantiles
 from trimtab.diagnosis.records import DriftSplit, MismatchSize
 from trimtab.intervals import FEWEST_CLUSTERS, Interval, cluster_intervals, resampled
 from trimtab.objectives.state import Metrics
@@ -129,7 +129,7 @@ class SizeSums:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
         self._largest = np.full(3, -np.inf)
         self._histogram = _histogram(np.zeros(0))
-        self._steps = KeyedSums(STEPS)
+        self._steps = StepSums(STEPS)
         self._columns = (RoundingDetector(), RoundingDetector())
 
     def add(self, tokens: TrainedTokens) -> None:
@@ -146,8 +146,7 @@ class SizeSums:
         if table.step is not None:
             step = tokens.per_response(table.step)
             largest = np.column_stack([tokens.largest, step, -step])
-            keys = np.column_stack([step, np.zeros_like(step)])
-            self._steps.add(keys, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
+            self._steps.add(step, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
 
     def size(self, anchor: str, seed: int) -> MismatchSize:
         """Returns the size of the mismatch. `anchor`: which log-probs are the trainer's, proximal or current."""

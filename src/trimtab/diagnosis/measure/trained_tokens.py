@@ -341,47 +341,49 @@ def group_sums(group: np.ndarray, tokens: TrainedTokens, groups: int) -> np.ndar
     return np.column_stack([np.bincount(group, values, groups) for values in weights])
 
 
-class KeyedSums:
-    """Sums, maxima and a histogram of log-ratios by key (step, other), in bounded memory.
+class StepSums:
+    """Sums, maxima and a histogram of log-ratios by step, in bounded memory.
 
     With more than `most` rows, neighboring steps are merged into blocks of 2, 4, 8, ... steps, the smallest that fit.
-    The blocks depend only on the keys, not on their order.
+    The blocks depend only on the steps, not on their order.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.width = 1
-        self._rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def add(self, keys: np.ndarray, sums: np.ndarray, largest: np.ndarray, flat: tuple[np.ndarray, np.ndarray]) -> None:
-        """Adds rows. keys (n, 2), which may repeat; sums (n, fields); largest (n, any).
+    def add(
+        self, steps: np.ndarray, sums: np.ndarray, largest: np.ndarray, flat: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        """Adds rows. steps (n,), which may repeat; sums (n, fields); largest (n, any).
 
-        flat: of each token its row in keys and its log-ratio bin, both (tokens,).
+        flat: of each token its row in steps and its log-ratio bin, both (tokens,).
         """
-        unique, place = np.unique(keys, axis=0, return_inverse=True)
-        place, count = place.reshape(-1), len(unique)
+        unique, place = np.unique(steps, return_inverse=True)
+        count = len(unique)
         cells = place[flat[0]] * LOG_RATIO_BINS + flat[1]
         histogram = np.bincount(cells, minlength=count * LOG_RATIO_BINS).reshape(count, LOG_RATIO_BINS)
         order = np.argsort(place, kind="stable")
         starts = np.searchsorted(place[order], np.arange(count))
         total, most = np.add.reduceat(sums[order], starts), np.maximum.reduceat(largest[order], starts)
-        for row, (step, other) in enumerate(unique.tolist()):
+        for row, step in enumerate(unique.tolist()):
             # A copy: a view would keep the histograms of the whole table in memory.
-            self._merge((step // self.width, other), (total[row], most[row], histogram[row].astype(np.uint32)))
+            self._merge(step // self.width, (total[row], most[row], histogram[row].astype(np.uint32)))
         while len(self._rows) > self._most:
             rows, self._rows, self.width = self._rows, {}, 2 * self.width
-            for (block, other), row in rows.items():
-                self._merge((block // 2, other), row)
+            for block, row in rows.items():
+                self._merge(block // 2, row)
 
-    def rows(self) -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-        """Yields keys (block of steps, other) in order, each with its sums, maxima and histogram."""
+    def rows(self) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """Yields blocks of steps in order, each with its sums, maxima and histogram."""
         yield from sorted(self._rows.items(), key=lambda item: item[0])
 
-    def _merge(self, key: tuple[int, int], row: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        if key in self._rows:
-            sums, largest, histogram = self._rows[key]
+    def _merge(self, block: int, row: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        if block in self._rows:
+            sums, largest, histogram = self._rows[block]
             row = (sums + row[0], np.maximum(largest, row[1]), histogram + row[2])
-        self._rows[key] = row
+        self._rows[block] = row
 
 
 def explained(values: np.ndarray, group: np.ndarray, least: int = 1) -> float:

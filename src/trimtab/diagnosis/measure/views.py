@@ -19,10 +19,8 @@ from trimtab.diagnosis.measure.trained_tokens import (
     FIELDS,
     PROBABILITY_EDGES,
     Groups,
-    KeyedSums,
     TrainedTokens,
     explained,
-    group_sums,
     octave,
     octave_edges,
 )
@@ -161,47 +159,6 @@ class EntropyView:
         edges = np.append(_ENTROPIES, self._largest)[rows[0] : rows[-1] + 2]
         labels = [f"{low:g} - {high:.3g}" for low, high in itertools.pairwise(edges)]
         return self._groups.view("entropy", labels, rows, edges=edges)
-
-
-class VersionView:
-    """The view by age where the data has versions of tokens but no `proximal_version`.
-
-    Age is counted from the newest version of the token's step (of all data, if steps are unknown).
-    """
-
-    def __init__(self) -> None:
-        self._cells = KeyedSums(4096)
-        self._origin = "file"
-
-    def add(self, tokens: TrainedTokens) -> None:
-        table = tokens.table
-        if table.version is None or table.age is not None:
-            return
-        step = np.zeros(len(tokens.responses), dtype=np.int64)
-        if table.step is not None:
-            self._origin, step = "step", tokens.per_response(table.step)
-        keys = np.column_stack([step[tokens.rows], tokens.at_tokens(table.version)])
-        begins = np.append(True, (keys[1:] != keys[:-1]).any(axis=1))  # fewer keys, before they are sorted
-        keys, run = keys[begins], np.cumsum(begins) - 1
-        sums = group_sums(run, tokens, len(keys))
-        self._cells.add(keys, sums, np.zeros((len(keys), 0)), (run, tokens.log_ratio_bin))
-
-    def view(self) -> View | None:
-        newest: dict[int, int] = {}
-        for (block, version), _ in self._cells.rows():
-            newest[block] = max(version, newest.get(block, version))
-        groups = Groups(len(AGE_LABELS))
-        for (block, version), (sums, _, histogram) in self._cells.rows():
-            row = np.searchsorted(_AGES, newest[block] - version, side="right")
-            groups.sums[row] += sums
-            groups.histogram[row] += histogram
-        if not newest:
-            return None
-        rows = np.flatnonzero(groups.count)
-        note = f"the data has no proximal_version: age is counted from the newest version of a token's {self._origin}"
-        if self._cells.width > 1:
-            note += f" (of {self._cells.width} neighboring steps)"
-        return groups.view("version", [AGE_LABELS[row] for row in rows.tolist()], rows, note=note)
 
 
 def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from trimtab.diagnosis.reading.row_files import (
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.errors import TrimtabError
 from trimtab.files import Unpacked, natural_key, opened
+from trimtab.runs.layout import CONFIG, METRICS
 
 Table = ArrowFile | RowFile
 """A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
@@ -53,7 +54,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 def _of_folder(folder: Path) -> list[Path]:
     known = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
-    if not known and (folder / "metrics.jsonl").is_file() and (folder / "config.toml").is_file():
+    if not known and (folder / METRICS).is_file() and (folder / CONFIG).is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
     items = [
         item

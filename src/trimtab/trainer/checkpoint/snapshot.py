@@ -24,7 +24,7 @@ KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "che
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 
-class Resumable(Protocol):
+class TrainerState(Protocol):
     """The state of a trainer that a checkpoint holds, and the methods that resuming calls."""
 
     config: Config
@@ -38,7 +38,7 @@ class Resumable(Protocol):
     def publish_now(self) -> None: ...
 
 
-def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+def save(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
 
     `evaluated`: the evaluation of this step.
@@ -48,14 +48,14 @@ def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
     store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep)
 
 
-def save_if_unsaved(trainer: Resumable) -> None:
+def save_if_unsaved(trainer: TrainerState) -> None:
     """Saves the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
     exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
     if not current_ranks().broadcast_bool(exists):
         save(trainer, {})
 
 
-def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
+def has_improved(trainer: TrainerState, evaluated: Mapping[str, float]) -> bool:
     """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
     value = _value_of_best(trainer, evaluated)
     if value is None:
@@ -65,14 +65,14 @@ def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
     return current_ranks().broadcast_bool(improved)
 
 
-def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+def _mark_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
     """Marks this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
     value = _value_of_best(trainer, evaluated)
     if value is not None:
         store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
 
 
-def _value_of_best(trainer: Resumable, evaluated: Mapping[str, float]) -> float | None:
+def _value_of_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> float | None:
     """Returns the mean of the metrics in `eval.best`.
 
     None without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
@@ -84,7 +84,7 @@ def _value_of_best(trainer: Resumable, evaluated: Mapping[str, float]) -> float 
 
 
 def capture(
-    trainer: Resumable, evaluated: Mapping[str, float]
+    trainer: TrainerState, evaluated: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
     """Returns the state of a run: tensors by section, JSON, and files. `evaluated`: this step's evaluation."""
     learner = trainer.learner
@@ -96,7 +96,6 @@ def capture(
         "optimizer": optimizer,
         "random": generators,
         **source_tensors,
-        **{section: named for feature in learner.features for section, named in feature.tensors().items()},
     }
     meta = {
         "step": trainer.step,
@@ -104,7 +103,7 @@ def capture(
         "updates": learner.updates,
         "bad_in_a_row": learner.bad_in_a_row,
         "idle": trainer.idle.steps,
-        "feed": source_data,
+        "source": source_data,
         "prompts": trainer.source.collector.stream.state(),
         "optimizer": groups,
         "random": generator_data,
@@ -114,7 +113,7 @@ def capture(
     return tensors, meta, files
 
 
-def resume(trainer: Resumable) -> None:
+def resume(trainer: TrainerState) -> None:
     """Continues from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
     run = trainer.run
     _check_same_recipe(run, trainer.config)
@@ -130,7 +129,7 @@ def resume(trainer: Resumable) -> None:
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
-def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
+def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     learner, meta = trainer.learner, checkpoint.meta
     for name, module in learner.modules.items():
         state_tensors.load_model_state(module, checkpoint.tensors[name])
@@ -141,14 +140,13 @@ def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
-    trainer.idle.steps = meta.get("idle", 0)  # absent in checkpoints of older versions
+    trainer.idle.steps = meta["idle"]
     for feature in learner.features:
-        feature.load_tensors(checkpoint.tensors)
         feature.load_state(learner, meta)
     trainer.source.collector.stream.restore(meta["prompts"])
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
-    trainer.source.restore(checkpoint.tensors, meta["feed"], checkpoint.files)
+    trainer.source.restore(checkpoint.tensors, meta["source"], checkpoint.files)
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:

@@ -30,7 +30,6 @@ def contradictions(config: Config) -> Iterator[str]:
     """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
     yield from _batches(config)
     yield from _special_batches(config)
-    yield from _proximal(config)
     yield from _engines(config)
     yield from _tokens(config)
 
@@ -42,17 +41,14 @@ def _batches(config: Config) -> Iterator[str]:
             f"trainer.minibatches = {trainer.minibatches} is more than trainer.prompts = {trainer.prompts}; a prompt's "
             "samples stay together"
         )
+    optim = config.optim
+    if optim.schedule == "cosine" and optim.min_lr > optim.lr:
+        yield f"optim.min_lr = {optim.min_lr:g} is above optim.lr = {optim.lr:g}, the rate would rise: lower it"
     age = (trainer.sync_every or 1) - 1
     if trainer.max_lag is not None and age > trainer.max_lag:
         yield (
             f"trainer.sync_every = {trainer.sync_every} makes tokens up to {age} updates old, trainer.max_lag allows "
             f"{trainer.max_lag}: lower sync_every or raise max_lag"
-        )
-    passed = -(-(trainer.window - 1) // trainer.prompts) * trainer.updates_per_step
-    if trainer.max_lag and trainer.unfinished != "discard" and age + passed > trainer.max_lag:
-        yield (
-            f"trainer.window = {trainer.window} makes tokens up to {age + passed} updates old, trainer.max_lag allows "
-            f"{trainer.max_lag}: lower window or raise max_lag"
         )
     if config.placement == "ray" and config.compare is not None:
         yield 'compare runs on one machine: leave it out or set placement = "local"'
@@ -99,21 +95,6 @@ def _special_batches(config: Config) -> Iterator[str]:
         yield (
             f"demonstrations.per_group = {demonstrations.per_group} leaves no sampled response among "
             f"{trainer.samples}: lower it"
-        )
-
-
-def _proximal(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.proximal == "snapshot" and config.routing.replay == "proximal":
-        yield (
-            'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
-            '"proximal" replays: set replay = "rollout", or leave one of them out'
-        )
-    refills = trainer.dynamic_sampling and not config.has_engine_threads
-    if trainer.proximal == "snapshot" and trainer.max_lag is None and refills and trainer.oversample > 1:
-        yield (
-            'trainer.proximal = "snapshot" keeps the weights of the oldest tokens, and trainer.oversample leaves '
-            "groups that may become older: set oversample = 1"
         )
 
 
@@ -201,9 +182,10 @@ def _tokens(config: Config) -> Iterator[str]:
         "vLLM returns them on GPUs only, where they are not read here": kind == "vllm",
         "no engine ran the traces of [demonstrations]": config.demonstrations is not None,
     }
-    if config.routing.of_engine and (reason := next((key for key, on in without_experts.items() if on), None)):
+    reason = next((key for key, on in without_experts.items() if on), None)
+    if config.routing.replay == "rollout" and reason is not None:
         yield (
-            f'routing.replay = "{config.routing.replay}" needs a record of every token\'s routing, and {reason}: use '
+            f'routing.replay = "rollout" needs a record of every token\'s routing, and {reason}: use '
             'engine.type = "embedded" without demonstrations, or replay = "proximal"'
         )
 
@@ -229,21 +211,6 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("ray", 'placement = "ray"', lambda c: c.placement == "ray"),
     ("ray.engines", 'engine.type "embedded" or "vllm"', lambda c: c.engine.type != "server"),
     ("trainer.in_flight", "trainer.max_lag above 0", lambda c: bool(c.trainer.max_lag)),
-    (
-        "trainer.window",
-        'trainer.max_lag above 0 and in_flight "finish" or "continue"',
-        lambda c: bool(c.trainer.max_lag) and c.trainer.unfinished != "discard",
-    ),
-    (
-        "trainer.proximal",
-        "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
-        lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
-    ),
-    (
-        "trainer.oversample",
-        "trainer.dynamic_sampling, and generation in turn with training",
-        lambda c: c.trainer.dynamic_sampling and not c.has_engine_threads,
-    ),
     ("trainer.refill_rounds", "trainer.dynamic_sampling", lambda c: c.trainer.dynamic_sampling),
     ("optim.min_lr", 'optim.schedule = "cosine"', lambda c: c.optim.schedule == "cosine"),
     ("model.lora", "model.lora.rank above 0", lambda c: c.model.lora.rank > 0),

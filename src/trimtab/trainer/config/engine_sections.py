@@ -134,21 +134,10 @@ class RayConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Routing replay. Gates come from the scores of the pass, unless they are replayed too."""
+    """Routing replay. Gates come from the scores of the pass."""
 
-    replay: Literal["none", "proximal", "rollout", "rollout-gates"] = Field(
+    replay: Literal["none", "proximal", "rollout"] = Field(
         default="none",
         description="`proximal`: experts of the proximal pass, replayed in the update (R2); `rollout`: experts the "
-        "engine used, replayed in every pass of the trained policy (R3); `rollout-gates`: their gates too, so that "
-        "routers are not trained",
+        "engine used, replayed in every pass of the trained policy (R3)",
     )
-
-    @property
-    def of_engine(self) -> bool:
-        """Whether the engine records what is replayed."""
-        return self.replay in ("rollout", "rollout-gates")
-
-    @property
-    def gates(self) -> bool:
-        """Whether gates are recorded and replayed beside the experts."""
-        return self.replay == "rollout-gates"

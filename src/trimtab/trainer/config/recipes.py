@@ -1,49 +1,30 @@
-"""Loads recipes: reads TOML, applies `base` and overrides, resolves paths, validates, and explains errors in one line.
-
-Paths are relative to the recipe's file, or with `--set` to the current folder.
-"""
+"""Loads recipes: reads TOML, applies `base` and overrides, and validates."""
 
 from __future__ import annotations
 
 import importlib.resources
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.files import parse_toml, regular_file
+from trimtab.runs.layout import CONFIG
 from trimtab.safe_text import without_credentials
 from trimtab.trainer.config.consistency import contradictions, refuse
+from trimtab.trainer.config.overrides import parse_override
+from trimtab.trainer.config.recipe_errors import explain_first, not_a_section
+from trimtab.trainer.config.recipe_paths import resolve_path, resolve_paths
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
-from trimtab.trainer.config.section import PluginSection
 from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
     "task": TaskConfig.model_fields["name"].default,
 }
-# Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
-# like `--out`.
-PATH_KEYS = {
-    "task.path": (),
-    "task.test_path": (),
-    "task.scores": (),
-    "demonstrations.path": ("gold",),
-    "engine.server.folder": (),
-}
-LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
-# Keys that hold a name (of a shipped model, or on the hub) or a folder.
-NAMES_OR_FOLDERS = {
-    "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
-    "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
-    "task.dataset": (),
-}
-TASK_LISTS = ("eval.task", "task.part")
-"""Lists of tasks, which have the paths of `[task]`."""
 
 
 def recipe_names() -> list[str]:
@@ -54,7 +35,7 @@ def recipe_names() -> list[str]:
 
 def recipe_file(name: str) -> Path | None:
     """Returns the file of a recipe that is not shipped: a .toml file, or what a run saved as its config.toml."""
-    saved = Path(name) / "config.toml"
+    saved = Path(name) / CONFIG
     if name.endswith(".toml"):
         return Path(name)
     return saved if name not in recipe_names() and saved.is_file() else None
@@ -99,7 +80,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
         config = Config.model_validate(data)
         refuse(contradictions(config))
     except ValidationError as error:
-        raise TrimtabError(without_credentials(f"{where}: {_explain(error)}")) from None
+        raise TrimtabError(without_credentials(f"{where}: {explain_first(error)}")) from None
     except TrimtabError as error:
         raise TrimtabError(without_credentials(f"{where}: {error}")) from None
     return config
@@ -234,68 +215,6 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
 
-_SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
-"""A number as Python writes it and TOML does not."""
-_COLON = re.compile(r"""^[^=]*:[^=]*=|^[^=]*=(?!["'\[{]).*:\w[\w.]*=""")
-"""A colon in a keyword, or between a value without quotes or brackets and another keyword."""
-
-
-def parse_override(override: str) -> tuple[str, Any]:
-    """Returns the dotted key and the value of `section.key=value`.
-
-    A value that is no TOML is text, so that names need no quotes, but for numbers such as `.1`.
-    """
-    key, equals, raw = override.partition("=")
-    if not equals or not key.strip():
-        raise TrimtabError(f"--set {override!r}: write it as section.key=value")
-    try:
-        value = parse_toml(f"value = {raw}")["value"]
-    except ValueError:
-        value = float(raw) if _SHORT_NUMBER.fullmatch(raw) else raw
-    if value == raw and raw[:1] in ("'", '"'):
-        raise TrimtabError(
-            f"{override}: the value is not a TOML string; between single quotes everything stands for itself, between "
-            'double quotes a backslash is written \\\\ and a quote \\"'
-        )
-    return key.strip(), value
-
-
-def split_overrides(text: str, where: str) -> list[str]:
-    """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value.
-
-    Raises `TrimtabError`, which begins with `where`, for a bracket or quote without partner and a part without `=`.
-    """
-    parts, depth, quote, escaped = [""], 0, "", False
-    for character in text:
-        if escaped:
-            escaped = False
-        elif quote:
-            escaped = (quote, character) == ('"', "\\")
-            quote = "" if character == quote else quote
-        elif character in "\"'" and parts[-1].endswith("="):
-            quote = character
-        else:
-            depth += (character in "[{") - (character in "]}")
-        if character == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if quote or depth:
-        what = f"the quote {quote}" if quote else "a bracket"
-        raise TrimtabError(
-            f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
-        )
-    options = [part for part in parts if part]
-    if colon := next((part for part in options if _COLON.search(part)), None):
-        raise TrimtabError(
-            f"{where}: separate keywords by commas, as KEY=VALUE,KEY=VALUE, not by the colon in {colon!r}"
-        )
-    bad = next((part for part in options if "=" not in part), None)
-    if bad is not None:
-        raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")
-    return options
-
-
 def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")
@@ -308,99 +227,9 @@ def _override(data: dict[str, Any], override: str) -> None:
     for depth, parent in enumerate(parents, start=1):
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
-            raise TrimtabError(f"--set {override!r}: {_not_a_section('.'.join(parents[:depth]), section)}")
+            raise TrimtabError(f"--set {override!r}: {not_a_section('.'.join(parents[:depth]), section)}")
     section[leaf] = resolve_path(key, value, Path())
 
 
 def _mutable_copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _mutable_copy(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
-
-
-def _explain(error: ValidationError) -> str:
-    """Returns the first problem that pydantic reports, and the number of the others, in one line."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        *parents, word = first["loc"]
-        return f"unknown key {key!r}{did_you_mean(str(word), (_section(parents) or Config).model_fields)}"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "model_type" or key == "reward":
-        return f"{_not_a_section(key, first['input'])}{more}"
-    got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
-    return f"{key}: {first['msg'].removeprefix('Value error, ')}{got}{more}"
-
-
-def _not_a_section(key: str, value: Any) -> str:
-    """Returns the message for a `value` at a key where a section belongs."""
-    first, *_ = key.split(".")
-    if first == "reward":
-        name = value.get("name") if isinstance(value, Mapping) else value
-        word = name if isinstance(name, str) else "exact"
-        return (
-            f'reward is a list, because rewards add up: write [[reward]] and below it name = "{word}", or '
-            f"--set 'reward=[{{name = \"{word}\"}}]'"
-        )
-    section = _section(key.split("."))
-    if section is None:
-        return f"{key!r} is not a section"
-    if issubclass(section, PluginSection) and isinstance(value, str):
-        return f'{key} is a section: write {key}.name = "{value}"'
-    return f"{key} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
-
-
-def _section(path: Iterable[int | str]) -> type[BaseModel] | None:
-    """Returns the pydantic model of a section, None if there is no such section."""
-    model: type[BaseModel] = Config
-    for word in path:
-        field = model.model_fields.get(str(word))
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not models:
-            return None
-        model = models[0]
-    return model
-
-
-def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
-    """Returns a recipe's `data`, or its part below the key `prefix`, with paths resolved against `folder`.
-
-    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
-    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
-    because tasks other than `hf` have data sets that are not files.
-    """
-    resolved = dict(data)
-    for name, value in data.items():
-        key = prefix + name
-        if isinstance(value, Mapping):
-            resolved[name] = resolve_paths(value, folder, f"{key}.")
-        elif isinstance(value, str) and _is_path(key, value, folder):
-            resolved[name] = str(_absolute(value, folder))
-        elif isinstance(value, list) and key in TASK_LISTS:
-            tasks = (resolve_paths({"task": task}, folder)["task"] for task in value)
-            resolved[name] = list(tasks)
-    return resolved
-
-
-def resolve_path(key: str, value: Any, folder: Path) -> Any:
-    """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
-    section, dot, name = key.rpartition(".")
-    return resolve_paths({name: value}, folder, section + dot)[name]
-
-
-def _is_path(key: str, value: str, folder: Path) -> bool:
-    if key in PATH_KEYS:
-        return value not in PATH_KEYS[key]
-    if key not in NAMES_OR_FOLDERS or value in NAMES_OR_FOLDERS[key]:
-        return False
-    is_one_word = key == "task.dataset" and "/" not in value
-    is_written_as_path = value.startswith(("/", ".", "~")) or value.count("/") > 1
-    return is_written_as_path or (not is_one_word and _absolute(value, folder).is_dir())
-
-
-def _absolute(value: str, folder: Path) -> Path:
-    try:
-        expanded = Path(value).expanduser()
-    except RuntimeError:
-        raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
-    # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
-    return Path(os.path.normpath(folder.resolve() / expanded))

@@ -174,7 +174,7 @@ class PrefixConfig(Section):
     Needs an objective whose ratio is π/μ and that allows several samplers in a response.
     """
 
-    rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
+    rule: Literal["length", "entropy"] = Field(default="length", description="where a response is cut")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
     top: Count = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
     refresh: Count = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
@@ -257,8 +257,6 @@ class LogConfig(Section):
         default=False, description="event files in the run directory; needs the extra `tensorboard`"
     )
     wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
-    mlflow: str | None = Field(default=None, description="MLflow experiment; needs the extra `mlflow`")
-    trackio: str | None = Field(default=None, description="Trackio project; needs the extra `trackio`")
 
 
 class SftConfig(Section):

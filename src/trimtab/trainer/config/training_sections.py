@@ -71,18 +71,6 @@ class AdvantageConfig(Section):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class EssConfig(Section):
-    """Scaling the rate of each update by the effective sample size of its weights (VCPO, arXiv 2602.17616)."""
-
-    base: float = Field(
-        default=1.0, gt=0, le=1, description="share of the responses above which the rate is not lowered"
-    )
-    rule: Literal["sqrt", "linear"] = Field(default="sqrt", description="how the rate follows size / base")
-    level: Literal["sequence", "geometric"] = Field(
-        default="sequence", description="of the weights; products of long responses leave a size of 1 by length alone"
-    )
-
-
 class OptimConfig(Section):
     """AdamW and its learning rate."""
 
@@ -96,7 +84,6 @@ class OptimConfig(Section):
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="of the learning rate")
     warmup: Whole = Field(default=0, description="updates of linear warm-up")
     min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
-    ess: EssConfig | None = None
 
 
 class TrainerConfig(Section):
@@ -114,21 +101,12 @@ class TrainerConfig(Section):
         default=None,
         description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
-    window: Count = Field(
-        default=1, description="with max_lag: a slow group is passed by at most window - 1 younger ones; 1: by none"
-    )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
         description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
-    proximal: Literal["current", "snapshot"] = Field(
-        default="current",
-        description="weights of the proximal policy: `current`: those that a step begins with; `snapshot`: those that "
-        "sampled the token (docs/asynchrony.md)",
-    )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose first rewards are all equal (DAPO)")
-    oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
     max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")
@@ -145,8 +123,3 @@ class TrainerConfig(Section):
     def updates_per_step(self) -> int:
         """Number of optimizer updates on one batch."""
         return self.minibatches * self.epochs
-
-    @property
-    def max_age(self) -> int:
-        """Largest age in updates of a consumed token; without `max_lag` that of the engine's weights."""
-        return (self.sync_every or 1) - 1 if self.max_lag is None else self.max_lag

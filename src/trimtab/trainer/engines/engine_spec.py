@@ -3,7 +3,7 @@
 It is one of
 
     {"type": "embedded", "model": folder, "dtype": "bfloat16", "quantization": {"bits": null, "noise": 0.0, "seed": 0},
-     "routes": false unless given, "gates": likewise, "numerics": "native" unless given}
+     "routes": false unless given, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
 The folder needs no weights (config, generation config and tokenizer are enough): they arrive by
@@ -42,8 +42,7 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
         "model": str(folder.absolute()),
         "dtype": config.engine.dtype,
         "quantization": {"bits": quantization.bits, "noise": quantization.noise, "seed": quantization.seed},
-        "routes": config.routing.of_engine,
-        "gates": config.routing.gates,
+        "routes": config.routing.replay == "rollout",
         "numerics": config.numerics,
     }
 
@@ -75,9 +74,8 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
     if spec.get("numerics") == "invariant":
         invariant.make_invariant(model)
     model.to(default_device())
-    quantization = WeightQuantization(**spec["quantization"])
-    recorded = {name: spec.get(name, False) for name in ("routes", "gates")}
-    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], quantization=quantization, **recorded)
+    quantization, routes = WeightQuantization(**spec["quantization"]), spec.get("routes", False)
+    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], quantization=quantization, routes=routes)
 
 
 def _vllm(spec: Mapping[str, Any], folder: Path) -> Engine:

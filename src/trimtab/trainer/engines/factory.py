@@ -46,8 +46,8 @@ def build_engines(
 
         return [VllmEngine(folder, loaded.tokenizer, config.engine)]
     dtype, quantization = getattr(torch, config.engine.dtype), weight_quantization(config)
-    recorded = {"routes": config.routing.of_engine, "gates": config.routing.gates}
-    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, **recorded)]
+    routes = config.routing.replay == "rollout"
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, routes=routes)]
 
 
 def _workers(config: Config, folder: Path, count: int) -> list[Engine]:

@@ -147,9 +147,8 @@ def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], router
         routes = prefix.routed_experts
         if routes is None or not routes.size:
             continue
-        experts = routes[..., : routers.chosen]
-        foreign = experts.min() < 0 or experts.max() >= routers.experts
-        if foreign or routes.shape[1:] != (routers.layers, routers.columns):
+        foreign = routes.min() < 0 or routes.max() >= routers.experts
+        if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
             raise TrimtabError(
                 f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
                 f"{routers.experts} experts, {routers.chosen} for a token"

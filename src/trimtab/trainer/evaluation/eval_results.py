@@ -1,9 +1,9 @@
-"""Results of an evaluation: of one model on one task, and of several on several as JSON and tables."""
+"""The results of one model on one task: accuracy, pass@k and counts, with intervals over problems."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,13 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
-from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval
-from trimtab.safe_text import markdown_text
+from trimtab.intervals import Interval, problem_interval
 from trimtab.trainer.environments.episode import EpisodeCounts
 
 ERRORS_KEPT = 5
-AVERAGE = "average"
-NOTE = "percent, with 95% intervals over problems"
 
 
 @lru_cache(maxsize=1 << 16)
@@ -60,12 +57,10 @@ class BatchCounts:
     answers: int  # samples
     cut: int  # samples that ended at the length limit
     tokens: int  # response tokens of all samples
-    prefix: int  # those of them that another model wrote
     failures: int  # samples whose reward failed
     errors: tuple[str, ...]
     seconds: float
-    # Problems whose prompt did not fit: in `problems` with every sample wrong, and in no other count. Files of older
-    # versions do not have it: such a prompt was an error.
+    # Problems whose prompt did not fit: in `problems` with every sample wrong, and in no other count.
     too_long: int = 0
     episodes: EpisodeCounts | None = None  # None without an environment
 
@@ -83,7 +78,6 @@ class EvalResult:
     errors: tuple[str, ...]
     truncated: float  # share of samples cut by the length limit
     tokens: float  # mean number of response tokens
-    prefix: float  # mean number of those that a relay model wrote
     seconds: float
     too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
     prompt: str  # its style
@@ -110,7 +104,6 @@ class EvalResult:
             errors=errors[:ERRORS_KEPT],
             truncated=sum(part.cut for part in parts) / answers,
             tokens=sum(part.tokens for part in parts) / answers,
-            prefix=sum(part.prefix for part in parts) / answers,
             seconds=sum(part.seconds for part in parts),
             too_long=sum(part.too_long for part in parts),
             prompt=prompt,
@@ -181,209 +174,7 @@ class EvalResult:
             "errors": list(self.errors),
             "truncated": self.truncated,
             "tokens": self.tokens,
-            "prefix": self.prefix,
             "episodes": None if self.episodes is None else self.episodes.as_dict(),
             "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of text with a title; the first `labels` columns name the row, the others hold numbers."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    labels: int = 1
-
-    def markdown(self) -> str:
-        marks = ["---"] * self.labels + ["---:"] * (len(self.columns) - self.labels)
-        rows = [[*map(markdown_text, row[: self.labels]), *row[self.labels :]] for row in self.rows]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in [[*map(markdown_text, self.columns)], marks, *rows])
-        return f"**{markdown_text(self.title)}**\n\n{body}\n"
-
-    def table(self) -> Any:
-        """Returns the table for a terminal, as a rich renderable."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for number, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if number < self.labels else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*(Text(cell) for cell in row))
-        return Group(Text(self.title, style="bold"), table)
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results by model, task and mode (`greedy`, `sampled`, `relay`). Averages weigh all tasks equally (macro mean).
-
-    `relay` names the model that began the responses of that mode. `notes` are those of the tasks, such as the choice of
-    a prompt style.
-    """
-
-    models: tuple[str, ...]
-    tasks: tuple[str, ...]
-    settings: Mapping[str, Any]
-    measured: Mapping[tuple[str, str, str], EvalResult]
-    relay: str | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(mode for _, _, mode in self.measured))
-
-    @cached_property
-    def ks(self) -> tuple[int, ...]:
-        """All k, powers of two, for which every sampled result has a pass@k."""
-        sampled = [result.pass_ks for (_, _, mode), result in self.measured.items() if mode != "greedy"]
-        return min(sampled, key=len, default=())
-
-    def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Interval:
-        """Returns the mean of avg@n over `tasks` (default: all)."""
-        return macro_average([self.measured[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
-
-    def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """Returns the mean of pass@k over `tasks` (default: all), by k of `ks`."""
-        by_task = [self.measured[model, task, mode].pass_estimates for task in tasks or self.tasks]
-        return {k: macro_average([estimates[k] for estimates in by_task]) for k in self.ks}
-
-    def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """Returns pass@k with the relay minus that of the model alone, with a paired interval over problems."""
-        by_task = [self._gains(model, task) for task in tasks or self.tasks]
-        return {k: macro_average([differences[k] for differences in by_task]) for k in self.ks}
-
-    def _gains(self, model: str, task: str) -> dict[int, Interval]:
-        relay, alone = self.measured[model, task, "relay"], self.measured[model, task, "sampled"]
-        # A problem of which every reward failed in one of the two results cannot be paired.
-        both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
-        if not both:
-            raise TrimtabError(f"{model!r}, task {task!r}: no problem was scored both with the relay and without")
-        sides = [
-            result.passes(self.ks)[[problem.id in both for problem in result.problems]].T for result in (relay, alone)
-        ]
-        return {
-            k: paired_difference(one, two, alone.samples * len(both) / k)
-            for k, one, two in zip(self.ks, *sides, strict=True)
-        }
-
-    def tables(self) -> list[TextTable]:
-        """Returns accuracies, pass@k and the gain by the relay as far as they were measured, and details."""
-        passes = [self._passes()] if self.ks else []
-        relayed = [self._relayed()] if self.relay is not None else []
-        return [self._accuracies(), *passes, *relayed, self._details()]
-
-    def markdown(self) -> str:
-        return "\n".join(table.markdown() for table in self.tables()) + "".join(
-            f"\n{markdown_text(line)}\n" for line in self.remarks()
-        )
-
-    def remarks(self) -> list[str]:
-        """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards and calls."""
-        long = [
-            f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
-            "response and count as wrong; lower max_tokens or examples"
-            for (model, task, _), result in self.measured.items()
-            if result.too_long
-        ]
-        failed = [f"first failed reward: {result.errors[0]}" for result in self.measured.values() if result.errors]
-        calls = [result.episodes.message() for result in self.measured.values() if result.episodes is not None]
-        return list(dict.fromkeys([*self.notes, *long, *failed, *filter(None, calls)]))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON types; fractions, not percent."""
-        averages = [(model, mode, self.accuracy(model, mode)) for model in self.models for mode in self.modes]
-        record: dict[str, Any] = {
-            "settings": dict(self.settings),
-            "notes": self.remarks(),
-            "results": [
-                {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.measured.items()
-            ],
-            "average": [
-                {
-                    "model": model,
-                    "mode": mode,
-                    "accuracy": accuracy.value,
-                    "accuracy_low": accuracy.low,
-                    "accuracy_high": accuracy.high,
-                    "pass": _entries_by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
-                }
-                for model, mode, accuracy in averages
-            ],
-        }
-        if self.relay is not None:
-            record["relay"] = [
-                {
-                    "model": model,
-                    "relay": self.relay,
-                    "task": name,
-                    "difference": _entries_by_k(self.gains(model, tasks)),
-                }
-                for model in self.models
-                for name, tasks in self._columns()
-            ]
-        return record
-
-    def _columns(self) -> list[tuple[str, Sequence[str]]]:
-        """Returns the columns of tables and their tasks: each task, and the average if there are several."""
-        single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
-        return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
-
-    def _accuracies(self) -> TextTable:
-        modes = [mode for mode in ("sampled", "greedy") if mode in self.modes]
-        cells = [(name, tasks, mode) for name, tasks in self._columns() for mode in modes]
-        titles = {"greedy": "greedy", "sampled": f"avg@{self.settings['samples']}"}
-        columns = ["model", *(f"{name} {titles[mode]}" for name, _, mode in cells)]
-        rows = [
-            [model, *(_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
-        ]
-        return TextTable(f"Accuracy ({NOTE})", columns, rows)
-
-    def _passes(self) -> TextTable:
-        rows = []
-        for model in self.models:
-            columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
-            rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
-        return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
-
-    def _relayed(self) -> TextTable:
-        rows = []
-        for model in self.models:
-            for name, tasks in self._columns():
-                relay, alone = (self.passes(model, mode, tasks) for mode in ("relay", "sampled"))
-                gains = self.gains(model, tasks)
-                rows += [
-                    [model, name, str(k), _percent(relay[k]), _percent(alone[k]), _percent(gains[k], "+")]
-                    for k in self.ks
-                ]
-        title = f"pass@k begun by {self.relay}, ratio {self.settings['relay_ratio']:g}, and alone ({NOTE})"
-        return TextTable(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
-
-    def _details(self) -> TextTable:
-        names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
-        names += ["of these relayed"] if self.relay is not None else []
-        titles = list(EpisodeCounts().columns()) if any(r.episodes is not None for r in self.measured.values()) else []
-        rows = []
-        for (model, task, mode), result in self.measured.items():
-            episode = {} if result.episodes is None else result.episodes.columns()
-            row = [model, task, mode, result.prompt]
-            row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
-            row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
-            row += [f"{result.prefix:.1f}"] if self.relay is not None else []
-            row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
-            rows.append([*row, str(result.failures), f"{result.seconds:.1f}"])
-        return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
-
-
-def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
-    return {str(k): estimate._asdict() for k, estimate in estimates.items()}
-
-
-def _percent(estimate: Interval, sign: str = "") -> str:
-    """`37.9 [33.1, 42.6]`, as the papers write accuracies; with `sign` "+", a difference: `+2.8 [-0.5, +6.1]`."""
-    value, low, high = (format(100 * number, f"{sign}.1f") for number in estimate)
-    return f"{value} [{low}, {high}]"

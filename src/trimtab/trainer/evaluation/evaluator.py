@@ -6,7 +6,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,35 +15,12 @@ from trimtab.trainer import tasks
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.evaluation.eval_results import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
-from trimtab.trainer.evaluation.result_store import PartFile
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout.prefixes import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
-# Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.
+# Largest number of prompts, and approximately of responses, in one engine call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The model that begins responses: its whole response is truncated after `ratio` of its tokens.
-
-    The paper says "the first half" without a symbol: half of the relay model's response, so ratio .5. The model must
-    share the vocabulary of the one that completes.
-
-    A model that relays itself samples as it does alone only if all responses are equally long, because the position of
-    the cut depends on the length of the relay's response.
-    """
-
-    engine: Engine
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise TrimtabError(
-                f"relay ratio {self.ratio} is not in [0, 1): it is the share that the relay model writes"
-            )
 
 
 def evaluate(
@@ -58,17 +34,13 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     progress: Callable[[int, int], None] | None = None,
-    relay: Relay | None = None,
-    store: PartFile | None = None,
     context: int | None = None,
     episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
     """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
 
-    A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
-    `progress(done, all)` is called after each batch of problems. With `relay` another model begins every
-    response. `store` keeps the counts of finished batches and returns those it has. `episodes` runs multi-turn
-    responses; it cannot be combined with `relay`.
+    A sample is correct if its first reward is 1. The result is a function of `seed`. `progress(done, all)` is called
+    after each batch of problems. `episodes` runs multi-turn responses.
 
     `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
     `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
@@ -89,17 +61,12 @@ def evaluate(
     parts: list[BatchCounts] = []
     for number, first in enumerate(range(0, len(problems), size)):
         batch = prompts[first : first + size]
-        part = store.get(number) if store is not None else None
-        if part is None:
-            start = time.perf_counter()
-            fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
-            sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
-            answers = dict(zip(fitting, sampled, strict=True))
-            groups = [answers.get(i) for i in range(first, first + len(batch))]
-            part = _count(batch, groups, samples, prefix, scorer, start)
-            if store is not None:
-                store.append(number, part)
-        parts.append(part)
+        start = time.perf_counter()
+        fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
+        sampled = _sample(engine, fitting, samples, sampling, (seed, number), episodes)
+        answers = dict(zip(fitting, sampled, strict=True))
+        groups = [answers.get(i) for i in range(first, first + len(batch))]
+        parts.append(_count(batch, groups, samples, scorer, start))
         if progress is not None:
             progress(first + len(batch), len(problems))
     return EvalResult.of(
@@ -125,30 +92,23 @@ def _sample(
     samples: int,
     sampling: SamplingParams,
     seeds: tuple[int, int],
-    relay: Relay | None,
     episodes: EpisodeRunner | None,
-) -> tuple[list[list[Completion]], int]:
-    """Returns the responses to prompts, and the number of their tokens that the relay model sampled.
+) -> list[list[Completion]]:
+    """Returns the responses to prompts.
 
     `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
 
-    The engine's random draws depend on a prompt's index in the call, so each call needs its own seed. The two models of
-    a relay need different seeds, or a model that relays itself would repeat its own draws.
+    The engine's random draws depend on a prompt's index in the call, so each call needs its own seed.
     """
     prompts = list(numbered.values())
     if not prompts:
-        return [], 0
+        return []
     if episodes is not None:
         # Not the run's own seed: training and evaluation must not play the same random environments.
         base = _seed(seeds[0])
         reset_seeds = [reset_seed(base, position) for position in numbered]
-        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds), 0
-    if relay is None:
-        return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
-    begun = relay.engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 1))
-    prefixes = [[one.truncated(prefix_tokens(relay.ratio, len(one.response_ids))) for one in group] for group in begun]
-    answers = engine.generate(prompts, samples, sampling, seed=_seed(*seeds, 2), prefixes=prefixes)
-    return answers, sum(len(prefix.response_ids) for group in prefixes for prefix in group)
+        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds)
+    return engine.generate(prompts, samples, sampling, seed=_seed(*seeds))
 
 
 def _seed(*words: int) -> int:
@@ -159,7 +119,6 @@ def _count(
     prompts: Sequence[Prompt],
     groups: Sequence[Sequence[Completion] | None],
     samples: int,
-    prefix: int,
     scorer: Scorer,
     start: float,
 ) -> BatchCounts:
@@ -182,7 +141,6 @@ def _count(
         answers=len(pairs),
         cut=sum(answer.finish_reason == "length" for _, answer in pairs),
         tokens=sum(answer.sampled_tokens for _, answer in pairs),
-        prefix=prefix,
         failures=len(errors),
         errors=tuple(errors[:ERRORS_KEPT]),
         seconds=time.perf_counter() - start,

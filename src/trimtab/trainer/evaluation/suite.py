@@ -1,30 +1,26 @@
-"""Evaluates several models on several tasks: greedy, sampled and relayed."""
+"""Evaluates several models on several tasks, greedy and sampled."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.runs import atomic
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
-from trimtab.trainer.evaluation.eval_results import EvalResult, Results
-from trimtab.trainer.evaluation.evaluator import Relay, evaluate, require_problems
-from trimtab.trainer.evaluation.result_store import PartFile, results_folder
+from trimtab.trainer.evaluation.eval_results import EvalResult
+from trimtab.trainer.evaluation.eval_tables import Results
+from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 DTYPES = ("bfloat16", "float32")
-Mode = Literal["greedy", "sampled", "relay"]
+Mode = Literal["greedy", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class Settings:
     problems: int | None = None  # limits each task to its first test problems
     seed: int = 0
     dtype: str = "bfloat16"  # of the engine's weights
-    relay_ratio: float = 0.5  # share of its response that a relay model keeps
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -73,20 +68,15 @@ class Settings:
         """The temperature of the samples."""
         return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
 
-    def modes(self, relay: bool) -> tuple[Mode, ...]:
-        """Returns what is measured of every model and task.
-
-        Raises `TrimtabError` for a relay of single or greedy responses.
-        """
-        if relay and (self.samples == 1 or self.sampling_temperature == 0):
-            raise TrimtabError("a relay is compared over several sampled responses: set samples to 2 or more")
+    def modes(self) -> tuple[Mode, ...]:
+        """Returns what is measured of every model and task. Raises `TrimtabError` for several greedy samples."""
         if self.sampling_temperature == 0 and self.samples > 1:
             raise TrimtabError(
                 f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
             )
         if self.sampling_temperature == 0:
             return ("greedy",)
-        return (*(("greedy",) if self.greedy else ()), "sampled", *(("relay",) if relay else ()))
+        return ("greedy", "sampled") if self.greedy else ("sampled",)
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,6 @@ class _Sampler:
     label: str
     engine: Engine
     tokenizer: Any
-    weights: str  # where batches are kept: a hash of weights and config, which decide its responses
     context: int | None  # largest number of tokens of a prompt and its response; None: no limit
 
 
@@ -117,8 +106,6 @@ def compare(
     specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
-    relay: ModelSpec | str | None = None,
-    out: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Results:
@@ -127,15 +114,13 @@ def compare(
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         specs: names of tasks or `TaskSpec`s.
-        relay: begins the responses of a further measurement of each model (see `Relay`).
-        out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
 
     Raises:
-        TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
+        TrimtabError: a task twice, tasks or models that cannot be used.
     """
-    modes = settings.modes(relay is not None)
+    modes = settings.modes()
     model_specs = [_model_spec(model) for model in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
@@ -143,36 +128,19 @@ def compare(
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
-        if out is not None:
-            # A greedy or relay column may be added later.
-            shared = {key: value for key, value in shown_settings.items() if key not in ("greedy", "relay_ratio")}
-            stack.enter_context(results_folder(out, shared))
-        relay_model = _open_model(_model_spec(relay), settings, out) if relay is not None else None
         for spec in model_specs:
-            sampler = _open_model(spec, settings, out)
-            if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
-                raise TrimtabError(
-                    f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
-                )
+            sampler = _open_model(spec, settings)
             for prepared in prepared_tasks:
                 for mode in modes:
-                    begins = relay_model if mode == "relay" else None
-                    result = _measure(sampler, prepared, settings, mode, begins, out, progress)
-                    measured[spec.label, prepared.label, mode] = result
+                    measured[spec.label, prepared.label, mode] = _measure(sampler, prepared, settings, mode, progress)
             del sampler  # before the next model is loaded
-        results = Results(
+        return Results(
             models=tuple(spec.label for spec in model_specs),
             tasks=tuple(prepared.label for prepared in prepared_tasks),
-            relay=relay_model.label if relay_model is not None else None,
             settings=shown_settings,
             measured=measured,
             notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
         )
-        if out is not None:
-            text = json.dumps(results.as_dict(), indent=1, ensure_ascii=False)
-            atomic.write_text(out / "results.json", text + "\n")
-            atomic.write_text(out / "results.md", results.markdown())
-    return results
 
 
 def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
@@ -209,7 +177,7 @@ def _model_spec(model: ModelSpec | str) -> ModelSpec:
     return ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model
 
 
-def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampler:
+def _open_model(spec: ModelSpec, settings: Settings) -> _Sampler:
     with spec.folder() as folder:
         import torch
 
@@ -220,24 +188,8 @@ def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampl
         loaded = models.load(folder, dtype=dtype)
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
-        weights = _fingerprint(engine, loaded.model) if out is not None else ""
         context = getattr(loaded.model.config, "max_position_embeddings", None)
-        return _Sampler(spec.label, engine, loaded.tokenizer, weights, context)
-
-
-def _fingerprint(engine: Engine, model: Any) -> str:
-    """Returns a short hash of what decides a model's responses: weights, config, generation config and device."""
-    import torch
-
-    digest = hashlib.sha256(str(model.device.type).encode())
-    for part in (model.config, model.generation_config):
-        settings = {} if part is None else part.to_dict()
-        named = {key: value for key, value in settings.items() if key not in ("_name_or_path", "transformers_version")}
-        digest.update(json.dumps(named, sort_keys=True, default=str).encode())
-    for name, tensor in engine.named_weights():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+        return _Sampler(spec.label, engine, loaded.tokenizer, context)
 
 
 def _measure(
@@ -245,8 +197,6 @@ def _measure(
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    relay_model: _Sampler | None,
-    out: Path | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
@@ -257,19 +207,9 @@ def _measure(
         max_tokens=prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
-    if prepared.environment is not None and relay_model is not None:
-        raise TrimtabError(f"task {prepared.label!r} has an environment, whose episodes no relay model can begin")
-    store = None
-    if out is not None:
-        header = _header(sampler, prepared, samples, sampling, settings)
-        if relay_model is not None:
-            header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
-        store = PartFile(out, f"{sampler.label} {prepared.label} {mode}", header)
-    contexts = [model.context for model in (sampler, relay_model) if model is not None and model.context is not None]
-    context = min(contexts, default=None)
     episodes = None
     if prepared.environment is not None:
-        longest_prompt = None if context is None else context - sampling.max_tokens
+        longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
         encode = partial(tasks.encode, prepared.task)
         episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
     on_batch = None
@@ -286,48 +226,7 @@ def _measure(
         sampling=sampling,
         seed=settings.seed,
         progress=on_batch,
-        relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
-        store=store,
-        context=context,
+        context=sampler.context,
         episodes=episodes,
     )
     return replace(result, task=prepared.label)
-
-
-def _header(
-    sampler: _Sampler, prepared: _PreparedTask, samples: int, sampling: SamplingParams, settings: Settings
-) -> dict[str, Any]:
-    """Returns everything that the counts of one model, task and mode depend on."""
-    digest = hashlib.sha256()
-    for problem in prepared.problems:
-        ids = tasks.encode(prepared.task, problem, sampler.tokenizer).ids.tolist()
-        extra = json.dumps(problem.extra, sort_keys=True, default=str)
-        digest.update(json.dumps([problem.id, problem.answer, extra, ids]).encode())
-    environment = prepared.spec.environment
-    return {
-        "model": {"weights": sampler.weights},
-        "task": {
-            "options": _as_text(prepared.spec.options),
-            "rewards": [
-                f"{_name(spec)} weight={spec.weight} {dict(spec.options)}"
-                for spec in (prepared.spec.reward or prepared.task.rewards)
-            ],
-            "problems": digest.hexdigest()[:16],
-            "environment": None
-            if environment is None
-            else {item.name: getattr(environment, item.name) for item in fields(environment)}
-            | {"name": _name(environment), "options": _as_text(environment.options)},
-        },
-        "samples": samples,
-        **asdict(sampling),
-        "seed": settings.seed,
-        "dtype": settings.dtype,
-    }
-
-
-def _name(spec: EnvironmentSpec | RewardSpec) -> str:
-    return spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
-
-
-def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in options.items()}

@@ -12,7 +12,6 @@ from torch import nn
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
 from trimtab.trainer.features.calibration import Calibration
-from trimtab.trainer.features.ess_learning_rate import SampleSizeRate
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.measurements import (
     BitwiseCheck,
@@ -25,7 +24,6 @@ from trimtab.trainer.features.measurements import (
     PrefixMetrics,
 )
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
@@ -59,8 +57,6 @@ def build_features(
         yield DistillationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
-    if config.trainer.proximal == "snapshot" and "proximal" in objective.needs:
-        yield Snapshots(config, model)
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)
@@ -70,7 +66,5 @@ def build_features(
         yield CanaryFeature(canary)
     if config.objective.calibrate:
         yield Calibration(config, notify)
-    if config.optim.ess is not None:
-        yield SampleSizeRate(config.optim.ess, ranks)
     if config.numerics == "invariant":
         yield BitwiseCheck(notify)

@@ -13,9 +13,9 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.objectives.lookup import from_section
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.packing import MicroBatch, MiniBatch
 
 LAG_MESSAGE = (
     "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "

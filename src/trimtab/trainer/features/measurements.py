@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from trimtab.corrections import log_ratio
 from trimtab.corrections.divergences import k3
 from trimtab.errors import TrimtabError
-from trimtab.trainer.batching import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
 
@@ -124,8 +124,8 @@ class PolicyKL(Feature):
     """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
 
     In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
-    log-probs before are those of the proximal pass where there was one of the current weights, else of an additional
-    forward. Every rank runs as many forwards as the others.
+    log-probs before are those of the proximal pass where there was one, else of an additional forward. Every rank runs
+    as many forwards as the others.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:
@@ -137,10 +137,8 @@ class PolicyKL(Feature):
         self._before, self._kl = [], None
         if not batches or step % self._config.diagnose.every:
             return
-        is_scored = self._config.trainer.proximal == "current"
         for _, micro in assigned_micro_batches(batches[-1], self._ranks):
-            before = micro.proximal if is_scored and micro.proximal is not None else learner.logp(micro)
-            self._before.append((micro, before))
+            self._before.append((micro, learner.logp(micro) if micro.proximal is None else micro.proximal))
 
     def after_updates(self, learner: PolicyLearner) -> None:
         if not self._before:

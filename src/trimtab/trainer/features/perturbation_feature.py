@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from trimtab.trainer.batching import MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
 from trimtab.trainer.models.perturbation import MAX_STD, Perturbation, PerturbationCoverage
 from trimtab.trainer.optim import NonFiniteUpdateError
+from trimtab.trainer.packing import MiniBatch
 from trimtab.trainer.seeds import derive
 
 CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"
@@ -63,12 +63,11 @@ class PerturbationFeature(Feature):
         self._coverage = PerturbationCoverage() if probes else None
         self._gradients = []
 
-    def learning_rate_factor(self) -> float:
-        """1. The gradient of log sigma is complete here, and is recorded."""
+    def end_backward(self) -> None:
+        """Records the norm of the gradient of log sigma."""
         gradients = [p.grad.detach().flatten() for p in self.perturbation.parameters() if p.grad is not None]
         if gradients:
             self._gradients.append(float(torch.cat(gradients).norm()))
-        return 1.0
 
     def end_update(self) -> None:
         self._sigmas = self.perturbation.sigmas()

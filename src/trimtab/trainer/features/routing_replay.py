@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.batching import MicroBatch, MiniBatch
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.trainer.models.logprobs import TokenScores
-from trimtab.trainer.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement, split_record
+from trimtab.trainer.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
+from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import ExpertArray, Trajectory
 
 
@@ -41,7 +41,7 @@ class RoutingReplay(Feature):
                 f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
                 "a dense model: leave [routing] out"
             )
-        return cls(config.routing.replay, info._replace(gates=config.routing.gates))
+        return cls(config.routing.replay, info)
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if self.replay == "proximal":
@@ -115,20 +115,14 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
             f"{name} comes without the experts of its tokens, which routing.replay needs: use an engine that records "
             "them"
         )
-    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.columns)
+    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.chosen)
     if routes.shape != expected:
         raise TrimtabError(
             f"{name}: experts are recorded in the shape {routes.shape}, its tokens in this model need {expected}"
         )
-    experts = routes[..., : routers.chosen]
-    if experts.size and (experts.min() < 0 or experts.max() >= routers.experts):
-        raise TrimtabError(
-            f"{name}: expert {experts.min() if experts.min() < 0 else experts.max()} is recorded, this model has "
-            f"{routers.experts}"
-        )
-    _, gates = split_record(torch.from_numpy(routes), routers.chosen)
-    if gates is not None and not bool(((gates >= 0) & (gates <= 1)).all()):
-        raise TrimtabError(f"{name}: a gate is recorded that is not between 0 and 1")
+    if routes.size and (routes.min() < 0 or routes.max() >= routers.experts):
+        wrong = routes.min() if routes.min() < 0 else routes.max()
+        raise TrimtabError(f"{name}: expert {wrong} is recorded, this model has {routers.experts}")
     return routes
 
 
@@ -147,7 +141,7 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     records = [check(trajectory, routers) for trajectory in trajectories]
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
-    shape = (routers.layers, routers.columns)
+    shape = (routers.layers, routers.chosen)
     prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
     responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
     for prompt, row in first.items():

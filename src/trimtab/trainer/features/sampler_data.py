@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.batching import MicroBatch
 from trimtab.trainer.features.feature import Feature, ForwardPass
 from trimtab.trainer.models.logprobs import pack_kept
+from trimtab.trainer.packing import MicroBatch
 from trimtab.types import TopTokens, Trajectory
 
 

@@ -35,7 +35,7 @@ FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 class ExperimentObserver(Protocol):
     """Progress callbacks of an experiment, called from one thread; a subclass may leave some out."""
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
+    def planned(self, recipes: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         """Called once before training with all runs and the results that already exist."""
 
     def progress(self, name: str, step: int) -> None:
@@ -49,14 +49,14 @@ def run_experiment(
     plan: ExperimentPlan, *, workers: int, observer: ExperimentObserver, keep: bool = False
 ) -> dict[str, RunSummary]:
     """Trains all runs of the plan and returns the results by name; updates `results.parquet` after every run."""
-    cells = {run.name: run.config for run in plan.runs}
+    recipes = {run.name: run.config for run in plan.runs}
     with atomic.locked(plan.out, "comparison"):
         save = partial(write_results, plan)
-        return run_cells(cells, workers=workers, observer=observer, keep=keep, save=save)
+        return train_all(recipes, workers=workers, observer=observer, keep=keep, save=save)
 
 
-def run_cells(
-    cells: Mapping[str, Config],
+def train_all(
+    recipes: Mapping[str, Config],
     *,
     workers: int,
     observer: ExperimentObserver,
@@ -72,19 +72,19 @@ def run_cells(
         TrimtabError: the directory of a run holds one with other settings; nothing was trained.
         Stopped: by Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
     """
-    finished = {name: result for name, config in cells.items() if (result := read_result(config)) is not None}
+    finished = {name: result for name, config in recipes.items() if (result := read_result(config)) is not None}
     save(finished)
-    observer.planned(cells, finished)
+    observer.planned(recipes, finished)
     waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
     events: queue.SimpleQueue[tuple[str, int | RunSummary]] = queue.SimpleQueue()
-    for name, config in cells.items():
+    for name, config in recipes.items():
         if name not in finished:
             waiting.put((name, config))
     pool = [_Worker(waiting, events, keep) for _ in range(min(workers, waiting.qsize()))]
     stop = Stop()
     try:
         with stop.signals(), stop.finishing():
-            while len(finished) < len(cells):
+            while len(finished) < len(recipes):
                 if stop.signal_number is not None:
                     for worker in pool:
                         worker.end(after_step=True)
@@ -102,7 +102,7 @@ def run_cells(
     finally:
         for worker in pool:
             worker.end(after_step=False)
-    return {name: finished[name] for name in cells}
+    return {name: finished[name] for name in recipes}
 
 
 class _Worker:
@@ -228,7 +228,7 @@ def write_results(plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Pa
     """
     rows = [
         {
-            **_cell(run),
+            **_columns(run),
             "seed": run.seed,
             "run": run.name,
             "planned_steps": run.config.trainer.steps,
@@ -237,11 +237,11 @@ def write_results(plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Pa
         for run in plan.runs
         if run.name in results
     ]
-    rows += [{**_cell(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
+    rows += [{**_columns(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
     return write_table(plan.out, rows)
 
 
-def _cell(item: PlannedRun | SkippedRun) -> dict[str, Any]:
+def _columns(item: PlannedRun | SkippedRun) -> dict[str, Any]:
     return {
         "method": item.method.spec,
         "objective": item.method.objective,

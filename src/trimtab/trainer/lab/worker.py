@@ -19,7 +19,7 @@ from typing import Any
 from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import CONFIG, METRICS, MODEL, RESULT
+from trimtab.runs.layout import CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT, TRACEBACK
 from trimtab.runs.reader import Run
 from trimtab.runs.summary import RunSummary, Status, summarize
 from trimtab.trainer.config import Config
@@ -27,8 +27,6 @@ from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.processes import Message, Parent
 from trimtab.trainer.run import train
 from trimtab.trainer.stop import Stop
-
-TRACEBACK = "error.txt"
 
 
 class StepReporter(NullObserver):
@@ -48,7 +46,7 @@ def main() -> None:
         config, keep, command = jobs.get().content
         stop = Stop(line=b"")
         try:
-            result = run_cell(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
+            result = train_one(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
         except Stopped as stopped:  # the run continues from its checkpoint at the next start
             sys.exit(128 + stopped.signal)
         parent.send(result)
@@ -56,7 +54,7 @@ def main() -> None:
             sys.exit(128 + stop.signal_number)
 
 
-def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
+def train_one(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
     """Trains a run into `config.out`, writes its result there and returns it.
 
     `keep` keeps checkpoints and the start model. `command` is the command line of the experiment. `stop` is set by
@@ -64,7 +62,7 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
     except `Stopped`: the result contains the message, and the experiment continues.
     """
     folder, start, used = Path(str(config.out)), time.perf_counter(), time.process_time()
-    resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    resume = (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())
     status: Status = "done"
     error = ""
     try:
@@ -84,7 +82,7 @@ def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str
         processor_seconds=time.process_time() - used,
     )
     if not keep and status != "failed":
-        for part in ("checkpoints", MODEL):
+        for part in (CHECKPOINTS, MODEL):
             shutil.rmtree(folder / part, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG).exists():  # removed by a run that ended before its first step

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.trainer.models.families import FAMILIES
 from trimtab.trainer.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
 from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
-
-# Architectures whose forward is `head(backbone(x))`, followed by at most `config.final_logit_softcapping`. Others scale
-# logits or hidden states (Granite, Cohere): scoring them this way would be silently wrong.
-KNOWN_ARCHITECTURES = frozenset(
-    {
-        *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
-        *("mixtral", "olmoe", "qwen3_moe"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -35,10 +27,10 @@ class ModelParts:
 
 
 def check_architecture(kind: str, where: str = "") -> None:
-    """Raises `TrimtabError` for a `model_type` that is not in `KNOWN_ARCHITECTURES`; `where` begins its message."""
-    if kind not in KNOWN_ARCHITECTURES:
+    """Raises `TrimtabError` for a `model_type` that is not in `FAMILIES`; `where` begins its message."""
+    if kind not in FAMILIES:
         raise TrimtabError(
-            f"{where}cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}: use a text model of "
+            f"{where}cannot score architecture {kind!r}{did_you_mean(kind, FAMILIES)}: use a text model of "
             "a family in docs/models.md"
         )
 
@@ -46,7 +38,7 @@ def check_architecture(kind: str, where: str = "") -> None:
 def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
 
-    Raises `TrimtabError` for an architecture that is not in `KNOWN_ARCHITECTURES`, an attention that reads no
+    Raises `TrimtabError` for an architecture that is not in `FAMILIES`, an attention that reads no
     `PackedLayout`, or a head that is not a plain linear layer.
     """
     if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model

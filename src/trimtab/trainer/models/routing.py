@@ -3,10 +3,7 @@
 Sampler and trainer compute router scores with different rounding errors, so that nearly tied experts may be chosen
 differently. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2, arXiv 2507.18071)
 removes this mismatch. The gates, which weigh the experts' outputs, are computed from the current forward's own scores,
-so that the router keeps its gradient; or they are recorded and replayed too (as Total Router Recall does, prime-rl pull
-request 3523). They are then constants: routers get no gradient, and layers none through their scores.
-
-A record of the choice has k columns, the experts; one with gates 3 k, the experts and each gate's float32 as two int16.
+so that the router keeps its gradient.
 
 The model is not changed. While a context is open, hooks on the routers read or replace their outputs.
 """
@@ -20,61 +17,33 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Int16
+from jaxtyping import Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models.architecture import decoder_stack
+from trimtab.trainer.models.families import MIXTURES, Gates
 
 UNROUTED = -1
 """Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
-WITH_GATES = 3
-"""Columns of a record with gates for each expert: its index, and two for a float32."""
-
-
-class _Family(NamedTuple):
-    """How a model family computes gates: softmax of the scores over all experts in float32, then the chosen ones.
-
-    (A softmax over the chosen experts only is the same as renormalizing.)
-    """
-
-    router: str  # its class in transformers
-    renormalized: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
-    float32: bool  # gates stay float32; else they take the type of the scores
-
-
-FAMILIES = {
-    "mixtral": _Family("MixtralTopKRouter", True, True),
-    "olmoe": _Family("OlmoeTopKRouter", None, False),
-    "qwen3_moe": _Family("Qwen3MoeTopKRouter", None, False),
-}
 
 
 class RouterInfo(NamedTuple):
-    """The number of mixture layers of a model, of experts in each, and of experts per token; 0 for a dense model.
-
-    gates: whether records of its routing have gates too.
-    """
+    """The number of mixture layers of a model, of experts in each, and of experts per token; 0 for a dense model."""
 
     layers: int
     experts: int
     chosen: int
-    gates: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Of a record, for each token and layer."""
-        return self.chosen * (WITH_GATES if self.gates else 1)
 
 
 class _MixtureLayer(NamedTuple):
     layer: Any  # the decoder layer that is run again under gradient checkpointing
     router: Any
-    family: _Family
+    gates: Gates
 
 
 def router_info(model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
+    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
     return _info(_mixture_layers(model))
 
 
@@ -92,20 +61,20 @@ def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
 
 def _mixture_layers(model: Any) -> list[_MixtureLayer]:
     """Returns the layers with a router, in the order of the forward pass."""
-    names = {family.router: family for family in FAMILIES.values()}
+    known = {gates.router: gates for gates in MIXTURES.values()}
     layers: list[_MixtureLayer] = []
     unknown: set[str] = set()
     for layer in decoder_stack(model).layers:
         for module in layer.modules():
             kinds = [kind.__name__ for kind in type(module).__mro__]
-            if family := next((names[kind] for kind in kinds if kind in names), None):
-                layers.append(_MixtureLayer(layer, module, family))
+            if gates := next((known[kind] for kind in kinds if kind in known), None):
+                layers.append(_MixtureLayer(layer, module, gates))
             elif "Router" in kinds[0] or "Experts" in kinds[0]:
                 unknown.add(kinds[0])
     if unknown and not layers:
         raise TrimtabError(
             f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
-            f'known are {", ".join(FAMILIES)}; set routing.replay = "none"'
+            f'known are {", ".join(MIXTURES)}; set routing.replay = "none"'
         )
     return layers
 
@@ -113,17 +82,14 @@ def _mixture_layers(model: Any) -> list[_MixtureLayer]:
 class RoutingTape:
     """Records the choices of all routers, forward by forward."""
 
-    def __init__(self, mixtures: list[_MixtureLayer], *, gates: bool = False) -> None:
+    def __init__(self, mixtures: list[_MixtureLayer]) -> None:
         self._recorded: list[list[Tensor]] = [[] for _ in mixtures]
-        self._gates = gates
-        self._columns: int = mixtures[0].router.top_k * (WITH_GATES if gates else 1)
+        self._chosen: int = mixtures[0].router.top_k
 
     def _record(self, layer: int, _router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
-        experts = out[2].to(torch.int16)
-        bits = [out[1].detach().float().contiguous().view(torch.int16)] if self._gates else []
-        self._recorded[layer].append(torch.cat([experts, *bits], dim=-1))
+        self._recorded[layer].append(out[2].to(torch.int16))
 
-    def take(self) -> Int16[Tensor, "tokens layers columns"]:
+    def take(self) -> Int16[Tensor, "tokens layers chosen"]:
         """Returns the record since the last call, with tokens in the order they were run and padding included.
 
         Tokens are flattened batch x time. Experts have the order of the router, highest score first. Raises
@@ -133,7 +99,7 @@ class RoutingTape:
         if len(counts) > 1:
             raise TrimtabError(f"layers recorded the routing of {sorted(counts)} tokens: a forward was not finished")
         if counts == {0}:
-            return torch.empty(0, len(self._recorded), self._columns, dtype=torch.int16)
+            return torch.empty(0, len(self._recorded), self._chosen, dtype=torch.int16)
         recorded = torch.stack([torch.cat(parts) for parts in self._recorded], dim=1)
         for parts in self._recorded:
             parts.clear()
@@ -141,10 +107,8 @@ class RoutingTape:
 
 
 @contextmanager
-def record_routing(model: Any, *, gates: bool = False) -> Iterator[RoutingTape]:
+def record_routing(model: Any) -> Iterator[RoutingTape]:
     """Records the experts of every token that runs through the model, or through single layers of it, inside.
-
-    gates: records what they are weighed with, too.
 
     Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
     previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
@@ -152,7 +116,7 @@ def record_routing(model: Any, *, gates: bool = False) -> Iterator[RoutingTape]:
     Raises `TrimtabError` as `router_info` does, and for a dense model.
     """
     mixtures = _require_mixture_layers(model)
-    tape = RoutingTape(mixtures, gates=gates)
+    tape = RoutingTape(mixtures)
     with ExitStack() as stack:
         for index, mixture in enumerate(mixtures):
             # Prepended: it must run before a hook that replaces the router's output.
@@ -162,8 +126,8 @@ def record_routing(model: Any, *, gates: bool = False) -> Iterator[RoutingTape]:
 
 
 @contextmanager
-def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, check: bool = True) -> Iterator[None]:
-    """Replays these experts, and their gates where recorded, in one forward inside; tokens are flattened batch x time.
+def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"], *, check: bool = True) -> Iterator[None]:
+    """Replays these experts in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
     run outside. check: False for routes that were checked before, since looking at them waits for their device.
@@ -172,13 +136,12 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, 
     token, and when a layer runs more or less than once inside.
     """
     mixtures = _require_mixture_layers(model)
-    info = _info(mixtures)
     if check:
-        _check(info, routes)
-    layers = []
-    for index, mixture in enumerate(mixtures):
-        experts, gates = split_record(routes[:, index].to(mixture.router.weight.device), info.chosen)
-        layers.append(_Replay(index, mixture, experts.long(), gates))
+        _check(_info(mixtures), routes)
+    layers = [
+        _Replay(index, mixture, routes[:, index].to(mixture.router.weight.device).long())
+        for index, mixture in enumerate(mixtures)
+    ]
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(layer.attached())
@@ -187,21 +150,13 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers columns"], *, 
         raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
 
 
-def split_record(
-    record: Int[Tensor, "*tokens columns"], chosen: int
-) -> tuple[Int[Tensor, "*tokens chosen"], Float[Tensor, "*tokens chosen"] | None]:
-    """Returns experts and gates; None where they are not recorded."""
-    experts, bits = record[..., :chosen], record[..., chosen:]
-    return experts, bits.contiguous().view(torch.float32) if bits.shape[-1] else None
-
-
-def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers columns"]) -> None:
-    if tuple(routes.shape[-2:]) not in ((model.layers, model.chosen), (model.layers, WITH_GATES * model.chosen)):
+def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers chosen"]) -> None:
+    if tuple(routes.shape[-2:]) != (model.layers, model.chosen):
         raise TrimtabError(
             f"routes of shape {tuple(routes.shape)} are not those of {model.layers} mixture layers with {model.chosen} "
             "experts for each token: they come from another model"
         )
-    ordered = routes[..., : model.chosen].sort(-1).values
+    ordered = routes.sort(-1).values
     low, high = ordered[..., 0], ordered[..., -1]
     known = (low != UNROUTED) | (high != UNROUTED)
     foreign = ((low < 0) | (high >= model.experts)) & known
@@ -209,7 +164,7 @@ def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers columns"]) -> N
     for bad, what in ((foreign, f"is not among experts 0-{model.experts - 1}"), (twice, "names an expert twice")):
         if bool(bad.any()):
             token, layer = (int(i) for i in bad.nonzero()[0])
-            choice = routes[token, layer, : model.chosen].tolist()
+            choice = routes[token, layer].tolist()
             raise TrimtabError(f"routes: choice {choice} of token {token} in mixture layer {layer} {what}")
 
 
@@ -220,7 +175,6 @@ class _Replay:
     index: int
     mixture: _MixtureLayer
     chosen: Int[Tensor, "tokens chosen"]
-    recorded: Float[Tensor, "tokens chosen"] | None  # gates
     uses: int = field(default=0)
 
     @contextmanager
@@ -266,15 +220,12 @@ class _Replay:
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
             )
-        chosen, family = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.family
+        chosen, how = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.gates
         # The family's own gates, operation by operation, with `gather` in place of `topk`.
         gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
-        if router.norm_topk_prob if family.renormalized is None else family.renormalized:
+        if router.norm_topk_prob if how.renormalized is None else how.renormalized:
             gates = gates / gates.sum(-1, keepdim=True)
-        if self.recorded is not None:
-            # Without gradient for free tokens too: a weight with a gradient of zero would still decay.
-            gates = torch.where(self.chosen == UNROUTED, gates.detach(), self.recorded)
-        return scores, gates if family.float32 else gates.to(scores.dtype), chosen
+        return scores, gates if how.float32 else gates.to(scores.dtype), chosen
 
 
 class Routes(NamedTuple):
@@ -283,17 +234,17 @@ class Routes(NamedTuple):
     The last token of a response is not run through the model: its entry is never read, and `UNROUTED` when recorded.
     """
 
-    prompts: Int16[Tensor, "prompts prompt_time layers columns"]
-    responses: Int16[Tensor, "batch time layers columns"]
+    prompts: Int16[Tensor, "prompts prompt_time layers chosen"]
+    responses: Int16[Tensor, "batch time layers chosen"]
 
 
 def routing_agreement(one: Routes, other: Routes) -> Int[Tensor, "2"]:
     """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both.
 
-    They are on the device of `one`, which has no gates; those of the other are not compared.
+    They are on the device of `one`.
     """
     counts = []
-    for a, b in zip(one, (part[..., : one.prompts.shape[-1]].to(one.prompts.device) for part in other), strict=True):
+    for a, b in zip(one, (part.to(one.prompts.device) for part in other), strict=True):
         both = ((a != UNROUTED) & (b != UNROUTED)).all(-1)
         counts.append(torch.stack([((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum(), both.sum()]))
     return counts[0] + counts[1]
@@ -319,7 +270,7 @@ class RoutingLayout:
                 stack.enter_context(replay_routing(model, self.flatten(routes), check=False))
             yield stack.enter_context(record_routing(model)) if record else None
 
-    def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers columns"]:
+    def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
         """Returns the routes in the order of the forward.
 
         Raises `TrimtabError` when the routes have another shape than the tokens.
@@ -333,7 +284,7 @@ class RoutingLayout:
         prompts, responses = (part.to(self.run.device).flatten(0, 1) for part in routes)
         return torch.cat([prompts[self.prompt], responses[self.run]])
 
-    def unflatten(self, flat: Int16[Tensor, "tokens layers columns"]) -> Routes:
+    def unflatten(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
         """Inverts `flatten`; padding and tokens that were not run are `UNROUTED`."""
         parts = flat.split([len(self.prompt), len(self.run)])
         prompts, responses = (

@@ -3,7 +3,7 @@
 source              `RolloutSource`, what the training loop sees, and the synchronous one
 async_source        the asynchronous one, with `engine_thread`
 collector           gets the responses to a request and scores them
-response_source     ways to get responses; others in `prefixes`, `demonstrations`, `episode_responses`
+responses           ways to get responses; others in `prefixes`, `demonstrations`, `episode_responses`
 prompts             the order of prompts, and their lengths
 schedule, buffer    which groups are generated and trained when; those that wait
 canary              whether an engine has the weights it was given

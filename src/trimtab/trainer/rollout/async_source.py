@@ -21,7 +21,7 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import Result, SourceState, Weights
 from trimtab.types import Engine
 

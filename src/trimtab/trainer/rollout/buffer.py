@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.runs import trajectories
 from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 PENDING = "pending.parquet"
@@ -35,13 +35,12 @@ class Buffer:
         max_lag = math.inf if trainer.max_lag is None else trainer.max_lag
         if single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
             max_lag = min(max_lag, (trainer.sync_every or 1) - 1)
-        any_order = trainer.unfinished == "discard"
         self.schedule = Schedule(
             prompts=trainer.prompts,
             updates=trainer.updates_per_step,
             max_lag=max_lag,
             ahead=bool(trainer.max_lag),
-            window=math.inf if any_order else trainer.window if trainer.max_lag and not single_behavior else 1,
+            any_order=trainer.unfinished == "discard",
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
         self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples

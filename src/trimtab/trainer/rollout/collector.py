@@ -17,7 +17,7 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
+from trimtab.trainer.rollout.responses import Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import MIN_BEHAVIOR, Completion, Engine, Prompt, SamplingParams, Trajectory
 
@@ -32,7 +32,7 @@ class Collector:
     """
 
     config: Config
-    responses: ResponseSource
+    responses: Responses
     engine: Engine
     scorer: Scorer
     context: int | None = None

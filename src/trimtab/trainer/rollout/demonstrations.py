@@ -17,14 +17,14 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.config import GOLD, Config
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.tasks.data_sets import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams
 
 
 @dataclass
-class DemonstratedResponses(ResponseSource):
+class DemonstratedResponses(Responses):
     """Demonstrations replace some of the sampled responses to a prompt.
 
     `texts` returns those of a problem. `context` is the number of positions of the model, None for no limit.

@@ -17,7 +17,7 @@ from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt, SamplingParams, TurnHandler
 

@@ -10,13 +10,13 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Prompt
 
 
 @dataclass
-class EpisodeResponses(ResponseSource):
+class EpisodeResponses(Responses):
     """Every response is an episode: an environment answers between its turns."""
 
     runner: EpisodeRunner

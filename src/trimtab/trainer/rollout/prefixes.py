@@ -14,77 +14,44 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.plugins import check_arguments, load_function
+from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
-from trimtab.types import Completion, FloatArray, IntArray, Prompt, Trajectory
-
-# (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
-Truncation = Callable[[IntArray, FloatArray | None, float], int]
-
-_ARGUMENTS = {"response_ids": "array", "entropy": "array or None", "uniform": "float"}
+from trimtab.types import Completion, FloatArray, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget."""
+    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget.
 
-    name: str
-    tokens_to_keep: Truncation
+    `tokens_to_keep` takes the length of a response, its entropies in nats or None, and a uniform number in [0, 1).
+    """
+
+    tokens_to_keep: Callable[[int, FloatArray | None, float], int]
     whole: bool
 
     def prefix(self, completion: Completion, uniform: float) -> Completion:
-        """Returns the prefix of a whole response.
-
-        Raises:
-            TrimtabError: the rule's result is not an int that leaves at least one token to sample.
-        """
-        n = len(completion.response_ids)
-        kept = self.tokens_to_keep(completion.response_ids, completion.entropy, uniform)
-        if isinstance(kept, bool) or not isinstance(kept, int | np.integer) or not 0 <= kept < max(n, 1):
-            raise TrimtabError(
-                f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
-                f"it must return how many to keep, an int from 0 to {max(n - 1, 0)}"
-            )
-        return completion.truncated(int(kept))
+        """Returns the prefix of a whole response."""
+        kept = self.tokens_to_keep(len(completion.response_ids), completion.entropy, uniform)
+        return completion.truncated(kept)
 
 
 def build_rule(config: PrefixConfig) -> Rule:
-    """Returns the rule of a recipe: `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
-
-    Raises:
-        TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
-    """
-    rule, ratio, top = config.rule, config.ratio, config.top
-    if rule == "length":
-        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), config.whole)
-    if rule == "entropy":
-        return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
-    if ":" not in rule:
-        raise TrimtabError(
-            f"unknown prefix rule {rule!r}{did_you_mean(rule, ['length', 'entropy'])}, or write module:function"
-        )
-    function = load_function(rule, "prefix rule")
-    check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
-
-    def tokens_to_keep(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
-        try:
-            return function(ids, entropy, uniform)
-        except Exception as error:
-            raise TrimtabError(f"prefix rule {rule!r} failed: {type(error).__name__}: {error}") from error
-
-    return Rule(rule, tokens_to_keep, True)
+    """Returns the rule of a recipe."""
+    ratio, top = config.ratio, config.top
+    if config.rule == "length":
+        return Rule(lambda length, _entropy, _uniform: prefix_tokens(ratio, length), config.whole)
+    return Rule(lambda _length, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
 
 
 PREFIXES = "prefixes.parquet"
 
 
 @dataclass
-class PrefixedResponses(ResponseSource):
+class PrefixedResponses(Responses):
     """Responses that continue prefixes of the historical policy, in all batches of a cycle but its first.
 
     Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean
@@ -142,7 +109,7 @@ class PrefixedResponses(ResponseSource):
         Returns the number of sampled tokens.
 
         Raises:
-            TrimtabError: the engine cannot sample these prompts, or the truncation rule fails.
+            TrimtabError: the engine cannot sample these prompts, or reports no entropies for their rule.
         """
         whole = self._rule.whole
         limit = self.sampling.max_tokens if whole else self._budget()

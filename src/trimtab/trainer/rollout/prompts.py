@@ -1,4 +1,4 @@
-"""The prompts of a run: their order, the length that a context leaves them, and their lengths over the task."""
+"""The prompts of a run: their order, and the length that a context leaves them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from trimtab.trainer import tasks
 from trimtab.trainer.config import Config
 from trimtab.trainer.seeds import derive
 from trimtab.types import Prompt, SamplingParams, Task
-
-MAX_SURVEYED = 2000
-"""Largest number of problems in a survey: a task may have a million."""
-KEY = "sampling.max_prompt_tokens"
 
 
 @dataclass
@@ -113,64 +109,7 @@ def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterabl
         )
     if max_prompt is not None and max_prompt + max_response > context:
         raise TrimtabError(
-            f"{KEY} = {max_prompt} and max_tokens = {max_response} do not fit the model's context of {context} tokens "
-            "together: lower one of them"
+            f"sampling.max_prompt_tokens = {max_prompt} and max_tokens = {max_response} do not fit the model's context "
+            f"of {context} tokens together: lower one of them"
         )
     return context
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Prompt lengths in ascending order, of all `total` problems or of a sample of them."""
-
-    lengths: np.ndarray
-    total: int
-    limit: int | None
-
-    @classmethod
-    def of(cls, stream: PromptStream) -> Survey:
-        """Measures the prompts of a stream's task. Raises `TrimtabError` if none of them is short enough."""
-        task, limit = stream.task, stream.max_prompt
-        chosen: Iterable[int] = range(len(task.train))
-        if len(task.train) > MAX_SURVEYED:
-            rng = np.random.default_rng(derive(stream.seed, "lengths"))
-            chosen = rng.integers(len(task.train), size=MAX_SURVEYED).tolist()
-        lengths = [len(tasks.encode(task, task.train[index], stream.tokenizer).ids) for index in chosen]
-        survey = cls(np.sort(lengths), len(task.train), limit)
-        if survey.too_long == len(survey.lengths):
-            raise TrimtabError(
-                f"every prompt is longer than the {limit} tokens it may have, the shortest has {survey.lengths[0]}: "
-                f"lower sampling.max_tokens, raise {KEY}, or take a model of a longer context"
-            )
-        return survey
-
-    @property
-    def too_long(self) -> int:
-        return 0 if self.limit is None else int((self.lengths > self.limit).sum())
-
-    def lines(self) -> list[str]:
-        """Messages for the user: the distribution, and the number of prompts that are too long."""
-        count = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
-        low, middle, high, top = (f"{value:,}" for value in self._quantiles())
-        span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95% up to {high}"
-        lines = [f"prompts    {span} ({count} problems)"]
-        if self.too_long:
-            lines.append(
-                f"{self.too_long:,} of them are longer than {self.limit:,} tokens ({KEY}) and are never asked; "
-                "others take their place (prompt/dropped)"
-            )
-        return lines
-
-    def metrics(self) -> dict[str, float]:
-        low, middle, high, top = self._quantiles()
-        share = self.too_long / len(self.lengths)
-        return {
-            "prompt/min": low,
-            "prompt/median": middle,
-            "prompt/q95": high,
-            "prompt/max": top,
-            "prompt/too_long": share,
-        }
-
-    def _quantiles(self) -> list[int]:
-        return [int(value) for value in np.quantile(self.lengths, [0, 0.5, 0.95, 1], method="higher")]

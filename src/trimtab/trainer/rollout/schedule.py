@@ -12,14 +12,12 @@ no other group is left.
 The staleness bound holds by construction. A group is admitted only if it will be young enough for its batch when all
 groups before it are consumed first:
 
-    latest + ((live groups before it + window - 1) // prompts) * updates - version of the engine <= max_lag
+    latest + (live groups before it // prompts) * updates - version of the engine <= max_lag
 
-`latest` is the largest version at which the next batch can be taken. A batch is made of finished groups among `window`
-consecutive numbers from the oldest unfinished one on, so that at most `window` - 1 younger groups pass a slow one. The
-number of groups before it only decreases and updates may be skipped but not added, so the left side only decreases
-after the admission. There is one exception: a
-batch of groups without signal advances the version without consuming admitted groups; groups that are then too old
-expire.
+`latest` is the largest version at which the next batch can be taken. The number of groups before it only decreases and
+updates may be skipped but not added, so the left side only decreases after the admission. There are two exceptions:
+with `any_order` younger groups may pass a slow one, and a batch of groups without signal advances the version without
+consuming admitted groups. Groups that are then too old expire.
 
 Without `ahead` groups are admitted only for the batch that the trainer is waiting for: generation and training take
 turns.
@@ -66,7 +64,7 @@ class Schedule:
     updates: int  # optimizer updates in a step, the largest number between two batches
     max_lag: float = math.inf  # largest age of a token when it is consumed, in updates
     ahead: bool = True  # whether groups are generated before the trainer waits for them
-    window: float = 1  # 1: a batch is the next `prompts` groups; infinite: the first `prompts` that are ready
+    any_order: bool = False  # a batch is the first `prompts` groups that are ready, in place of the next ones
     max_no_signal: int | None = None  # groups without signal after which a batch is made of the groups there are
     drawn: int = 0
     latest: float = math.inf  # nothing is admitted before the first call of `wait`
@@ -91,9 +89,8 @@ class Schedule:
         pending = next((number for number, entry in self._entries() if entry.state == "pending"), None)
         first = self.drawn if pending is None else pending
         before = sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
-        passing = 0 if math.isinf(self.window) else int(self.window) - 1
-        batches, offset = divmod(before + passing, self.prompts)
-        if not self._fits(before // self.prompts, batches, version):
+        batches, offset = divmod(before, self.prompts)
+        if not self._fits(batches, version):
             return None
         max_count = min(max_count, self.prompts - offset)
         if pending is None:
@@ -122,16 +119,13 @@ class Schedule:
         """Returns the groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
         ready: list[int] = []
         no_signal: list[int] = []
-        end = math.inf
         for number, entry in self._entries():
-            if number >= end and not partial:
-                break
             if entry.state == "ready":
                 ready.append(number)
             elif entry.state == "no_signal":
                 no_signal.append(number)
-            else:
-                end = min(end, number + self.window)
+            elif not (self.any_order or partial):
+                break
         exhausted = self.max_no_signal is not None and len(no_signal) >= self.max_no_signal
         if len(ready) >= self.prompts or partial or exhausted:
             # A batch of equal rewards still has KL and entropy terms, unlike an empty step.
@@ -211,13 +205,13 @@ class Schedule:
         for number in request.numbers:
             self._live[number] = GroupEntry("running", version)
 
-    def _fits(self, batches: int, most: int, version: int) -> bool:
-        """Whether a run needs a group that `batches` batches come before, `most` if younger groups pass it."""
+    def _fits(self, batches: int, version: int) -> bool:
+        """Whether a run needs a group that `batches` batches come before, and it will be young enough."""
         if self.batches_left is not None and batches >= self.batches_left:
             return False
         if not self.ahead and (batches or not self.waiting):
             return False
-        return self.latest + most * self.updates - version <= self.max_lag
+        return self.latest + batches * self.updates - version <= self.max_lag
 
     def _has_state(self, number: int, state: State) -> bool:
         return number in self._live and self._live[number].state == state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,7 +11,7 @@ from torch import Tensor
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import Engine
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -89,13 +88,9 @@ class SyncSource:
     def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
         trainer = self.collector.config.trainer
         self.buffer.schedule.wait(version, batches_left)
-        self.buffer.expire()
-        if not trainer.dynamic_sampling:
-            self._sample(trainer.prompts)
-        for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 0):
-            if self.buffer.missing <= 0:
-                break
-            self._sample(math.ceil(self.buffer.missing * trainer.oversample), refill=bool(round_number))
+        for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 1):
+            if missing := self.buffer.missing:
+                self._sample(missing, refill=bool(round_number))
         return self.buffer.take(version, partial=True)
 
     def _sample(self, count: int, *, refill: bool = False) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.token_tables import table, trained
 
 from trimtab.diagnosis.measure import trained_tokens as bins
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, LOG_RATIO_BINS, KeyedSums, hash_index, plane
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, LOG_RATIO_BINS, StepSums, hash_index, plane
 
 
 def test_sums_of_responses_by_hand() -> None:
@@ -147,19 +147,18 @@ def test_a_probability_bin_includes_its_upper_edge() -> None:
     assert bins.probability_bin(np.append(logp, [1e-7, -1e30])).tolist() == [14, 14, 13, 12, 2, 0, 14, 0]
 
 
-def filled(most: int, steps: list[int], tables: int = 1, other: int = 0) -> KeyedSums:
+def filled(most: int, steps: list[int], tables: int = 1) -> StepSums:
     """One token of log-ratio bin `step` for each step, sums 1, largest value the step."""
-    ledger = KeyedSums(most)
+    ledger = StepSums(most)
     for part in np.array_split(np.array(steps), tables):
-        keys = np.column_stack([part, np.full(len(part), other)])
-        ledger.add(keys, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))
+        ledger.add(part, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))
     return ledger
 
 
-def test_equal_keys_merge() -> None:
+def test_equal_steps_merge() -> None:
     ledger = filled(10, [3, 1, 3, 3], tables=2)
     (first, one), (second, three) = ledger.rows()
-    assert (first, second) == ((1, 0), (3, 0))
+    assert (first, second) == (1, 3)
     assert (one[0][0], three[0][0]) == (1, 3)
     assert three[1][0] == 3
     assert three[2][3] == 3
@@ -172,7 +171,7 @@ def test_neighbors_merge_until_they_fit() -> None:
     for tables in (1, 2, 9):
         ledger = filled(4, list(range(9)), tables)
         assert ledger.width == 4
-        assert [(key[0], row[0][0], row[1][0]) for key, row in ledger.rows()] == [(0, 4, 3), (1, 4, 7), (2, 1, 8)]
+        assert [(key, row[0][0], row[1][0]) for key, row in ledger.rows()] == [(0, 4, 3), (1, 4, 7), (2, 1, 8)]
 
 
 def test_order_of_steps_changes_nothing() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.support.token_tables import noisy, pieces, table, values, whole
+from tests.support.token_tables import noisy, table, values, whole
 
 from trimtab.diagnosis.measure.trained_tokens import PROBABILITY_EDGES
 from trimtab.diagnosis.measure.views import ranges, rejected
@@ -111,20 +111,6 @@ def test_tokens_newer_than_the_trainer_have_their_own_bin() -> None:
     view = whole(table([[0.1, 0.2]], version=[[3, 5]], proximal_version=[4])).views["version"]
     assert view.labels == ("newer than the trainer", "1")
     assert view.log_ratio_mean == pytest.approx([0.2, 0.1], rel=1e-6)
-
-
-def test_ages_without_a_trainers_version_are_within_a_step() -> None:
-    ratios, version = [[0.1, 0.2], [0.3], [0.4, 0.5]], [[3, 4], [2], [9, 6]]
-    stepped = table(ratios, version=version, step=[1, 1, 2])
-    for parts in ([], [1], [1, 2]):
-        view = whole(*pieces(stepped, parts)).views["version"]
-        assert view.labels == ("0", "1", "2", "3")
-        assert view.log_ratio_mean == pytest.approx([0.3, 0.1, 0.3, 0.5], rel=1e-6)
-        assert "token's step" in view.note
-    view = whole(table(ratios, version=version)).views["version"]
-    assert view.labels == ("0", "3", "5-8")
-    assert view.log_ratio_mean == pytest.approx([0.4, 0.5, 0.2], rel=1e-6)
-    assert "token's file" in view.note
 
 
 def test_rules_reject_by_hand() -> None:

@@ -297,7 +297,7 @@ def test_sweep_touches_only_its_own_names(tmp_path: Path) -> None:
 def test_the_manifest_is_readable_by_other_tools(tmp_path: Path) -> None:
     save(tmp_path, 3)
     data = json.loads((tmp_path / "step-000003" / "manifest.json").read_text())
-    assert (data["format"], data["step"]) == (1, 3)
+    assert (data["format"], data["step"]) == (store.FORMAT, 3)
     # sha256 of b"bytes 3", by sha256sum
     assert data["files"]["pending.parquet"] == {
         "size": 7,

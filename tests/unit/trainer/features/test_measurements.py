@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.batch_preparation import Batch
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.features.measurements import BitwiseCheck, LagMetrics
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

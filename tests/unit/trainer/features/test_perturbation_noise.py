@@ -6,13 +6,13 @@ import pytest
 import torch
 from tests.support.trajectories import trajectory
 
-from trimtab.trainer.batching import to_tensors
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features.feature import ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.packing import to_tensors
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 
 
@@ -46,7 +46,7 @@ def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported(std: 
     assert "perturbation/grad_norm" not in before  # no update was made
     for gradient in ([3.0, 4.0], [0.0, 2.0]):
         log_sigma.grad = torch.tensor(gradient)
-        assert feature.learning_rate_factor() == 1.0
+        feature.end_backward()
     with torch.no_grad():
         log_sigma += torch.tensor([1.5, 0.7]).log()
     after = feature.end_step(record)

@@ -23,7 +23,6 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
 from trimtab.objectives.lookup import from_section
 from trimtab.runs import trajectories
-from trimtab.trainer.batching import MicroBatch, to_tensors
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, ForwardPass, StepRecord
@@ -32,17 +31,17 @@ from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.models.routing import UNROUTED, RouterInfo, split_record
+from trimtab.trainer.models.routing import UNROUTED, RouterInfo
 from trimtab.trainer.optim import build_optimizer
+from trimtab.trainer.packing import MicroBatch, to_tensors
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
 CPU = torch.device("cpu")
 # One mixture layer, 4 experts, one of which sees a token: a record is a list of numbers.
 ONE = RouterInfo(1, 4, 1)
-DEEP = RouterInfo(2, 300, 3)
 
 
 def routed(one: Trajectory, routes: Any) -> Trajectory:
@@ -94,25 +93,6 @@ def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: s
     bad = routed(trajectory(1, [5, 6]), routes)
     with pytest.raises(TrimtabError, match=f"a response to problem 'p1'.*{line}"):
         packed([good, bad], (0, 1))
-
-
-def test_a_record_with_gates_is_packed_and_checked() -> None:
-    """An expert and one float32 for each token: three columns."""
-    info = ONE._replace(gates=True)
-    gates = np.array([0.5, 0.25, 1.0], dtype=np.float32)
-    record = np.concatenate([np.array([[0], [1], [2]], dtype=np.int16), gates.view(np.int16).reshape(3, 2)], axis=1)
-    row = routed(trajectory(0, [5, 6]), record[:, None])
-    [again] = trajectories.from_bytes(trajectories.to_bytes([row]))
-    routes = packed([again], (0,), RoutingReplay("rollout-gates", info)).extras["routes"]
-    experts, kept = split_record(torch.cat([routes.prompts.flatten(0, 1), routes.responses.flatten(0, 1)]), 1)
-    assert experts.flatten().tolist()[:3] == [0, 1, 2]
-    assert kept is not None
-    assert kept.flatten().tolist()[:3] == gates.tolist()
-    wrong = record.copy()
-    wrong[1, 1:] = np.array([1.5], dtype=np.float32).view(np.int16)
-    for bad, line in ((wrong, "a gate is recorded that is not between"), (record[:, :1], r"need \(3, 1, 3\)")):
-        with pytest.raises(TrimtabError, match=line):
-            packed([routed(row, bad[:, None])], (0,), RoutingReplay("rollout-gates", info))
 
 
 ROUTES = hnp.arrays(np.int16, st.tuples(st.just(4), st.just(2), st.just(3)), elements=st.integers(0, 299))

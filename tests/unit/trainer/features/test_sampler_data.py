@@ -13,13 +13,13 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
 from trimtab.runs import trajectories
 from trimtab.trainer import tasks
-from trimtab.trainer.batching import empty_micro_batch, to_tensors
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.features.feature import ForwardPass
 from trimtab.trainer.features.sampler_data import TopLogprobs
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import TokenBatch, score
+from trimtab.trainer.packing import empty_micro_batch, to_tensors
 from trimtab.trainer.run import TOP_LOGPROBS, sampling_params
 from trimtab.types import Problem, Prompt, SamplingParams, TopTokens, Trajectory
 

@@ -28,39 +28,39 @@ def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: obje
 
 
 def by_name(result: ExperimentPlan) -> dict[str, PlannedRun]:
-    return {cell.name: cell for cell in result.runs}
+    return {run.name: run for run in result.runs}
 
 
 def test_every_method_meets_every_regime_with_every_seed() -> None:
-    cells = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
-    assert list(cells) == [
+    runs = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
+    assert list(runs) == [
         f"{regime}/{method}/seed{seed}"
         for seed in (0, 1)
         for method in ("dapo", "icepop_weight_max_3")
         for regime in ("on-policy", "stale-32+int3")
     ]
-    config = cells["stale-32+int3/icepop_weight_max_3/seed1"].config
+    config = runs["stale-32+int3/icepop_weight_max_3/seed1"].config
     assert (config.seed, config.trainer.sync_every, config.engine.quantize) == (1, 32, "int3")
     assert (config.objective.name, config.objective.keywords) == ("icepop", {"weight_max": 3})
     assert config.out == "out/stale-32+int3/icepop_weight_max_3/seed1"
     assert (config.log.trajectories_every, config.threads) == (0, 1)
-    (cell,) = planned(["token-tis"], ["on-policy"]).runs
-    assert cell.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
+    (run,) = planned(["token-tis"], ["on-policy"]).runs
+    assert run.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
 
 
 def test_methods_of_a_regime_have_equal_updates_and_rate() -> None:
-    cells = planned(list(METHODS), list(REGIMES)).runs
+    runs = planned(list(METHODS), list(REGIMES)).runs
     for name in REGIMES:
-        here = [cell.config for cell in cells if cell.regime.name == name]
+        here = [run.config for run in runs if run.regime.name == name]
         assert len(here) == len(METHODS)
         assert len({(c.trainer.steps, c.trainer.epochs, c.trainer.minibatches, c.optim.lr) for c in here}) == 1
 
 
 def test_the_default_grid_fits_into_forty_five_minutes_of_two_threads() -> None:
-    cells = planned(list(METHODS), list(REGIMES), seeds=SEEDS).runs
+    runs = planned(list(METHODS), list(REGIMES), seeds=SEEDS).runs
     assert len(METHODS) >= 10
-    assert len(cells) == len(METHODS) * 4 * 5
-    assert sum(cost(cell.config) for cell in cells) / 2 < 45 * 60
+    assert len(runs) == len(METHODS) * 4 * 5
+    assert sum(cost(run.config) for run in runs) / 2 < 45 * 60
 
 
 def test_keywords_of_a_method() -> None:
@@ -112,10 +112,10 @@ def test_a_changed_key_that_is_not_free_is_refused_by_name(sets: list[str], line
 
 
 def test_budgets_may_be_changed_and_evaluations_follow() -> None:
-    (cell,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).runs
-    assert (cell.config.trainer.steps, cell.config.optim.lr, cell.config.eval.every) == (40, 1e-3, 8)
-    (cell,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).runs
-    assert cell.config.eval.every == 3
+    (run,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).runs
+    assert (run.config.trainer.steps, run.config.optim.lr, run.config.eval.every) == (40, 1e-3, 8)
+    (run,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).runs
+    assert run.config.eval.every == 3
 
 
 def test_words_named_twice_are_refused() -> None:
@@ -127,7 +127,7 @@ def test_words_named_twice_are_refused() -> None:
 
 def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:
     plan = planned(["soup", "dapo"], ["on-policy", "stale-32"])
-    assert [cell.name for cell in plan.runs] == ["on-policy/soup/seed0", "on-policy/dapo/seed0", "stale-32/dapo/seed0"]
+    assert [run.name for run in plan.runs] == ["on-policy/soup/seed0", "on-policy/dapo/seed0", "stale-32/dapo/seed0"]
     (refused,) = plan.skipped
     assert (refused.method.spec, refused.regime.name) == ("soup", "stale-32")
     assert "trainer.sync_every" in refused.reason
@@ -139,8 +139,8 @@ def test_a_method_that_fits_nowhere_is_a_mistake() -> None:
 
 
 def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
-    (cell,) = planned(["dapo"], ["int3+stale-8"], model="some/model").runs
-    config = cell.config
+    (run,) = planned(["dapo"], ["int3+stale-8"], model="some/model").runs
+    config = run.config
     assert (config.model.path, config.task.name, config.trainer.steps, config.optim.lr) == (
         "some/model",
         "arithmetic",
@@ -153,8 +153,8 @@ def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
 
 
 def test_the_laboratory_in_several_turns_has_its_own_recipe_and_budget() -> None:
-    (cell,) = planned(["seq-alp:perturbation.layers=0-2"], ["stale-8+int4"], model="laboratory-tools").runs
-    config, recipe = cell.config, load_config("laboratory-tools")
+    (run,) = planned(["seq-alp:perturbation.layers=0-2"], ["stale-8+int4"], model="laboratory-tools").runs
+    config, recipe = run.config, load_config("laboratory-tools")
     assert (config.model.path, config.task.name) == ("laboratory-tools", "swap-sort")
     assert config.environment == recipe.environment is not None
     assert (config.trainer.steps, config.optim) == (recipe.trainer.steps, recipe.optim)
@@ -165,10 +165,10 @@ def test_the_laboratory_of_long_responses_has_the_budgets_in_proportion() -> Non
     recipe = load_config("laboratory-long")
     steps, rate = recipe.trainer.steps, recipe.optim.lr
     regimes = ["on-policy", "stale-32", "reuse-16"]
-    cells = [cell.config for cell in planned(["grpo"], regimes, model="laboratory-long").runs]
-    assert all((cell.model.path, cell.task) == ("laboratory-long", recipe.task) for cell in cells)
-    warm = [cell.config.sft.seed for cell in planned(["grpo"], ["on-policy"], 4, model="laboratory-long").runs]
+    runs = [run.config for run in planned(["grpo"], regimes, model="laboratory-long").runs]
+    assert all((run.model.path, run.task) == ("laboratory-long", recipe.task) for run in runs)
+    warm = [run.config.sft.seed for run in planned(["grpo"], ["on-policy"], 4, model="laboratory-long").runs]
     assert warm == [0, 1, 2, 0]
     # Of `laboratory`: 80 steps at 1e-4, 128 at 5e-5, and 16 of 16 updates at 1e-4.
-    assert [cell.trainer.steps for cell in cells] == [steps, round(steps * 1.6), round(steps * 0.2)]
-    assert [cell.optim.lr for cell in cells] == pytest.approx([rate, rate / 2, rate])
+    assert [run.trainer.steps for run in runs] == [steps, round(steps * 1.6), round(steps * 0.2)]
+    assert [run.optim.lr for run in runs] == pytest.approx([rate, rate / 2, rate])

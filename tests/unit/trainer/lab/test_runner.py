@@ -35,12 +35,14 @@ class Steps(runner.ExperimentObserver):
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.programs.two_step_worker"))
-    cells = {str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)}
+    recipes = {
+        str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)
+    }
     observer = Steps()
-    results = runner.run_cells(cells, workers=1, observer=observer)
+    results = runner.train_all(recipes, workers=1, observer=observer)
     assert [result.status for result in results.values()] == ["done", "failed", "done"]
     assert results["1"].error == "its process was killed (by hand, or because memory ran out)"
-    assert observer.seen == [(name, step) for name in cells for step in (1, 2)]
+    assert observer.seen == [(name, step) for name in recipes for step in (1, 2)]
 
 
 def test_a_process_that_cannot_be_started_again_costs_a_run_each_time(
@@ -65,8 +67,10 @@ def test_a_process_that_cannot_be_started_again_costs_a_run_each_time(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(runner, "_start_process", start)
-    cells = {str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(2)}
-    results = runner.run_cells(cells, workers=1, observer=Steps())
+    recipes = {
+        str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(2)
+    }
+    results = runner.train_all(recipes, workers=1, observer=Steps())
     assert [result.status for result in results.values()] == ["failed", "failed"]
     assert "could not be started ([Errno 12] Cannot allocate memory)" in results["1"].error
 
@@ -77,7 +81,7 @@ def test_a_folder_of_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     foreign.parent.mkdir(parents=True)
     foreign.write_text("")
     with pytest.raises(TrimtabError, match="holds files but no run"):
-        runner.run_cells({"a": made}, workers=1, observer=Steps())
+        runner.train_all({"a": made}, workers=1, observer=Steps())
     assert foreign.exists()
 
 
@@ -94,7 +98,7 @@ def config(out: Path, *sets: str) -> Config:
 
 
 def kept(made: Config, result: RunSummary) -> Config:
-    """As a finished cell leaves them."""
+    """As a finished run leaves them."""
     place = Path(str(made.out))
     place.mkdir(parents=True)
     (place / "config.toml").write_text(made.dump())
@@ -111,7 +115,7 @@ def test_a_finished_cell_is_read_back_whole_and_an_unfinished_one_is_to_do(tmp_p
     assert read_result(made) == DONE
     assert read_result(config(tmp_path / "other")) is None
     write(Path(str(made.out)), replace(DONE, status="failed"))
-    assert read_result(made) is None, "a failed cell is tried again"
+    assert read_result(made) is None, "a failed run is tried again"
 
 
 def test_a_changed_setting_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models import packed_attention as attention_room
-from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES
+from trimtab.trainer.models.families import FAMILIES
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
 
@@ -116,7 +116,7 @@ def assert_close_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], b
         assert (ours[name] - expected).abs().max() <= bound * expected.abs().max() + 1e-9, name
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_scores_and_gradients_equal_the_plain_forward(kind: str) -> None:
     check_against_plain(kind)
 

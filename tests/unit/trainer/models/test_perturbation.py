@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models import perturbed_layer
-from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES, decoder_stack
+from trimtab.trainer.models.architecture import decoder_stack
+from trimtab.trainer.models.families import FAMILIES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.noise import normals
 from trimtab.trainer.models.perturbation import Perturbation
@@ -54,7 +55,7 @@ def hooks(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_every_layer_of_every_architecture_is_given_its_noise(kind: str) -> None:
     model = build(kind)
     perturbation = Perturbation(model, std=0.01)

@@ -12,7 +12,8 @@ from tests.unit.trainer.models.test_logprobs import batch, build
 from torch import Tensor
 
 from trimtab.trainer.models import invariant, logprobs, perturbed_layer
-from trimtab.trainer.models.architecture import KNOWN_ARCHITECTURES, decoder_stack, is_block, model_parts
+from trimtab.trainer.models.architecture import decoder_stack, is_block, model_parts
+from trimtab.trainer.models.families import FAMILIES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.noise import normals
 from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage
@@ -72,7 +73,7 @@ def shares(watch: PerturbationCoverage) -> dict[str, float]:
     return {layer: changed / seen for layer, (changed, seen) in watch.counts().items()}
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_a_half_precision_model_keeps_a_float32_stream(kind: str) -> None:
     """From the first perturbed layer on; products still see bfloat16, and so does the head."""
     changes = {"num_hidden_layers": 3, "n_layer": 3, "no_rope_layers": [1, 0, 1]}
@@ -161,7 +162,7 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("kind", "autocast"),
-    [*((kind, False) for kind in sorted(KNOWN_ARCHITECTURES)), ("llama", True), ("gpt2", True)],
+    [*((kind, False) for kind in sorted(FAMILIES)), ("llama", True), ("gpt2", True)],
 )
 def test_watching_changes_no_score(kind: str, autocast: bool) -> None:
     model = build(kind, dtype=torch.float32 if autocast else BF16)

@@ -14,9 +14,9 @@ from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPO
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.models.families import MIXTURES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import (
-    FAMILIES,
     UNROUTED,
     RouterInfo,
     Routes,
@@ -28,7 +28,7 @@ from trimtab.trainer.models.routing import (
 )
 
 BF16 = torch.bfloat16
-KINDS = sorted(FAMILIES)
+KINDS = sorted(MIXTURES)
 EXPERTS, CHOSEN, LAYERS = 4, 2, 2
 # Softmax of these is (.1, .2, .3, .4).
 SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
@@ -89,56 +89,6 @@ def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[fl
             assert chosen.tolist() == [[1, 3], [2, 0], [3, 2]]
             assert torch.allclose(gates, torch.tensor(expected))
             assert torch.allclose(scores, SCORES.expand(3, -1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_gates_by_hand(kind: str) -> None:
-    """They replace the router's own, whether or not these sum to 1, and are constants; a free token keeps its own."""
-    model = build(kind, **({"norm_topk_prob": True} if kind != "mixtral" else {}))
-    hidden = torch.zeros(3, model.config.hidden_size)
-    hidden[:, 0] = 1
-    experts = torch.tensor([[1, 3], [2, 0], [UNROUTED, UNROUTED]], dtype=torch.int16)
-    gates = torch.tensor([[0.9, 0.3], [0.25, 1e-7], [0.0, 0.0]])
-    record = torch.cat([experts, gates.view(torch.int16)], -1)[:, None].expand(-1, LAYERS, -1)
-    with replay_routing(model, record):
-        for gate in gates_of(model):
-            with torch.no_grad():
-                gate.weight.zero_()
-                gate.weight[:, 0] = SCORES
-            _, result, chosen = gate(hidden)
-            assert chosen.tolist() == [[1, 3], [2, 0], [3, 2]]
-            assert torch.equal(result[:2], gates[:2])
-            assert torch.allclose(result[2], torch.tensor([4 / 7, 3 / 7]))
-            assert not result.requires_grad
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_models_gates_are_what_that_router_would_give(kind: str) -> None:
-    """Own gates change no bit and train no router; with the routers of a sampler the trainer scores as with these."""
-    model = build(kind)
-    with record_routing(model, gates=True) as tape, torch.no_grad():
-        free = score(model, batch())
-    places = batch().places
-    layout = RoutingLayout(places.prompt, places.run, (batch().prompt_ids.shape, batch().response_ids.shape))
-    own = layout.unflatten(tape.take())
-    replayed = score(model, batch(), routes=own)
-    assert torch.equal(replayed.logp, free.logp)
-    result = grads(model, replayed.logp)
-    assert not [name for name in result if name.endswith("gate.weight")]
-    assert all(gate.weight.grad is None for gate in gates_of(model))
-    trained = [gate.weight.clone() for gate in gates_of(model)]
-    with torch.no_grad():
-        for gate in gates_of(model):
-            gate.weight += 0.1 * torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(0))
-        with record_routing(model, gates=True) as tape:
-            sampler = score(model, batch())
-        record = layout.unflatten(tape.take())
-        for gate, weight in zip(gates_of(model), trained, strict=True):
-            gate.weight.copy_(weight)
-        assert torch.equal(score(model, batch(), routes=record).logp, sampler.logp)
-        ids = Routes(*(part[..., :CHOSEN] for part in record))
-        assert not torch.allclose(score(model, batch(), routes=ids).logp, sampler.logp, atol=1e-6)
-    assert torch.equal(routing_agreement(ids, record), routing_agreement(ids, ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)

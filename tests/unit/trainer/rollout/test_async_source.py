@@ -26,7 +26,7 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import ResponseSource
+from trimtab.trainer.rollout.responses import Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams
@@ -522,7 +522,7 @@ def test_without_a_lag_asynchronous_generation_gives_the_tokens_of_synchronous_g
 
     def source_of(kind: str) -> RolloutSource:
         engine = EmbeddedEngine(model, TOKENIZER, torch.float32)
-        responses = ResponseSource(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
+        responses = Responses(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
         collector = Collector(config, responses, engine, scorer)
         buffer = Buffer(config.trainer)
         return (

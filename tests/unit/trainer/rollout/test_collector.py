@@ -19,7 +19,7 @@ from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import ResponseSource, RolloutStats
+from trimtab.trainer.rollout.responses import Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
@@ -44,7 +44,7 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    responses = ResponseSource(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
+    responses = Responses(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
     collector = Collector(config, responses, engine, scorer)
     return SyncSource(collector, Buffer(config.trainer))
 
@@ -97,25 +97,6 @@ def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     # Nothing but equal rewards: the batch still carries KL and entropy, it is not empty.
     assert [group[0].group for group in groups] == [0, 1]
     assert stats.no_signal == 6
-
-
-def test_surplus_of_oversampling_waits_for_the_next_step(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True] * 6), dynamic_sampling=True, oversample=2.0)
-    first, _ = source.take(UPDATES, batches_left=1)
-    assert [group[0].group for group in first] == [0, 1]
-    assert source.buffer.schedule.ready() == [2, 3]
-    second, stats = source.take(UPDATES, batches_left=1)
-    assert [group[0].group for group in second] == [2, 3]
-    assert stats.generated == 0
-
-
-def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=0)
-    source.take(UPDATES, batches_left=1)
-    source.publish([], UPDATES + 2)
-    groups, stats = source.take(UPDATES + 2, batches_left=1)
-    assert [group[0].group for group in groups] == [4, 5]
-    assert stats.stale == 4
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, -9999.0])

@@ -21,7 +21,7 @@ from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses, encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.response_source import RolloutStats
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Plain
 from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, SamplingParams

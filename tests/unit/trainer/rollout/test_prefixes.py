@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,50 +100,6 @@ def test_which_rules_need_the_whole_response() -> None:
     assert not rule("length", whole=False).whole
     assert rule("length", whole=True).whole
     assert rule("entropy", whole=False).whole
-
-
-@pytest.fixture
-def own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "my_rules.py").write_text(
-        "def middle(response_ids, entropy, uniform):\n    return int(uniform * len(response_ids))\n"
-        "def all_of_it(response_ids, entropy, uniform):\n    return len(response_ids)\n"
-        "def half(response_ids, entropy, uniform):\n    return len(response_ids) / 2\n"
-        "def narrow(response_ids):\n    return 0\n"
-        "number = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_rules", raising=False)
-    return "my_rules"
-
-
-def test_a_users_own_rule(own_rules: str) -> None:
-    custom = rule(f"{own_rules}:middle", whole=False)
-    assert custom.whole
-    assert len(custom.prefix(response(8), 0.5).response_ids) == 4
-
-
-@pytest.mark.parametrize(("name", "answer"), [("all_of_it", "8"), ("half", "4.0")])
-def test_an_answer_that_is_no_place_to_cut_is_named(own_rules: str, name: str, answer: str) -> None:
-    with pytest.raises(
-        TrimtabError, match=f"'{own_rules}:{name}' answered {answer} for a response of 8 tokens.*0 to 7"
-    ):
-        rule(f"{own_rules}:{name}").prefix(response(8, "length"), 0.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lenght", "unknown prefix rule 'lenght'.*'length'.*module:function"),
-        ("absent_module:f", "cannot import 'absent_module'"),
-        ("my_rules:midle", "no 'midle' in .*'middle'"),
-        ("my_rules:number", "is int, not a function"),
-        ("my_rules:narrow", "must take 3 arguments"),
-    ],
-)
-def test_rules_that_cannot_be_built_are_named(own_rules: str, name: str, words: str) -> None:
-    del own_rules
-    with pytest.raises(TrimtabError, match=words):
-        rule(name)
 
 
 def test_entropy_without_entropies_is_named() -> None:

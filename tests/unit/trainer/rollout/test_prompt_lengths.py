@@ -12,7 +12,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.config import load_config
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.trainer.models.laboratory import build
-from trimtab.trainer.rollout.prompts import MAX_SURVEYED, PromptStream, Survey, smallest_context
+from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Plain
 from trimtab.types import Problem, SamplingParams
@@ -53,34 +53,6 @@ def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
     with pytest.raises(TrimtabError, match=named):
         smallest_context(config, SamplingParams(max_tokens=most), (64,))
-
-
-def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
-    survey = Survey.of(stream(*range(1, 21), max_prompt=18))
-    assert survey.lines() == [
-        "prompts    1 to 20 tokens, median 11, 95% up to 20 (all 20 problems)",
-        "2 of them are longer than 18 tokens (sampling.max_prompt_tokens) and are never asked; others take their place "
-        "(prompt/dropped)",
-    ]
-    assert survey.metrics() == {
-        "prompt/min": 1,
-        "prompt/median": 11,
-        "prompt/q95": 20,
-        "prompt/max": 20,
-        "prompt/too_long": 0.1,
-    }
-    assert Survey.of(stream(7, 7)).lines() == ["prompts    7 tokens (all 2 problems)"]
-
-
-def test_of_many_problems_a_sample_is_measured() -> None:
-    survey = Survey.of(stream(*[3] * (MAX_SURVEYED + 1)))
-    assert len(survey.lengths) == MAX_SURVEYED
-    assert survey.lines() == ["prompts    3 tokens (2,000 of 2,001 problems)"]
-
-
-def test_a_task_of_long_prompts_only_is_refused() -> None:
-    with pytest.raises(TrimtabError, match="longer than the 4 tokens it may have, the shortest has 5"):
-        Survey.of(stream(5, 6, max_prompt=4))
 
 
 def test_prompts_that_are_too_long_are_replaced() -> None:

@@ -60,7 +60,6 @@ class EmbeddedEngine:
         dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
         quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
         routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
-        gates: with `routes`, what the experts are weighed with, too.
 
     Raises:
         TrimtabError: an unknown dtype; `routes` for a model without known routers.
@@ -74,7 +73,6 @@ class EmbeddedEngine:
         *,
         quantization: WeightQuantization = NO_QUANTIZATION,
         routes: bool = False,
-        gates: bool = False,
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
@@ -91,7 +89,7 @@ class EmbeddedEngine:
         self._manifest = WeightManifest.of(self._model)
         self._quantization = quantization
         self._quantized_names = matrices(self._model) if quantization.active else ()
-        self._routes, self._gates = routes, gates
+        self._routes = routes
         if routes and router_info(self._model).layers == 0:
             raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
         self._quantize()
@@ -124,11 +122,11 @@ class EmbeddedEngine:
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         rows = build_rows(prompts, samples, sampling, prefixes, stop, vocabulary, multi_turn=turns is not None)
         if self._routes:
-            validate_routes(prefixes, prompts, router_info(self._model)._replace(gates=self._gates))
+            validate_routes(prefixes, prompts, router_info(self._model))
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
         exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
-        record = record_routing(self._model, gates=self._gates) if self._routes else contextlib.nullcontext()
+        record = record_routing(self._model) if self._routes else contextlib.nullcontext()
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if abort is not None and abort.is_set():

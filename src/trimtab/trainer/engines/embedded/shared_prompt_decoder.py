@@ -20,19 +20,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trimtab.errors import TrimtabWarning
 from trimtab.trainer.engines.decoding_rows import PrefillPlan
 from trimtab.trainer.engines.embedded.decoder import ExpertRecorder, PromptGrid, prefill_blocks
+from trimtab.trainer.models.families import FAMILIES, Family
 from trimtab.trainer.models.matmul import FastLinear, inference_linear, on_accelerator, packed_weight, product_dtype
 
-# Exact classes: a subclass may compute something else.
-FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
 # Rotary types whose angles depend on the position alone and not on the length of the longest sequence so far.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 # Packed weights of one batch of rows take at most this many bytes; larger models use their weights as they are.
@@ -59,7 +55,12 @@ class Captures:
 
 def supports(model: Any) -> bool:
     """Whether `LlamaBlocks` computes exactly what this model's own forward computes."""
-    if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
+    config = model.config
+    if not FAMILIES.get(config.model_type, Family()).shared_prompts:
+        return False
+    # The exact class: a subclass may compute something else.
+    exact = type(model) is MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not exact or config.rope_parameters["rope_type"] not in FIXED_ROTARY:
         return False
     # Adapters and quantization replace the linear layers by modules that compute more than a product with `weight`.
     parts = [part for block in model.model.layers for part in (*block.self_attn.children(), *block.mlp.children())]
@@ -69,7 +70,7 @@ def supports(model: Any) -> bool:
 
 
 class LlamaBlocks:
-    """Runs the blocks of a model of `FAMILY`, without gradient, with an attention that the caller supplies."""
+    """Runs the blocks of a model that `supports` accepts, without gradient, with an attention of the caller's."""
 
     def __init__(self, model: Any) -> None:
         config, attention = model.config, model.model.layers[0].self_attn

@@ -19,6 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.models.families import INVARIANT
 from trimtab.trainer.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
 from trimtab.trainer.models.invariant.invariant_layers import (
     InvariantEmbedding,
@@ -28,7 +29,6 @@ from trimtab.trainer.models.invariant.invariant_layers import (
 )
 from trimtab.trainer.models.matmul import FastLinear
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 # Rotary types whose angles depend on the longest text in the batch.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -46,7 +46,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def make_invariant(model: Any) -> None:
-    """Makes `model`, a transformers causal language model of `FAMILIES`, batch-invariant in place.
+    """Makes `model`, a transformers causal language model of `INVARIANT`, batch-invariant in place.
 
     Rotary embeddings are not replaced: their product has one term, and `cos` and `sin` run the same code for all
     numbers.
@@ -66,8 +66,8 @@ def _check(model: Any) -> None:
     config, name = model.config, type(model).__name__
     reason = ""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if config.model_type not in FAMILIES:
-        reason = f"covers {', '.join(FAMILIES)}, not {config.model_type!r}"
+    if config.model_type not in INVARIANT:
+        reason = f"covers {', '.join(INVARIANT)}, not {config.model_type!r}"
     elif set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         reason = f"has no sliding windows, {name} has"
     elif rope in LENGTH_DEPENDENT:

@@ -14,14 +14,14 @@ from tests.support.trajectories import multi_turn, trajectory
 from trimtab.corrections.statistics import Count, Mean, Mergeable
 from trimtab.objectives import PolicyLogps, objective, objectives
 from trimtab.objectives.state import Metrics
-from trimtab.trainer.batching import (
+from trimtab.trainer.features.sampler_data import SamplingMask
+from trimtab.trainer.packing import (
     assign_micro_batches,
     empty_micro_batch,
     micro_batches,
     split_minibatches,
     to_tensors,
 )
-from trimtab.trainer.features.sampler_data import SamplingMask
 from trimtab.trainer.step_statistics import without_counts
 from trimtab.types import EXTERNAL_VERSION
 

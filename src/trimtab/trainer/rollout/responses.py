@@ -1,4 +1,4 @@
-"""How the responses to a request are made: `ResponseSource`, which samples each as a whole.
+"""How the responses to a request are made: `Responses`, which samples each as a whole.
 
 Its subclasses are other ways, a file each: `prefixes.py` (older policies begin them), `demonstrations.py` (external
 traces among them), `episode_responses.py` (tools answer between their turns). `Collector` knows none of them.
@@ -72,7 +72,7 @@ class Sampler(Protocol):
 
 
 @dataclass
-class ResponseSource:
+class Responses:
     """A way to get the responses of a run."""
 
     config: Config
