@@ -90,7 +90,9 @@ class Judged:
         return self.rescored is not None and self.rescored.wrong == self.wrong
 
     def among(self, said: Said, count: int) -> bool:
-        """Whether one of the first candidates is of a family of this kind."""
+        """Whether one of the first candidates is of this kind; of wrong values, which are proven, the first cause."""
+        if VALUES in self.kind.families and not self.kind.healthy:
+            return self.right
         families = self.kind.families | ({NONE, PRECISION} if self.outweighed else set())
         return bool(families & set(said.families[:count]))
 

@@ -286,7 +286,7 @@ FAULTS = (
     _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "long-context? quantized?"),
     _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context? quantized?"),
     _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context? quantized?"),
-    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?"),
+    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?", f"{LAST} {CONFIG}"),
     _kind("soft cap formula", _formula, f"{LAST} {CONFIG}", "unexplained temperature?", TRAINER),
     _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{LAST} {SAMPLING}"),
     _model("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),

@@ -367,7 +367,9 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
         return []
     if not noise.is_lower_bound and _has_tail(noise, is_repaired=context.repaired):
         # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
-        is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= MIN_ROUTING_K3
+        # At the k3 of a dense model rounding with heavy tails does so, too, unless hardly anything else is left.
+        least = FEW_FAR_K3 if noise.k3 <= k3_ranges()["dense"].high else MIN_ROUTING_K3
+        is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= least
         if noise.far_side > MAX_FAR_SIDE or (is_few and noise.coarseness > IDS_SHIFT):
             return []
         if not is_few:
