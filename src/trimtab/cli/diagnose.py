@@ -162,10 +162,11 @@ def diagnose(
         return _scalars(scalars, as_json=as_json)
     names = parse_columns(columns or [])
     if watch is not None:
-        if files or out is not None or tokenizer is not None or against or markdown or redact or says:
+        others = {"FILE": files, "--out": out, "--tokenizer": tokenizer, "--against": against, "--markdown": markdown}
+        others |= {"--redact": redact, "--sampler": sampler, "--tested": tested, "--lag": lag is not None}
+        if given := [name for name, value in others.items() if value]:
             raise TrimtabError(
-                "--watch DIR reads that folder, writes no page and looks for no cause: it takes no other option than "
-                "--framework, --columns, --bound, --every and --json"
+                f"--watch DIR reads that folder, writes no page and looks for no cause: leave out {', '.join(given)}"
             )
         if os.path.lexists(watch) and not watch.is_dir():
             raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
