@@ -99,7 +99,7 @@ def _with_remedy(cause: Cause) -> Cause:
     fix = f"{kind.fix} {kind.otherwise}".strip()
     if cause.name == "unexplained" or cause.is_stated or kind.proves:
         return replace(cause, fix=fix)
-    test = f"{kind.test}. " if kind.must_fix else ""
+    test = f"{kind.test}. " if kind.must_fix and kind.test else ""
     return replace(cause, fix=test + fix, confidence=min(cause.confidence, UNPROVEN))
 
 
