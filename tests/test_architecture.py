@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "intervals",
     },
     "trainer.features": {
-        *(f"trainer.{part}" for part in ("config", "models", "rollout", "seeds")),
+        *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
         *("trainer", "objectives", "corrections"),
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
