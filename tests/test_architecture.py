@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {
         *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
-        "intervals",
+        *("runs", "intervals"),
     },
     "trainer.features": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
