@@ -48,10 +48,10 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {
         *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
-        "intervals",
+        *("runs", "intervals"),
     },
     "trainer.features": {
-        *(f"trainer.{part}" for part in ("config", "models", "rollout", "seeds")),
+        *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
         *("trainer", "objectives", "corrections"),
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},

@@ -22,6 +22,7 @@ from trimtab.trainer.features.feature import (
     Feature,
     ForwardPass,
     PolicyLearner,
+    ProximalPass,
     StepRecord,
     TrainedModule,
 )
@@ -38,7 +39,7 @@ class CountingFeature(Feature):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.scale = nn.Linear(1, 1, bias=False)
-        self.steps_before = 0
+        self.steps_before = self.steps_loaded = 0
         self._probes = False
 
     @property
@@ -52,6 +53,12 @@ class CountingFeature(Feature):
         assert len(trajectories) == len(micro.rows)
         self.calls["pack"] += 1
         return micro.with_extras(packed=len(trajectories))
+
+    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
+        assert batch[0].extras["packed"]
+        assert updates == self.calls["end_update"] + 2 * self.steps_before
+        self.calls["proximal_passes"] += 1
+        yield ProximalPass()
 
     @contextmanager
     def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
@@ -102,6 +109,12 @@ class CountingFeature(Feature):
     def state(self) -> Mapping[str, Any]:
         return {"counting": self.steps_before + self.calls["end_step"]}
 
+    def tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        return {"counted": {"steps": torch.tensor(self.steps_before + self.calls["end_step"])}}
+
+    def load_tensors(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.steps_loaded = int(sections["counted"]["steps"])
+
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         assert learner.objective.name == "token-tis"
         self.steps_before = saved["counting"]
@@ -125,6 +138,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
     feature = train(2, tmp_path / "run", monkeypatch)
     assert feature.calls == {
         "pack": 4,
+        "proximal_passes": 4,
         "forward proximal": 4,
         "scored proximal": 4,
         "before_updates": 2,
@@ -154,5 +168,6 @@ def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: p
     assert '"counting.weight"' in groups
     assert '"lr": 0.5' in groups
     second = train(2, tmp_path / "run", monkeypatch, resume=True)
+    assert second.steps_loaded == 1
     assert torch.equal(second.scale.weight, first.scale.weight)
     assert [row["counting/before"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

@@ -20,7 +20,7 @@ from torch import nn
 
 from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
-from trimtab.trainer.features.feature import Feature, ForwardPass, Purpose
+from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
@@ -88,7 +88,8 @@ class Learner:
         """
         trainer, objective = self.config.trainer, self.objective
         # With a single update of a batch the proximal policy is the detached current one, which costs no forward.
-        is_current = trainer.updates_per_step == 1 and "proximal" not in objective.prepare_needs
+        one_update = trainer.updates_per_step == 1 and trainer.proximal == "current"
+        is_current = one_update and "proximal" not in objective.prepare_needs
         models: dict[Purpose, nn.Module] = {}
         if self.token_baseline or self.distills or ("proximal" in objective.needs and not is_current):
             models["proximal"] = self.model
@@ -101,12 +102,10 @@ class Learner:
         assigned = dict(assigned_micro_batches(batch, self.ranks))
         logps: dict[int, dict[str, torch.Tensor]] = {index: {} for index in assigned}
         for name, model in models.items():
-            squares = self.token_baseline and name == "proximal"
-            for index, micro in assigned.items():
-                scores, assigned[index] = self._score(model, ForwardPass(micro, name), squares=squares)
-                logps[index][name] = scores.logp
-                if scores.squares is not None:
-                    logps[index]["squares"] = scores.squares
+            for one in self._passes(batch, name):
+                with one.weights:
+                    for index, micro in assigned.items():
+                        assigned[index] = self._run_pass(model, ForwardPass(micro, name), one, logps[index])
         # With extras of this rank's micro-batches only: it trains on those that it scores.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
@@ -120,6 +119,28 @@ class Learner:
                 for index in range(len(batch))
             }
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
+
+    def _passes(self, batch: MiniBatch, name: Purpose) -> Sequence[ProximalPass]:
+        """Returns the passes over `batch` that score the policy `name`."""
+        features = self.features if name == "proximal" else ()
+        passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
+        return passes or [ProximalPass()]
+
+    def _run_pass(
+        self, model: nn.Module, call: ForwardPass, one: ProximalPass, logps: dict[str, torch.Tensor]
+    ) -> MicroBatch:
+        """Adds to `logps` what a pass scores of one micro-batch, which is returned with what features add to it."""
+        tokens = one.tokens(call.micro) if one.tokens is not None and call.micro.rows else None
+        if tokens is not None and self.ranks.size == 1 and not tokens.any():
+            return call.micro  # several ranks must run the same number of forwards
+        squares = self.token_baseline and call.purpose == "proximal"
+        scores, micro = self._score(model, call, squares=squares)
+        for name, values in ((call.purpose, scores.logp), ("squares", scores.squares)):
+            if values is not None:
+                if tokens is not None and name in logps:
+                    values = torch.where(tokens.to(self.device), values, logps[name])  # noqa: PLW2901
+                logps[name] = values
+        return micro
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:

@@ -55,11 +55,12 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
             f"objective {name!r} needs one behavior policy per response: leave [prefix] out, and set "
             'trainer.in_flight to "finish" or "discard"'
         )
-    if trainer.max_lag and "behavior" not in objective.policy_needs:
+    sampled_by = "proximal" if trainer.proximal == "snapshot" else "behavior"
+    if trainer.max_lag and not {"behavior", sampled_by} & objective.policy_needs:
         yield (
             f"trainer.max_lag = {trainer.max_lag} gives objective {name!r} tokens of older policies, but it never "
             "reads their log-probs and would anchor to the trainer's own: choose one that corrects (token-tis, icepop, "
-            "token-bypass, m2po, ...), or set max_lag = 0"
+            'token-bypass, m2po, ...), or set trainer.proximal = "snapshot" or max_lag = 0'
         )
     if config.routing.replay == "proximal" and ("proximal" not in objective.needs or trainer.updates_per_step == 1):
         # The proximal pass of a single update is its own forward, which would replay its own choice.
@@ -109,6 +110,8 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
         yield f"model.reference has no effect on objective {name!r} without objective.kl_coef: leave it out"
     if config.sampling.top_logprobs and "head_behavior" not in objective.needs:
         yield f"sampling.top_logprobs has no effect on objective {name!r}, which centers no scores: leave it out"
+    if trainer.proximal != "current" and "proximal" not in objective.needs:
+        yield f"trainer.proximal has no effect on objective {name!r}, which reads no proximal policy: leave it out"
     if is_set(config, "sharding") and (config.ray.trainers if config.placement == "ray" else world_size) == 1:
         yield "[sharding] has no effect with one process: start several with torchrun, or leave it out"
     if trainer.max_lag and objective.single_behavior and (trainer.sync_every or 1) <= trainer.updates_per_step:

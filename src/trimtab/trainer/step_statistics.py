@@ -66,17 +66,18 @@ class StepStatistics:
     ) -> None:
         """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
 
-        Later ones follow further updates.
+        Later ones follow further updates. `proximal_versions` in the micro-batch's extras replace `version`.
         """
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
+        versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
         # A micro-batch without rows has one token.
         for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]
                 if perturbed is not None:
                     self._on_device["perturbed"][row] = perturbed[index, :length]
-                self.versions[row] = version
+                self.versions[row] = versions[index]
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
         """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""

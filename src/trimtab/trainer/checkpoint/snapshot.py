@@ -96,6 +96,7 @@ def capture(
         "optimizer": optimizer,
         "random": generators,
         **source_tensors,
+        **{section: named for feature in learner.features for section, named in feature.tensors().items()},
     }
     meta = {
         "step": trainer.step,
@@ -142,6 +143,7 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     learner.bad_in_a_row = meta["bad_in_a_row"]
     trainer.idle.steps = meta["idle"]
     for feature in learner.features:
+        feature.load_tensors(checkpoint.tensors)
         feature.load_state(learner, meta)
     trainer.source.collector.stream.restore(meta["prompts"])
     if "engine" not in checkpoint.tensors:

@@ -30,6 +30,7 @@ def contradictions(config: Config) -> Iterator[str]:
     """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
     yield from _batches(config)
     yield from _special_batches(config)
+    yield from _proximal(config)
     yield from _engines(config)
     yield from _tokens(config)
 
@@ -95,6 +96,15 @@ def _special_batches(config: Config) -> Iterator[str]:
         yield (
             f"demonstrations.per_group = {demonstrations.per_group} leaves no sampled response among "
             f"{trainer.samples}: lower it"
+        )
+
+
+def _proximal(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.proximal == "snapshot" and config.routing.replay == "proximal":
+        yield (
+            'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
+            '"proximal" replays: set replay = "rollout", or leave one of them out'
         )
 
 
@@ -211,6 +221,11 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("ray", 'placement = "ray"', lambda c: c.placement == "ray"),
     ("ray.engines", 'engine.type "embedded" or "vllm"', lambda c: c.engine.type != "server"),
     ("trainer.in_flight", "trainer.max_lag above 0", lambda c: bool(c.trainer.max_lag)),
+    (
+        "trainer.proximal",
+        "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
+        lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
+    ),
     ("trainer.refill_rounds", "trainer.dynamic_sampling", lambda c: c.trainer.dynamic_sampling),
     ("optim.min_lr", 'optim.schedule = "cosine"', lambda c: c.optim.schedule == "cosine"),
     ("model.lora", "model.lora.rank above 0", lambda c: c.model.lora.rank > 0),

@@ -105,6 +105,11 @@ class TrainerConfig(Section):
         default="finish",
         description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
+    proximal: Literal["current", "snapshot"] = Field(
+        default="current",
+        description="weights of the proximal policy: `current`: those that a step begins with; `snapshot`: those that "
+        "sampled the token (docs/asynchrony.md)",
+    )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose first rewards are all equal (DAPO)")
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
@@ -123,3 +128,8 @@ class TrainerConfig(Section):
     def updates_per_step(self) -> int:
         """Number of optimizer updates on one batch."""
         return self.minibatches * self.epochs
+
+    @property
+    def max_age(self) -> int:
+        """Largest age in updates of a consumed token; without `max_lag` that of the engine's weights."""
+        return (self.sync_every or 1) - 1 if self.max_lag is None else self.max_lag

@@ -15,10 +15,11 @@ from trimtab.trainer import tasks
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.evaluation.eval_results import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
+from trimtab.trainer.evaluation.result_store import PartFile
 from trimtab.trainer.rewards import Scorer
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
-# Largest number of prompts, and approximately of responses, in one engine call.
+# Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
 
@@ -34,13 +35,15 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     progress: Callable[[int, int], None] | None = None,
+    store: PartFile | None = None,
     context: int | None = None,
     episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
     """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
 
-    A sample is correct if its first reward is 1. The result is a function of `seed`. `progress(done, all)` is called
-    after each batch of problems. `episodes` runs multi-turn responses.
+    A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
+    `progress(done, all)` is called after each batch of problems. `store` keeps the counts of finished batches and
+    returns those it has. `episodes` runs multi-turn responses.
 
     `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
     `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
@@ -61,12 +64,17 @@ def evaluate(
     parts: list[BatchCounts] = []
     for number, first in enumerate(range(0, len(problems), size)):
         batch = prompts[first : first + size]
-        start = time.perf_counter()
-        fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
-        sampled = _sample(engine, fitting, samples, sampling, (seed, number), episodes)
-        answers = dict(zip(fitting, sampled, strict=True))
-        groups = [answers.get(i) for i in range(first, first + len(batch))]
-        parts.append(_count(batch, groups, samples, scorer, start))
+        part = store.get(number) if store is not None else None
+        if part is None:
+            start = time.perf_counter()
+            fitting = {i: prompt for i, prompt in enumerate(batch, start=first) if len(prompt.ids) <= max_prompt}
+            sampled = _sample(engine, fitting, samples, sampling, (seed, number), episodes)
+            answers = dict(zip(fitting, sampled, strict=True))
+            groups = [answers.get(i) for i in range(first, first + len(batch))]
+            part = _count(batch, groups, samples, scorer, start)
+            if store is not None:
+                store.append(number, part)
+        parts.append(part)
         if progress is not None:
             progress(first + len(batch), len(problems))
     return EvalResult.of(

@@ -24,6 +24,7 @@ from trimtab.trainer.features.measurements import (
     PrefixMetrics,
 )
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
+from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
@@ -57,6 +58,8 @@ def build_features(
         yield DistillationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
+    if config.trainer.proximal == "snapshot" and "proximal" in objective.needs:
+        yield Snapshots(config, model)
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)

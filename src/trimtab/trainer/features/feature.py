@@ -5,6 +5,7 @@ The loop calls the hooks of all alike; it names none of them.
 A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
     pack                  for each micro-batch, when the batch is packed
+    proximal_passes       before the log-probs of the proximal policy are computed
     forward, after_score  around each forward of the policy or of the reference
     before_updates        before the first update, with the batch complete
     end_backward          before each update, with its gradient complete
@@ -13,13 +14,13 @@ A method is a subclass of `Feature` in a separate file and a line in `build_feat
     counts                after that
     end_step              when the metrics that every step has are known
 
-Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`
-and `load_state` for checkpoints. With several processes every hook is called on all of them.
+Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`,
+`tensors`, `load_state` and `load_tensors` for checkpoints. With several processes every hook is called on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -56,6 +57,18 @@ class ForwardPass(NamedTuple):
     update: int = 0
     first_epoch: bool = False
     measured: bool = False
+
+
+class ProximalPass(NamedTuple):
+    """A pass over a mini-batch that scores its proximal policy.
+
+    Attributes:
+        weights: inside of this context the model has the weights of the policy.
+        tokens: the tokens of a micro-batch that this pass scores: (rows, time) bool, on the CPU; None: all.
+    """
+
+    weights: AbstractContextManager[None] = nullcontext()
+    tokens: Callable[[MicroBatch], Tensor] | None = None
 
 
 class TrainedModule(NamedTuple):
@@ -114,6 +127,13 @@ class Feature:
         """Returns the micro-batch with what this feature needs of its trajectories, in `MicroBatch.extras`."""
         return micro
 
+    def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterable[ProximalPass]:
+        """Returns the passes that score the proximal policy after `updates` updates; none: one, of the current weights.
+
+        Together they score every token. Ranks have the same mini-batch and must return the same passes.
+        """
+        return ()
+
     def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
         """Returns a context for one forward. Its value holds keywords for `models.logprobs.score`."""
         return nullcontext({})
@@ -149,6 +169,13 @@ class Feature:
     def state(self) -> Mapping[str, Any]:
         """Returns JSON values for `meta.json` of a checkpoint, by their keys there."""
         return {}
+
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns sections of a checkpoint: tensors by name, of the same sections and names on every rank."""
+        return {}
+
+    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restores `tensors()` from all sections of a checkpoint, which are gone later: copies them."""
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         """Restores `state()` from the whole of `meta.json`."""

@@ -124,8 +124,8 @@ class PolicyKL(Feature):
     """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
 
     In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
-    log-probs before are those of the proximal pass where there was one, else of an additional forward. Every rank runs
-    as many forwards as the others.
+    log-probs before are those of the proximal pass where there was one of the current weights, else of an additional
+    forward. Every rank runs as many forwards as the others.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:
@@ -137,8 +137,10 @@ class PolicyKL(Feature):
         self._before, self._kl = [], None
         if not batches or step % self._config.diagnose.every:
             return
+        is_scored = self._config.trainer.proximal == "current"
         for _, micro in assigned_micro_batches(batches[-1], self._ranks):
-            self._before.append((micro, learner.logp(micro) if micro.proximal is None else micro.proximal))
+            before = micro.proximal if is_scored and micro.proximal is not None else learner.logp(micro)
+            self._before.append((micro, before))
 
     def after_updates(self, learner: PolicyLearner) -> None:
         if not self._before:

@@ -48,6 +48,12 @@ REFUSED = {
         ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
         (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
     ],
+    "proximal": [
+        (
+            "trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2",
+            'trainer.proximal = "snapshot" scores with other weights than those whose experts',
+        ),
+    ],
     "one engine": [
         (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
         (f"{SOUP} engine.workers=2", "[prefix] works with one engine: leave out engine.workers = 2"),
@@ -199,6 +205,12 @@ UNUSED = [
         "trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2",
         "trainer.max_lag has no effect without the updates of a step",
     ),
+    ("trainer.proximal=snapshot", "trainer.proximal has no effect without tokens of older weights"),
+    ("trainer.proximal=snapshot trainer.sync_every=4 trainer.minibatches=4", "trainer.proximal has no effect without"),
+    (
+        "objective.name=token-bypass trainer.max_lag=2 trainer.proximal=snapshot",
+        "trainer.proximal has no effect on objective 'token-bypass'",
+    ),
     ("sharding.offload=true", "[sharding] has no effect with one process"),
     (f"{RAY} sharding.reshard=false", "[sharding] has no effect with one process"),
     ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
@@ -232,6 +244,9 @@ ACCEPTED = [
     "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
     "objective.name=oapl advantage.value_beta=0.5",
     "objective.name=dapo trainer.max_lag=0",
+    "objective.name=dapo trainer.max_lag=2 trainer.proximal=snapshot",
+    "trainer.proximal=snapshot trainer.sync_every=4",
+    "trainer.proximal=snapshot trainer.max_lag=2 routing.replay=rollout",
     "advantage.kind=rloo",
     "advantage.kind=optimal-token",
     f"{TEACHER} trainer.samples=1",

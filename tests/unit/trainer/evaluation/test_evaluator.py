@@ -13,6 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import evaluate
+from trimtab.trainer.evaluation.result_store import PartFile, results_folder
 from trimtab.types import EpisodeOutcome, SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
@@ -82,10 +83,21 @@ def outcomes(prompt):
 EPISODE = {"calls": 1.0, "tool_errors": 0.5, "void": 0.25, "failed": 3}
 
 
-def test_calls_tool_errors_void_and_failed_episodes_are_counted():
+def test_calls_tool_errors_void_and_failed_episodes_are_counted(tmp_path):
     result = measured(Episodes())
     assert result.as_dict()["episodes"] == EPISODE
     assert (result.accuracy, result.failures) == (pytest.approx(1 / 3), 3)
+    with results_folder(tmp_path, {"samples": 3}):
+        stored = measured(Episodes(), samples=3, store=PartFile(tmp_path, "m", {}))
+    assert stored.as_dict()["episodes"] == {
+        "calls": 1.0,
+        "tool_errors": pytest.approx(1 / 3),
+        "void": 1 / 3,
+        "failed": 0,
+    }
+    with results_folder(tmp_path, {"samples": 3}):
+        again = measured(FakeEngine({}), samples=3, store=PartFile(tmp_path, "m", {}))
+    assert again == stored, "read from the folder, without a response"
 
 
 def test_episodes_without_a_call_have_no_tool_errors_and_no_environment_has_no_episodes():
