@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ OVERRIDES = (
     "eval.best=eval/sort/greedy",
     "log.trajectories_every=1",
 )
+KILLS = 6
 
 
 def recipe() -> Config:
@@ -71,13 +74,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, context: Any) -> Pat
     return out
 
 
-def wait_for_a_step(child: Any, out: Path) -> None:
-    """Until the run has logged one more, or has ended. Going on from a checkpoint shortens the file first."""
-    least = logged = metrics_size(out)
-    while child.exitcode is None and logged <= least:
-        least = min(least, logged)
+def wait_for_steps(child: Any, out: Path, count: int, seconds: float) -> None:
+    """Until the run has logged so many more, has ended, or the time is over. Going on shortens the file first."""
+    least, end, seen = metrics_size(out), time.monotonic() + seconds, 0
+    while child.exitcode is None and seen < count and time.monotonic() < end:
         child.join(timeout=0.02)
         logged = metrics_size(out)
+        seen, least = (seen + (logged > least), logged) if logged >= least else (0, logged)
 
 
 def metrics_size(out: Path) -> int:
@@ -85,24 +88,20 @@ def metrics_size(out: Path) -> int:
 
 
 def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path, tmp_path: Path, context: Any) -> None:
-    out, rng, kills = tmp_path / "killed", random.Random(0), 0
-    while True:
+    out, rng = tmp_path / "killed", random.Random(0)
+    for kill in range(KILLS + 1):
         child = context.Process(target=train_in_child, args=(str(out), out.exists() and (out / "config.toml").exists()))
         child.start()
-        child.join(timeout=rng.uniform(0.3, 2.5) if kills < 12 else None)
-        if kills % 2 and kills < 12:
-            wait_for_a_step(child, out)  # on a slow machine too, every other kill falls behind one
-        if child.exitcode is not None:
+        if kill == KILLS:
+            child.join()
             assert child.exitcode == 0
-            if kills >= 10:
-                break
-            # Finished too early to be killed often enough: forget the second half and go on from there.
-            forget_second_half(out)
-            continue
+            break
+        # Every other kill comes before or in the first steps, the others behind one, on a slow machine too.
+        wait_for_steps(child, out, rng.randint(1, 3), seconds=math.inf if kill % 2 else rng.uniform(0.3, 2.0))
+        time.sleep(rng.uniform(0.0, 0.05))
+        assert child.exitcode is None, "there must be something to kill"
         child.kill()
         child.join()
-        kills += 1
-    assert kills >= 10
     assert untimed(out) == untimed(uninterrupted)
     killed, whole = final_tensors(out), final_tensors(uninterrupted)
     assert killed.keys() == whole.keys()
@@ -113,11 +112,6 @@ def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path,
     assert mine_files == [f"step-{step:06d}.parquet" for step in range(1, 25)]
     for name in mine_files:
         assert (out / "trajectories" / name).read_bytes() == (uninterrupted / "trajectories" / name).read_bytes()
-
-
-def forget_second_half(out: Path) -> None:
-    for folder in list_checkpoints(out / "checkpoints")[1:]:
-        (folder / "manifest.json").unlink()
 
 
 def test_staleness_and_groups_without_signal_really_occurred(uninterrupted: Path) -> None:
