@@ -15,7 +15,7 @@ import trimtab
 
 ROOT = Path(trimtab.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
-LEAVES = {"types", "errors", "extras", "files", "numbers", "plugins", "safe_text"}
+LEAVES = {"types", "errors", "files", "plugins", "text"}
 """Modules that everybody may import, besides those named in a row."""
 
 # Package -> what it may import, besides itself and `LEAVES`. `trainer` has a row for its own files and one for each of
@@ -71,7 +71,7 @@ LIMITS = {"src": 56_150, "tests": 59_100, "benchmarks": 8_300}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
 WORDS = 80_600
 """Words of README, CONTRIBUTING and the pages of docs."""
-CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "extras", "numbers", "plugins", "types")] + [
+CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "plugins", "text", "types")] + [
     path
     for package in ("adapters", "corrections", "monitor", "objectives")
     for path in sorted((ROOT / package).rglob("*.py"))

@@ -11,11 +11,11 @@ from tests.support.fake_run import fake_run
 from tests.support.installed import PROJECT, closure, modules_of, own_trainer, requirements, run_installed
 
 from trimtab.errors import TrimtabError
-from trimtab.extras import EXTRAS, require_extra
+from trimtab.plugins import EXTRAS, require_extra
 
 CORE = (
     *("trimtab", "trimtab.corrections", "trimtab.objectives", "trimtab.adapters", "trimtab.monitor"),
-    *("trimtab.errors", "trimtab.extras", "trimtab.plugins"),
+    *("trimtab.errors", "trimtab.plugins", "trimtab.plugins"),
 )
 # An adapter may subclass a class of its trainer, which is then imported first.
 PEERS = frozenset(
@@ -68,7 +68,7 @@ def test_the_checked_packages_are_those_of_pyproject(extra: str) -> None:
     wanted = [item for item in requirements(extra) if item.name not in core]
     checked = {*EXTRAS[extra], *(() if extra == "diagnose" else EXTRAS["train"])}
     for item in wanted:
-        assert modules_of(item) & checked, f"extras.EXTRAS has no module of {item.name}"
+        assert modules_of(item) & checked, f"plugins.EXTRAS has no module of {item.name}"
     assert len(wanted) == len(checked)
 
 

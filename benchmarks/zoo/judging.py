@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.other_logprobs import rescored_sides
-from trimtab.numbers import short_exponent
+from trimtab.text import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured

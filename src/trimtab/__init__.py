@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     module = _MODULE_OF[name]
     if module in _EXTRA_OF:
-        from trimtab.extras import require_extra
+        from trimtab.plugins import require_extra
 
         require_extra(_EXTRA_OF[module], f"trimtab.{name}")
     value = getattr(importlib.import_module(module), name)

@@ -8,7 +8,7 @@ import sys
 from trimtab.cli import starting
 from trimtab.cli.commands import COMMANDS
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 
 
 def main() -> None:

@@ -16,10 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 
 from trimtab.intervals import wilson
-from trimtab.numbers import short
 from trimtab.runs.provenance import duration
 from trimtab.runs.reader import CLIPS
-from trimtab.safe_text import clean
+from trimtab.text import clean, short
 
 if TYPE_CHECKING:
     from trimtab.runs.summary import RunSummary

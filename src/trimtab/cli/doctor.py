@@ -17,7 +17,7 @@ import typer
 
 from trimtab.cli.output import Json, echo, print_json, usable_cores
 from trimtab.errors import Finding, Status
-from trimtab.extras import install_hint
+from trimtab.plugins import install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
 # Distribution -> the extra that brings it.

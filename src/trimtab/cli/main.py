@@ -24,7 +24,7 @@ from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.cli.output import echo
 from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
 from trimtab.plugins import only_named
-from trimtab.safe_text import clean, without_credentials
+from trimtab.text import clean, without_credentials
 
 EXIT_USER_ERROR = 2
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.

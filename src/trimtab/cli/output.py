@@ -17,9 +17,9 @@ from typer.core import TyperCommand
 
 from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 from trimtab.runs.layout import CONFIG
-from trimtab.safe_text import UNPRINTABLE, clean
+from trimtab.text import UNPRINTABLE, clean
 
 
 def complete_recipe(incomplete: str) -> list[str]:

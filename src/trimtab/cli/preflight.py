@@ -15,7 +15,7 @@ import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError
-from trimtab.safe_text import markdown_text
+from trimtab.text import markdown_text
 
 if TYPE_CHECKING:
     from trimtab.preflight.checklist import Preflight

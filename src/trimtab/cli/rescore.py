@@ -12,7 +12,7 @@ import typer
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
 from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 
 if TYPE_CHECKING:
     from trimtab.preflight.rescoring import OnProgress

@@ -45,8 +45,8 @@ from trimtab.diagnosis.records import (
     read_table,
 )
 from trimtab.errors import Finding
-from trimtab.numbers import short_exponent
 from trimtab.runs.metric_catalog import K3, judge
+from trimtab.text import short_exponent
 
 WIDE = 3.0
 """Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from trimtab.diagnosis.records import MismatchSize, read_table
 from trimtab.intervals import Interval
-from trimtab.numbers import beside, number, short, short_exponent
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_ranges
+from trimtab.text import beside, number, short, short_exponent
 
 FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read_table("texts.toml")["figures"].items()}
 """Name and meaning of each figure, in reading order."""

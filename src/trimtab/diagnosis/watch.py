@@ -18,9 +18,9 @@ from trimtab.diagnosis.output.as_json import plain
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.file_formats import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.numbers import number
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
+from trimtab.text import number
 
 UPPER, LOWER = ("k3", "ratio_q99"), ("ess_token", "ess_seq", "pearson", "ratio_q01")
 """Figures of a step that a bound may be set for, by the side on which they are unhealthy."""

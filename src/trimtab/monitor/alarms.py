@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.errors import Finding, Status
 from trimtab.monitor.metrics_of_step import MeanRatio
-from trimtab.numbers import short
+from trimtab.text import short
 
 WINDOW = 20
 """Steps whose median or mean is compared with that of the steps before them."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
 from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
 from trimtab.monitor.scalars import Row, curves_of, known_scalars
+from trimtab.plugins import require_extra
 
 STEP = (
     *("step", "global_step", "training_step", "training/global_step", "train/global_step", "trainer/global_step"),

@@ -21,7 +21,7 @@ from typing import Any
 from trimtab.errors import TrimtabError
 from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
 from trimtab.monitor.contradictions import Contradiction, contradictions
-from trimtab.numbers import short
+from trimtab.text import short
 
 Row = Mapping[str, float]
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trimtab.errors import Finding
-from trimtab.safe_text import clean
+from trimtab.text import clean
 
 
 @dataclass(frozen=True)

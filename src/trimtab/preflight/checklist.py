@@ -18,9 +18,9 @@ from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, Outcome, ScoredResponses, common_log_ratio
 from trimtab.preflight.weight_checks import weights
+from trimtab.text import short
 from trimtab.trainer.chat_template import render
 
 TOKENS = 1024

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.diagnosis.tokens import k3
-from trimtab.numbers import short
 from trimtab.pages.charts import CYCLE, STYLES, VERMILLION, draw, log_scale, scatter_svg
 from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 from trimtab.preflight.checklist import CHECKS, PARTS, WHOLE, Preflight, measured_of
 from trimtab.runs.atomic import write_output
+from trimtab.text import short
 
 WORDS = (
     ("sampler", "the inference engine that writes responses and reports the log-prob of each token."),

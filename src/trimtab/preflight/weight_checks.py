@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.records import CAUSES
-from trimtab.numbers import short
 from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
+from trimtab.text import short
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Prompt
 

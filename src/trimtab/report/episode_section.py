@@ -10,13 +10,13 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from trimtab.diagnosis.tokens import k3
-from trimtab.numbers import number, short
 from trimtab.pages.page import Note, Part, Table
 from trimtab.runs import trajectories
 from trimtab.runs.layout import TRAJECTORIES, trajectory_files
 from trimtab.runs.reader import Run, evenly_spaced, open_table
 from trimtab.runs.tokenizers import token_texts
 from trimtab.runs.trajectories import Row
+from trimtab.text import number, short
 
 EPISODES_SHOWN, TOKENS_SHOWN = 6, 1000
 # The shade of a token is full at this quantile of |log-ratio| over the episodes shown.

@@ -23,7 +23,7 @@ from trimtab.intervals import (
 from trimtab.pages.charts import BLUE, INK, VERMILLION
 from trimtab.pages.page import Cell, Note, Page, Part, Section, Table
 from trimtab.runs.atomic import write_output
-from trimtab.safe_text import code_span, markdown_text
+from trimtab.text import code_span, markdown_text
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)

@@ -12,10 +12,10 @@ import numpy as np
 from trimtab.errors import Finding
 from trimtab.intervals import wilson
 from trimtab.monitor.alarms import clearly_above, lasting_alarms, steps_of
-from trimtab.numbers import beside, number, short
 from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
+from trimtab.text import beside, number, short
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
 # from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the

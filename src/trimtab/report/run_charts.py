@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.files import natural_key
-from trimtab.numbers import number
 from trimtab.pages.charts import (
     AVERAGED_FROM,
     CYCLE,
@@ -30,6 +29,7 @@ from trimtab.pages.charts import (
 from trimtab.pages.page import Chart, Charts, Note, Section
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
+from trimtab.text import number
 
 QUANTILES = ["q01", "q05", "q50", "q95", "q99"]
 ACCURACY = "eval/<task>/greedy"

@@ -12,7 +12,6 @@ from markupsafe import Markup
 from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
 from trimtab.diagnosis.pipeline import examine
-from trimtab.numbers import beside, number, short
 from trimtab.pages.page import (
     Card,
     Cell,
@@ -36,6 +35,7 @@ from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import describe_start, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
+from trimtab.text import beside, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}

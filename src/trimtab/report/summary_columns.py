@@ -11,10 +11,10 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
-from trimtab.numbers import short
 from trimtab.pages.page import Cell, Table
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run
+from trimtab.text import short
 
 Form = Literal["share", "number", "decades", "whole"]
 Pick = Callable[[Run], float | None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, TENSORBOARD, WANDB_ID
 from trimtab.trainer.config import LogConfig

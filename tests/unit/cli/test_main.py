@@ -16,7 +16,7 @@ from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
-from trimtab.safe_text import without_credentials
+from trimtab.text import without_credentials
 from trimtab.trainer.config import load_config, recipe_names
 from trimtab.trainer.config.consistency import address_problem
 

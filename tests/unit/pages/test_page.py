@@ -27,7 +27,7 @@ from trimtab.pages.page import (
     charts,
     findings_table,
 )
-from trimtab.safe_text import UNPRINTABLE
+from trimtab.text import UNPRINTABLE
 
 EVIL = '"><script>alert(1)</script>&<img src=x onerror=alert(2)>'
 PARTS: list[Part] = [

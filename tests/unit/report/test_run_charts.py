@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from trimtab.numbers import number, short
 from trimtab.pages import charts
 from trimtab.report import run_charts
 from trimtab.report.run_charts import Curve, chart_sections
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
+from trimtab.text import number, short
 
 
 def _curve(values: list[float], *, log: bool = False, high: float | None = None) -> Curve:

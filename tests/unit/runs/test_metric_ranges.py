@@ -15,9 +15,9 @@ import trimtab
 from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output.html_page import page
 from trimtab.diagnosis.output.text import terminal_text
-from trimtab.numbers import beside, number
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
+from trimtab.text import beside, number
 
 
 def test_both_ends_of_a_band_are_healthy() -> None:

@@ -32,7 +32,7 @@ from trimtab.diagnosis.measure.views import (
 from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder, finding
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding, TrimtabError
-from trimtab.numbers import short
+from trimtab.text import short
 
 SCATTER = 100
 ASSUMED = "the age of 0 of all tokens is assumed, not recorded"

@@ -17,8 +17,8 @@ from trimtab.diagnosis.records import finding, read_table
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding
 from trimtab.intervals import Interval, cluster_intervals
-from trimtab.numbers import short
 from trimtab.runs.metric_catalog import k3_ranges
+from trimtab.text import short
 
 
 class PrefillSums:

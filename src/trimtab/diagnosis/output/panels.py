@@ -14,7 +14,6 @@ from trimtab.diagnosis.answer import FEWEST, shares
 from trimtab.diagnosis.figures import figure, format_number, format_percent, format_signed, range_text
 from trimtab.diagnosis.measure.trained_tokens import FEWEST as FEWEST_TOKENS
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
-from trimtab.numbers import short, short_exponent
 from trimtab.pages.charts import (
     BLUE,
     CYCLE,
@@ -36,6 +35,7 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
+from trimtab.text import short, short_exponent
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}

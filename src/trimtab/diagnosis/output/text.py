@@ -17,7 +17,7 @@ from trimtab.diagnosis.figures import FIGURES, figure, format_number, format_per
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.runs.metric_catalog import band_text
-from trimtab.safe_text import code_span, markdown_text
+from trimtab.text import code_span, markdown_text
 
 LABEL = 10
 """Smallest width of the labels on the terminal."""

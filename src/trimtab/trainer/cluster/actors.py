@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 from trimtab.trainer.config import Config, RayConfig
 
 MAX_CONCURRENT_CALLS = 5  # per actor: the long call, its abort, the report, the result of a turn, and one to spare

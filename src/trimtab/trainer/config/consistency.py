@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trimtab.errors import TrimtabError
-from trimtab.safe_text import without_credentials
+from trimtab.text import without_credentials
 from trimtab.trainer.config.schema import Config
 
 AUTHORIZATION = "TRIMTAB_SERVER_AUTHORIZATION"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
 from trimtab.files import parse_toml, regular_file
 from trimtab.runs.layout import CONFIG
-from trimtab.safe_text import without_credentials
+from trimtab.text import without_credentials
 from trimtab.trainer.config.consistency import contradictions, refuse
 from trimtab.trainer.config.overrides import parse_override
 from trimtab.trainer.config.recipe_errors import explain_first, not_a_section

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 from trimtab.trainer.environments.background import in_background
 from trimtab.trainer.environments.environment import NOT_TOOLS
 

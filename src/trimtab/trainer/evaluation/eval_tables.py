@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.intervals import Interval, macro_average
-from trimtab.safe_text import markdown_text
+from trimtab.text import markdown_text
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation.eval_results import EvalResult
 

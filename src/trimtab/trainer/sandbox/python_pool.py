@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, Self, get_args
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.safe_text import clean
+from trimtab.text import clean
 from trimtab.trainer.sandbox.code_result import (
     LOST,
     MAX_CODE,

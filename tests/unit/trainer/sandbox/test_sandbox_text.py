@@ -8,7 +8,7 @@ import io
 
 import pytest
 
-from trimtab.safe_text import clean
+from trimtab.text import clean
 from trimtab.trainer.sandbox.code_result import shorten
 from trimtab.trainer.sandbox.monty_worker import showing_value
 

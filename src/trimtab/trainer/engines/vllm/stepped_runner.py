@@ -16,7 +16,7 @@ from typing import Any
 import torch._dynamo
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.extras import require_extra
+from trimtab.plugins import require_extra
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.types import AbortSignal
