@@ -209,8 +209,8 @@ def _answer(
 ) -> None:
     """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
     from trimtab.diagnosis.output.as_json import against_dict, as_dict
+    from trimtab.diagnosis.output.as_text import markdown, terminal_text
     from trimtab.diagnosis.output.html_page import write_page
-    from trimtab.diagnosis.output.text import markdown, terminal_text
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
     from trimtab.diagnosis.redaction import Redaction

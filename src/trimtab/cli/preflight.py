@@ -132,7 +132,7 @@ def _check_row(check: Check) -> tuple[str, str]:
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
     from trimtab.cli.display import PlainTextConsole
-    from trimtab.diagnosis.output.text import folded
+    from trimtab.diagnosis.output.as_text import folded
     from trimtab.preflight.checklist import CHECKS
 
     console = PlainTextConsole()

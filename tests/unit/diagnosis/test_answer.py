@@ -20,8 +20,8 @@ import trimtab.diagnosis
 from trimtab.diagnosis.answer import hotspots, known_faults, matches, mean_ratio_text, shares
 from trimtab.diagnosis.figures import format_percent, range_text, with_interval
 from trimtab.diagnosis.output.as_json import as_dict
+from trimtab.diagnosis.output.as_text import rows, terminal_text
 from trimtab.diagnosis.output.html_page import answers, page
-from trimtab.diagnosis.output.text import rows, terminal_text
 from trimtab.diagnosis.reading.counts import ODD_FILES
 from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES
 from trimtab.diagnosis.records import (

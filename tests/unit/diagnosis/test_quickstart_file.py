@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from trimtab.diagnosis.output.text import terminal_text
+from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.pipeline import diagnose
 
 FILE = Path(__file__).parent / "data" / "quickstart.parquet"

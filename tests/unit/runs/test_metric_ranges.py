@@ -13,8 +13,8 @@ from tests.support.fake_run import fake_run, relog
 
 import trimtab
 from trimtab.diagnosis.figures import outside
+from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.text import terminal_text
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
 from trimtab.text import beside, number

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import trimtab
 from trimtab.cli.main import app
 from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.output.html_page import page
-from trimtab.diagnosis.output.text import terminal_text
 from trimtab.errors import TrimtabError
 from trimtab.runs.tokenizers import token_texts
 

@@ -22,8 +22,8 @@ from trimtab.diagnosis.figures import (
     outside,
     overrides_text,
 )
+from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
-from trimtab.diagnosis.output.text import markdown
 from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import (
     Card,

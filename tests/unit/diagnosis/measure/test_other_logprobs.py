@@ -13,7 +13,7 @@ import pytest
 import trimtab
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.other_logprobs import rescored_sides
-from trimtab.diagnosis.output.text import terminal_text
+from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import Finding
 

@@ -17,8 +17,8 @@ from trimtab.diagnosis.against import Comparison, Place
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output import panels
+from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
-from trimtab.diagnosis.output.text import markdown
 from trimtab.diagnosis.records import Cause, Measured, Settings
 from trimtab.errors import Finding, TrimtabError
 from trimtab.intervals import Interval

@@ -16,8 +16,8 @@ import torch
 from tests.support.token_tables import values
 
 from trimtab.diagnosis.output.as_json import as_dict
+from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.output.html_page import answers
-from trimtab.diagnosis.output.text import terminal_text
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from tests.support.diagnosis_example import MISMATCH, example
 
 from trimtab.diagnosis.against import Comparison, Place
-from trimtab.diagnosis.output.text import markdown, rows, terminal_text, versions
+from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
 from trimtab.errors import Finding
 from trimtab.intervals import Interval
 
