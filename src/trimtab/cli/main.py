@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, preflight, report, starting, train
+from trimtab.cli import check_loss, compare, describe, diagnose, doctor, evaluate, preflight, report, starting, train
 from trimtab.cli.output import echo
 from trimtab.errors import Stopped, TrimtabError, TrimtabWarning, without_credentials
 from trimtab.plugins import only_named
@@ -27,7 +27,9 @@ from trimtab.safe_text import clean
 
 EXIT_USER_ERROR = 2
 # Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
-SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export", "preflight"})
+SINGLE_PROCESS_COMMANDS = frozenset(
+    {"sft", "eval", "diagnose", "report", "compare", "export", "preflight", "check-loss"}
+)
 # Commands whose recipe is a program that the user runs. All others read what others may have written.
 PROGRAM_COMMANDS = frozenset({"train", "sft", "compare"})
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
@@ -93,7 +95,7 @@ def _root(
             )
 
 
-for module in (train, describe, evaluate, diagnose, preflight, report, compare, doctor):
+for module in (train, describe, evaluate, diagnose, preflight, check_loss, report, compare, doctor):
     module.register(app)
 
 
