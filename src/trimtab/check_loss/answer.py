@@ -1,4 +1,4 @@
-"""The answer of a check, as text and as JSON. Without torch, so that a command can read what another process found."""
+"""The answer of a check, as text and as values."""
 
 from __future__ import annotations
 
@@ -101,19 +101,6 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "equal": self.equal, "verdict": self.verdict}
-
-
-def from_dict(value: Mapping[str, Any]) -> Answer:
-    """Returns the answer of `as_dict`, read from JSON."""
-    fields = {name: value[name] for name in ("function", "spec", "objective", "inputs", "seconds")}
-    nearest = [
-        Nearest(
-            [(key, setting) for key, setting in one["settings"]], [Difference(*item) for item in one["differences"]]
-        )
-        for one in value["nearest"]
-    ]
-    differences = [Difference(*one) for one in value["differences"]]
-    return Answer(differences=differences, nearest=nearest, curves=[Curve(**one) for one in value["curves"]], **fields)
 
 
 def _toml(value: Any) -> str:

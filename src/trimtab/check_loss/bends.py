@@ -50,7 +50,7 @@ def describe(bends: Bends) -> str:
 
 
 def find_bends(curve: Curve, points: Tensor, weights: Tensor) -> Bends:
-    """Returns the bends from a ratio of 1 in one direction, nearest first, each bisected to 1e-7 nats.
+    """Returns the bends from a ratio of 1 in one direction, nearest first, each bisected to 1e-8 nats.
 
     points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1. weights: there.
     """
@@ -84,8 +84,8 @@ def _off(weights: Tensor, points: Tensor, start: float, level: float, slope: flo
 
 
 def _bisected(curve: Curve, low: float, high: float, form: tuple[float, float, float]) -> float:
-    for _ in range(2):
-        grid = torch.linspace(low, high, 501).double()[1:]
+    for _ in range(3):
+        grid = torch.linspace(low, high, 201).double()[1:]
         bad = _off(curve(grid), grid, *form)
         if not bool(bad.any()):
             break

@@ -63,12 +63,12 @@ class Comparison:
         self._padding()
         if not self._has("no-gradient"):
             self._denominator()
+        if all(one.kind == "micro-batches" for one in self.found):
+            self._inputs()
+        if all(one.kind == "micro-batches" for one in self.found):
+            self._random()
         if not hidden:
             self._exponent()
-        if not self.found:
-            self._inputs()
-        if not self.found:
-            self._random()
         nan = [(name, what) for (name, kind), what in self._padded() if kind == "nan"]
         if nan:
             remedy = "select with torch.where(mask, ..., 0.0), before exp and before the sum"
@@ -272,7 +272,7 @@ class Comparison:
                 text = f"{batch} the gradient of a token differs by {gap:.2g} of the largest, which no probe explains"
                 self._add("unexplained", text)
                 return
-            if not abs(own.loss - other.loss) <= 1e-8 * max(1.0, abs(other.loss)) and not self.found:
+            if not abs(own.loss - other.loss) <= 1e-8 * max(1.0, abs(other.loss)) and not self._has("value"):
                 values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
 
@@ -295,8 +295,8 @@ def kl_form(readings: Readings) -> tuple[str, float]:
     for kind, form in FORMS.items():
         coefficient = float((curve * form).sum() / form.square().sum())
         if _gap(curve, coefficient * form) < 1e-7 * max(1.0, abs(coefficient)):
-            by_sampler = abs(float(readings.kl_weighted[1] - readings.kl_weighted[0])) > 1e-9
-            return "unbiased" if kind == "k2" and by_sampler else kind, coefficient
+            weighted = float((readings.kl_weighted - readings.kl_weighted[0]).abs().max()) > 1e-9
+            return "unbiased" if kind == "k2" and weighted else kind, coefficient
     return "other", math.nan
 
 

@@ -59,7 +59,7 @@ def fitted(base: Objective, readings: Readings) -> Objective:
         "weight": lambda: base.weight and _weight(base.weight, readings),
         "masks": lambda: tuple(_mask(rule, readings) for rule in base.masks),
         "aggregation": lambda: _aggregation(base.aggregation, readings),
-        "kl": lambda: _kl(readings),
+        "kl": lambda: _kl(base.surrogate, readings),
     }
     for name, fit in fits.items():
         try:
@@ -198,6 +198,8 @@ def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
     return Aggregation(kind, part.denominator, round(1 / factor) if kind == "constant" else None)
 
 
-def _kl(readings: Readings) -> KL:
+def _kl(surrogate: Surrogate, readings: Readings) -> KL:
     kind, coefficient = kl_form(readings)
+    if isinstance(surrogate, Regression):
+        coefficient *= 2 * surrogate.beta  # which is its gradient for each unit of A
     return KL(kind, tidy(coefficient)) if kind in ("k1", "k2", "k3", "unbiased") and coefficient > 0 else KL()

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from trimtab.check_loss.answer import Difference
 from trimtab.check_loss.differences import KINDS, find_differences, level_of
 from trimtab.check_loss.fitting import fitted
 from trimtab.check_loss.loss_function import of_objective
+from trimtab.check_loss.probe_batches import MISMATCH
 from trimtab.check_loss.readings import Readings
 from trimtab.corrections.weights import Weight
 from trimtab.objectives import Objective
 from trimtab.objectives.keywords import SURROGATES, value_at
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.presets import COMPOSED, PRESETS
-from trimtab.objectives.smooth_surrogates import GammaWeight, QuadraticPenalty
+from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
 from trimtab.objectives.surrogates import Clipped, LogProb, Reinforce, Surrogate, Unclipped
 
 NEAREST = 4
 """Candidates of which every difference is found."""
 BENDING = (GammaWeight, QuadraticPenalty)
 """Surrogates whose keywords change the exponents near a ratio of 1."""
+OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan", "value"}
+"""Differences that other parts would not remove."""
 UNNAMED = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
 """How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""
 
@@ -37,6 +41,11 @@ class Candidate:
     settings: tuple[tuple[str, Any], ...]
 
     @property
+    def same_parts(self) -> bool:
+        """Whether what is left is no matter of parts."""
+        return all(one.kind in OUTSIDE for one in self.differences)
+
+    @property
     def distance(self) -> float:
         order = list(KINDS)
         return sum(UNNAMED.get(one.kind, 2 - order.index(one.kind) / len(order)) for one in self.differences)
@@ -45,7 +54,7 @@ class Candidate:
 def identify(readings: Readings) -> list[Candidate]:
     """Returns the nearest objectives, nearest first; those without a difference are the loss, as far as probes tell."""
     found = _candidates(readings, (preset.objective for preset in PRESETS.values()))
-    if not found or found[0].differences:
+    if not found or not found[0].same_parts:
         found += _candidates(readings, _compositions(readings))
     return sorted(found, key=_order)
 
@@ -63,7 +72,7 @@ def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidat
         ranked.append((_gap(readings, reference(objective)), number, objective))
     found: list[Candidate] = []
     for gap, _, objective in sorted(ranked, key=lambda one: one[:2]):
-        if gap > 1e-8 and (len(found) >= NEAREST or any(not one.differences for one in found)):
+        if gap > 1e-8 and (len(found) >= NEAREST or any(one.same_parts for one in found)):
             break
         differences = tuple(find_differences(readings, reference(objective), objective.name))
         found.append(Candidate(objective, differences, settings_of(objective)))
@@ -101,18 +110,19 @@ def _gap(mine: Readings, theirs: Readings) -> float:
 
 def _compositions(readings: Readings) -> Iterator[Objective]:
     """Objectives of parts, at the level that was read: what no preset combines."""
-    level = level_of(readings)
-    weights = [None, *(Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS)]
-    for over in ("proximal", "behavior"):
+    level, weights = level_of(readings), [None]
+    if any(readings.bends(MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
+        weights += [Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS]
+    for over, surrogate in product(("proximal", "behavior"), SURROGATE_PARTS):
         for weight in weights if over == "proximal" else weights[:1]:
-            for surrogate in (Clipped(), Clipped(dual=3.0), Reinforce(5.0), Unclipped(), LogProb()):
-                parts = {"ratio": Ratio(level, over), "surrogate": surrogate, "weight": weight}
-                try:
-                    yield replace(COMPOSED.objective, **parts)
-                except ValueError:
-                    continue  # parts that do not go together
+            parts = {"ratio": Ratio(level, over), "surrogate": surrogate, "weight": weight}
+            try:
+                yield replace(COMPOSED.objective, **parts)
+            except ValueError:
+                continue  # parts that do not go together
 
 
+SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
 _BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +11,6 @@ from matplotlib.axes import Axes
 from trimtab.check_loss.answer import NOT_JUDGED, Answer, Curve
 from trimtab.pages.charts import BLUE, INK, VERMILLION, digits, draw, log_ticks
 from trimtab.pages.page import Card, Chart, Charts, Note, Page, Section, Table, Verdict
-from trimtab.runs.atomic import write_output
 
 HOW_TO_READ = (
     "How strongly a token pulls at the policy when its ratio is not 1, relative to a ratio of 1. At 0 it is clipped or "
@@ -20,13 +18,8 @@ HOW_TO_READ = (
 )
 
 
-def write_page(answer: Answer, path: Path, command: str) -> Path:
-    """Writes the page and returns its path. Raises `TrimtabError` if it cannot be written."""
-    return write_output(path, page(answer, command).encode())
-
-
 def page(answer: Answer, command: str) -> str:
-    """Returns the page as HTML."""
+    """Returns the page as HTML. command: the command line, for a reader who was not there."""
     rows = [[one.kind, one.text] for one in answer.differences]
     facts = [("objective", answer.spec or answer.objective), ("called with", answer.inputs)]
     sections = [Section("", [Verdict("good" if answer.equal else "warn", [("verdict", answer.verdict)])])]

@@ -161,24 +161,17 @@ def _takes_columns(method: Callable[..., Any]) -> bool:
     return "advantages.dim() == 1" in inspect.getsource(method)
 
 
-def _trl_class(method: Callable[..., Any]) -> tuple[type, type]:
-    """Returns the trainer that a method belongs to, and its configuration, whose name ends in Config."""
-    module = sys.modules[method.__module__]
-    trainer = getattr(module, method.__qualname__.partition(".")[0], None)
+def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns the trainer that a method belongs to, and its configuration: GRPOTrainer and GRPOConfig."""
+    trainer = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
     for kind in trainer.__mro__ if isinstance(trainer, type) else ():
-        name = kind.__name__.removesuffix("Trainer") + "Config"
-        for place in (kind.__module__, kind.__module__.replace("_trainer", "_config"), "trl"):
-            found = getattr(importlib.import_module(place), name, None) if _importable(place) else None
-            if dataclasses.is_dataclass(found) and isinstance(found, type):
+        if kind.__module__.partition(".")[0] == "trl" and kind.__name__.endswith("Trainer"):
+            name = kind.__name__.removesuffix("Trainer") + "Config"
+            places = [sys.modules[kind.__module__], importlib.import_module("trl")]
+            found = next((getattr(place, name) for place in places if hasattr(place, name)), None)
+            if found is not None:
                 return trainer, found
     raise TrimtabError(f"{method.__qualname__} is not a method of a TRL trainer: name a function of its tensors")
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _trl_stand_in(trainer: Any, args: SimpleNamespace, batch: Batch, update: Update) -> SimpleNamespace:

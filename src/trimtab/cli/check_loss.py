@@ -72,7 +72,9 @@ def check_loss(
     require_extra("diagnose", "trimtab check-loss")
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
-    place = target.rpartition(":")[0]
+    place, _, function = target.rpartition(":")
+    if not (place and function):
+        raise TrimtabError(f"{target!r} names no function: write FILE.py:FUNCTION")
     if not place.endswith(".py") and not trusted:
         raise TrimtabError(
             f"{target} is code of an installed package, which would be imported: read it, then add --allow-code"
@@ -82,19 +84,24 @@ def check_loss(
     from trimtab.check_loss.isolated import check_target, parse_arguments
 
     with only_json(as_json):
-        options = {"spec": name or "", "arguments": parse_arguments(arguments or []), "ignore": ignore or []}
-        answer = check_target(target, _section(name), timeout=timeout, **options)
+        found = check_target(
+            target,
+            timeout,
+            objective=_section(name),
+            spec=name or "",
+            arguments=parse_arguments(arguments or []),
+            ignore=ignore or [],
+            command="" if html is None else shlex.join(["trimtab", *sys.argv[1:]]),
+        )
         if html is not None:
-            from trimtab.check_loss.loss_page import write_page
+            from trimtab.runs.atomic import write_output
 
-            write_page(answer, html, shlex.join(["trimtab", *sys.argv[1:]]))
+            write_output(html, found["html"].encode())
     if as_json:
-        print_json(answer.as_dict() | {"page": html})
+        print_json(found["values"] | {"page": html})
     else:
-        echo(answer.text())
-        if html is not None:
-            echo(f"page: {html}")
-    if not answer.equal:
+        echo(found["text"] + ("" if html is None else f"\npage: {html}"))
+    if not found["values"]["equal"]:
         raise typer.Exit(1)
 
 

@@ -33,7 +33,7 @@ def grpo(
     ratio = torch.where(mask, logps - old_logps, 0.0).clamp(-20, 20).exp()
     advantages = inside(advantages)
     loss = -scale * torch.min(ratio * advantages, ratio.clamp(0.8, high) * advantages)
-    if kl is not None:
+    if kl is not None and ref_logps is not None:
         loss = loss + 0.04 * kl(torch.where(mask, ref_logps - logps, 0.0))
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     return (torch.where(mask, loss, 0.0) / lengths).sum() / num_sequences
@@ -41,7 +41,7 @@ def grpo(
 
 def found(loss: Callable[..., Any], name: str = "grpo", **keywords: Any) -> list[tuple[str, str]]:
     answer = check(of_function(loss), trimtab.objective(name, **keywords), spec=name)
-    return [tuple(one) for one in answer.differences]
+    return [(one.kind, one.text) for one in answer.differences]
 
 
 def planted(**changes: Any) -> Callable[..., Tensor]:

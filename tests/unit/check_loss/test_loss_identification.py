@@ -18,12 +18,8 @@ from trimtab.check_loss.signatures import of_function
     ("name", "keywords"),
     [
         ("icepop", {"weight_min": 0.4, "weight_max": 3.5, "clip_high": 0.28}),
-        ("geo-mask", {"keep_min": 0.97, "keep_max": 1.02}),
         ("dppo-kl", {"divergence_max": 0.08, "ceiling": 7.0}),
-        ("sapo", {"tau_positive": 1.4}),
-        ("oapl", {"beta": 0.003}),
         ("trm", {"k2_max": 0.06, "k3_max": 0.0012}),
-        ("cppo", {"divergence_max": 0.12, "weight_min": 0.7}),
         ("dr-grpo", {"length_max": 512, "kl_coef": 0.01}),
     ],
 )

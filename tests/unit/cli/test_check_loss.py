@@ -53,9 +53,9 @@ def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["nothing.py:right"], "there is no file nothing.py"),
-        (["FILE:rigth"], "has no 'rigth' (did you mean 'right'?)"),
+        (["FILE:rigth"], "no 'rigth' in 'my_loss' (did you mean 'right'?)"),
         (["FILE:failing"], "'Tensor' object has no attribute 'no_such_method'"),
-        (["FILE:endless", "--timeout", "4"], "took longer than 4 s"),
+        (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
         (["FILE:right", "--as", "gpro"], "unknown objective 'gpro'"),
         (["trl:grpo"], "trl:grpo is code of an installed package, which would be imported: read it, then add"),
     ],
