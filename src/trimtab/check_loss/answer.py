@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 NOT_JUDGED = (
     "not judged: how advantages are computed, noise in the policy, and weights that the trainer passes to the loss"
@@ -19,7 +19,8 @@ FAMILIES = {
 """Presets with the same loss at the same bounds -> what tells them apart."""
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """kind: a key of `differences.KINDS`. text: a sentence with figures and what to change."""
 
     kind: str
@@ -100,7 +101,9 @@ class Answer:
         return "\n".join([*lines, "", f"called with {self.inputs}" if self.inputs else "", NOT_JUDGED])
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "equal": self.equal, "verdict": self.verdict}
+        """Returns the answer as values, without the curves."""
+        values = {name: value for name, value in asdict(self).items() if name != "curves"}
+        return {"equal": self.equal, "verdict": self.verdict, **values}
 
 
 def _toml(value: Any) -> str:

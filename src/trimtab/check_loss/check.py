@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from trimtab.check_loss.answer import Answer, Curve, Difference, Nearest
-from trimtab.check_loss.differences import find_differences
+from trimtab.check_loss.differences import KINDS, find_differences
 from trimtab.check_loss.identification import identify, reference
 from trimtab.check_loss.loss_function import Loss
 from trimtab.check_loss.probe_batches import DRIFT, MISMATCH, Probe
 from trimtab.check_loss.readings import SIGNS, Readings
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective
 
 POINTS = 120
@@ -24,7 +25,11 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
     """Returns whether a loss is an objective, and what differs; without one, the nearest objectives.
 
     spec: the objective as it was asked for. ignore: kinds of differences (`differences.KINDS`) that do not count.
+    Raises `TrimtabError` for an unknown one.
     """
+    for kind in ignore:
+        if kind not in KINDS:
+            raise TrimtabError(f"there is no difference {kind!r} to ignore{did_you_mean(kind, KINDS)}")
     began = time.perf_counter()
     readings = Readings(loss)
     nearest: list[Nearest] = []

@@ -151,7 +151,10 @@ class Comparison:
         changed = [key for key in b if not same(a[key], b[key])]
         if not changed:
             return
-        sides = [f"{SIDES[key]} the weight {describe(a[key])}, in {self.name} it {describe(b[key])}" for key in changed]
+        sides = [
+            f"{SIDES[key]} the gradient's weight {describe(a[key])}, in {self.name} it {describe(b[key])}"
+            for key in changed
+        ]
         text = f"{probe.name}: {'; '.join(sides)}"
         upper, lower = b[True, 1], b[False, -1]
         kind, remedy = "clip" if probe.policy == "current" else "weight", "change the bound"

@@ -28,7 +28,7 @@ BENDING = (GammaWeight, QuadraticPenalty)
 """Surrogates whose keywords change the exponents near a ratio of 1."""
 OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan", "value"}
 """Differences that other parts would not remove."""
-UNNAMED = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
+MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
 """How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""
 
 
@@ -48,7 +48,7 @@ class Candidate:
     @property
     def distance(self) -> float:
         order = list(KINDS)
-        return sum(UNNAMED.get(one.kind, 2 - order.index(one.kind) / len(order)) for one in self.differences)
+        return sum(MINOR.get(one.kind, 2 - order.index(one.kind) / len(order)) for one in self.differences)
 
 
 def identify(readings: Readings) -> list[Candidate]:

@@ -12,6 +12,8 @@ import trimtab
 from trimtab.check_loss.check import check
 from trimtab.check_loss.loss_function import of_objective
 from trimtab.check_loss.signatures import of_function
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.surrogates import Reinforce
 
 
 @pytest.mark.parametrize(
@@ -27,8 +29,8 @@ def test_a_preset_is_found_with_its_bounds(name: str, keywords: dict[str, Any]) 
     answer = check(of_objective(trimtab.objective(name, **keywords)))
     assert answer.equal
     settings = dict(answer.nearest[0].settings)
-    assert settings.pop("name") == name
-    assert settings == pytest.approx(keywords, rel=1e-3)
+    assert settings == {"name": name, **keywords}
+    assert trimtab.objective(**settings) == trimtab.objective(name, **keywords)
 
 
 def test_a_composition_is_found_where_no_preset_is_it() -> None:
@@ -40,6 +42,8 @@ def test_a_composition_is_found_where_no_preset_is_it() -> None:
 
     answer = check(of_function(cispo_of_responses))
     assert answer.equal
+    rebuilt = trimtab.objective(**dict(answer.nearest[0].settings))
+    assert (rebuilt.ratio, rebuilt.surrogate) == (Ratio("geometric", "proximal"), Reinforce(4.0))
     assert answer.nearest[0].line == (
         'name = "composed", ratio = {level = "geometric", over = "proximal"}, '
         'surrogate = {kind = "reinforce", ceiling = 4}'

@@ -43,7 +43,7 @@ def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     command = ["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.28", "--json", "--html", str(page)]
     assert main.run(command) == 1
     answer = json.loads(capsys.readouterr().out)
-    assert [kind for kind, _ in answer["differences"]] == ["clip"]
+    assert [one["kind"] for one in answer["differences"]] == ["clip"]
     assert (answer["equal"], answer["spec"], answer["page"]) == (False, "grpo:clip_high=0.28", str(page))
     html = page.read_text()
     assert all(words in html for words in ("is 0 beyond 1.28", "Weight of the gradient", "this loss, A &gt; 0"))
@@ -57,6 +57,7 @@ def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["FILE:failing"], "'Tensor' object has no attribute 'no_such_method'"),
         (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
         (["FILE:right", "--as", "gpro"], "unknown objective 'gpro'"),
+        (["FILE:right", "--as", "grpo", "--ignore", "nam"], "no difference 'nam' to ignore (did you mean 'nan'"),
         (["trl:grpo"], "trl:grpo is code of an installed package, which would be imported: read it, then add"),
     ],
 )
