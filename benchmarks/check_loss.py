@@ -1,10 +1,11 @@
 """How often `trimtab check-loss` is right: slips, presets without a name, public reports, and losses of TRL and verl.
 
-    python benchmarks/check_loss.py slips names reports
+    python benchmarks/check_loss.py slips others more names reports
     python benchmarks/check_loss.py peers --out docs/results/losses.md      # with TRL and verl installed
 
-slips    planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
-         difference that is named? The printed code itself must be called equal.
+slips, others, more
+         planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
+         difference that is named? `others` and `more` were written when the probes were finished. The printed code itself must be called equal.
 names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
 reports  losses of public reports, rebuilt in a few lines.
 peers    the losses that TRL and verl ship, in our terms.
@@ -25,7 +26,7 @@ import torch
 
 import trimtab
 from loss_reports import REPORTS
-from loss_slips import OTHERS, SLIPS, Plant
+from loss_slips import MORE, OTHERS, SLIPS, Plant
 from trimtab.check_loss.check import check
 from trimtab.check_loss.loss_function import Loss, Update, of_objective
 from trimtab.check_loss.probe_batches import Batch
@@ -34,7 +35,13 @@ from trimtab.objectives import Objective
 from trimtab.objectives.keywords import value_at
 from trimtab.objectives.presets import PRESETS, get_preset
 
-NEEDS = {"KL over padding": "kl", "k1 for k3": "kl", "KL the other way round": "kl", "no dual clip": "dual"}
+NEEDS = {
+    "KL over padding": "kl",
+    "k1 for k3": "kl",
+    "KL the other way round": "kl",
+    "KL coefficient ten times": "kl",
+    "no dual clip": "dual",
+}
 """Slips that need a variant of an objective."""
 
 
@@ -165,8 +172,8 @@ def reports() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="+", choices=("slips", "others", "names", "reports", "peers"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "names", "reports", "peers"))
+    parser.add_argument("--out", type=Path, help="a page that ends in the table of peers, which is replaced")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -175,15 +182,21 @@ def main() -> None:
         slips(SLIPS)
     if "others" in arguments.parts:
         slips(OTHERS)
+    if "more" in arguments.parts:
+        slips(MORE)
     if "names" in arguments.parts:
         names(arguments.seed)
     if "reports" in arguments.parts:
         reports()
     if "peers" in arguments.parts:
-        from loss_peers import page
+        from loss_peers import HEAD, table
 
-        text = page()
-        print(text) if arguments.out is None else arguments.out.write_text(text)
+        text = table()
+        if arguments.out is None:
+            print(text)
+        else:
+            before, _, _ = arguments.out.read_text().partition(HEAD)
+            arguments.out.write_text(before + text)
 
 
 if __name__ == "__main__":

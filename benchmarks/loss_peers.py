@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,8 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config.actor import PolicyLossConfig
 
-from trimtab.check_loss.answer import Answer, Difference
 from trimtab.check_loss.check import check
+from trimtab.check_loss.loss_answer import Answer, Difference
 from trimtab.check_loss.loss_function import Loss
 from trimtab.check_loss.signatures import of_function
 
@@ -131,19 +130,8 @@ def row(case: Case) -> str:
     return f"| {case.loss} | {case.settings} | `{nearest.line.removeprefix('name = ')}` | {differing} |"
 
 
-HEAD = """# Measured: the losses of TRL and verl, in our terms
-
-What `trimtab check-loss` finds for the losses of TRL {trl} and verl {verl} as installed, with the counts of the update
-that each trainer passes; written by `benchmarks/check_loss.py peers`. `equal` means in gradient, on every probe and on
-random batches in float64. Two things are left out that nearly all have: NaN at padding, which these trainers do not
-have, makes the gradient NaN, and exponents are not bounded. What differs comes with the objective that is nearest.
-
-| loss | settings | nearest objective | what differs |
-|---|---|---|---|
-"""
+HEAD = "| loss | settings | nearest objective | what differs |\n|---|---|---|---|\n"
 
 
-def page() -> str:
-    versions = {name: importlib.metadata.version(name) for name in ("trl", "verl")}
-    rows = [row(case) for case in (*trl_cases(), *verl_cases())]
-    return HEAD.format(**versions) + "\n".join(rows) + "\n"
+def table() -> str:
+    return HEAD + "\n".join(row(case) for case in (*trl_cases(), *verl_cases())) + "\n"

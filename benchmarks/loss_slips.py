@@ -141,6 +141,12 @@ def swapped_bounds(text: str) -> str | None:
     return changed(rf"\bratio\.clamp\({NUMBER}, {NUMBER}\)", swap, text)
 
 
+def ratio_without_gradient(text: str) -> str | None:
+    if "ratio.detach()" in text:
+        return None
+    return changed(r"^    ratio = (log_ratio\.clamp\(-20, 20\)\.exp\(\))$", r"    ratio = \1.detach()", text)
+
+
 OTHERS: dict[str, tuple[Plant, set[str]]] = {
     "bounds on the log of the ratio": (clip_of_the_log, {"clip"}),
     "bounds swapped": (swapped_bounds, {"clip"}),
@@ -164,19 +170,40 @@ OTHERS: dict[str, tuple[Plant, set[str]]] = {
                 "behavior = torch.where(mask, behavior.detach().roll(1, 1), zero)",
             )
         ),
-        {"level", "policy"},
+        {"level", "policy", "alignment"},
     ),
     "KL the other way round": (
         first_of((r"log_reference = reference - current", "log_reference = current - reference")),
         {"kl"},
     ),
-    "ratio without gradient": (
-        first_of((r"^    ratio = (log_ratio\.clamp\(-20, 20\)\.exp\(\))$", r"    ratio = \1.detach()")),
-        {"no-gradient"},
-    ),
+    "ratio without gradient": (ratio_without_gradient, {"no-gradient"}),
     "masked in place of truncated": (
         first_of((r"weight = (rho\w*)\.clamp\((?:0\.5, |max=)2\)", r"weight = torch.where(\1 <= 2, \1, 0.0)")),
         {"weight"},
     ),
 }
 """Slips that were written when the probes were finished."""
+MORE: dict[str, tuple[Plant, set[str]]] = {
+    "half the loss": (
+        first_of((r"losses = torch\.where\((mask|keep), ", r"losses = 0.5 * torch.where(\1, ")),
+        {"scale"},
+    ),
+    "KL coefficient ten times": (first_of((r"\+ 0\.04 \* k3", "+ 0.4 * k3")), {"kl"}),
+    "no lower clip": (first_of((rf"\bratio\.clamp\({NUMBER}, {NUMBER}\)", r"ratio.clamp(max=\2)")), {"clip"}),
+    "weight not applied": (first_of((r"-weight \* surrogate", "-surrogate")), {"policy", "level"}),
+    "no division": (
+        first_of(
+            (r"losses\.sum\(\) / tokens", "losses.sum()"),
+            (r"\(losses / length\)\.sum\(\) / responses", "(losses / length).sum()"),
+        ),
+        {"denominator"},
+    ),
+    "bound of the weight doubled": (
+        first_of(
+            (r"(weight = rho\w*\.clamp\((?:0\.5, |max=))2\)", r"\g<1>4)"),
+            (r"(weight = torch\.where\(rho\w* <= )2,", r"\g<1>4,"),
+        ),
+        {"weight"},
+    ),
+}
+"""Slips that were written after a probe and two sentences had been added for those of `OTHERS`."""

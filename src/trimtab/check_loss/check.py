@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from trimtab.check_loss.answer import Answer, Curve, Difference, Nearest
 from trimtab.check_loss.differences import KINDS, find_differences
 from trimtab.check_loss.identification import identify, reference
+from trimtab.check_loss.loss_answer import Answer, Curve, Difference, Nearest
 from trimtab.check_loss.loss_function import Loss
 from trimtab.check_loss.probe_batches import DRIFT, MISMATCH, Probe
 from trimtab.check_loss.readings import SIGNS, Readings

@@ -8,13 +8,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trimtab.check_loss.answer import Difference
 from trimtab.check_loss.bends import Bends, describe, same
+from trimtab.check_loss.loss_answer import Difference
 from trimtab.check_loss.probe_batches import PROBES, TOKENS, Probe
 from trimtab.check_loss.readings import FAR, SHIFTS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
 KINDS = (
-    *("no-gradient", "sign", "normalized-advantage", "live-weight", "batch-statistics", "policy", "level", "kink"),
+    *(
+        "no-gradient",
+        "alignment",
+        "sign",
+        "normalized-advantage",
+        "live-weight",
+        "batch-statistics",
+        "policy",
+        "level",
+        "kink",
+    ),
     *("min-max", "clip-side", "dual-clip", "inverse", "clip", "weight", "shape", "kl", "zero-advantage", "kl-padding"),
     *("padding", "denominator", "scale", "micro-batches", "input", "unexplained", "exponent", "nan", "value"),
 )
@@ -51,7 +61,7 @@ class Comparison:
 
     def run(self) -> list[Difference]:
         self._neutral()
-        hidden = self._has("no-gradient", "live-weight")
+        hidden = self._has("no-gradient", "live-weight", "alignment")
         if not hidden:
             self._batch_statistics()
             self._ratio()
@@ -61,7 +71,7 @@ class Comparison:
                 self._shape()
             self._zero_advantage()
         self._padding()
-        if not self._has("no-gradient"):
+        if not self._has("no-gradient", "alignment"):
             self._denominator()
         if all(one.kind == "micro-batches" for one in self.found):
             self._inputs()
@@ -85,16 +95,24 @@ class Comparison:
         """What shows where all policies are equal."""
         own, other = self.mine.neutral["plain"], self.theirs.neutral["plain"]
         gradient = (own.gradient / other.gradient)[own.batch["mask"]]
+        same_value = float((own.by_advantage / other.by_advantage - 1).abs().max()) < 1e-9
+        flat = (self.mine.flat / self.theirs.flat)[own.batch["mask"]]
+        if not same_value and _gap(gradient, flat) > 1e-6:
+            where = f"where all policies are equal the log-probs change the gradient {_range(gradient / flat)} times"
+            self._add("alignment", f"{where}: those of a policy are of other tokens, one too early or too late?")
+            return
         if float(own.gradient.abs().max()) < 1e-12:
             self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
             return
-        same_value = float((own.by_advantage / other.by_advantage - 1).abs().max()) < 1e-9
         linear = 3 * self.mine.homogeneity, 3 * self.theirs.homogeneity
         if not abs(linear[0] - linear[1]) < 1e-6:
             times = f"advantages 3 times as large give {linear[0]:.3g} times the gradient, not {linear[1]:.3g}"
             self._add("normalized-advantage", f"{times}: do not normalize advantages inside the loss")
-        if bool((gradient < 0).all()) and not same_value:
+        wrong = (gradient < 0, (own.batch["advantage"] < 0).expand_as(own.gradient)[own.batch["mask"]])
+        if bool(wrong[0].all()) and not same_value:
             self._add("sign", "the loss rises with the advantage: change its sign")
+        elif bool(wrong[0].any()) and torch.equal(*wrong):
+            self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")
         if same_value and float((gradient - 1).abs().max()) > 1e-6:
             where = "where all policies are equal the loss is right and its gradient"
             self._add("live-weight", f"{where} {_range(gradient)} times as large: detach the weight")
@@ -162,7 +180,13 @@ class Comparison:
             kind, remedy = "inverse", "bound the ratio, not its inverse"
         elif probe.policy == "current" and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
             kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
-        elif probe.policy == "current" and not any(key[0] for key in changed) and lower and not a[False, -1]:
+        elif (
+            probe.policy == "current"
+            and not any(key[0] for key in changed)
+            and lower
+            and not a[False, -1]
+            and a[False, 1]
+        ):
             kind, remedy = "clip-side", "for A < 0 clip the ratio from below"
         elif probe.policy == "current" and changed == [(False, 1)] and not a[False, 1]:
             kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
@@ -264,18 +288,18 @@ class Comparison:
         for name, expected in self.theirs.inputs.items():
             if _gap(self.mine.inputs[name], expected) > 1e-7:
                 effect = "another effect" if bool(self.mine.inputs[name].count_nonzero()) else "no effect"
-                self._add("input", f"`{name}` has {effect} than in {self.name}: read it")
+                self._add("input", f"`{name}` has {effect}, and {self.name} reads it")
                 return
 
     def _random(self) -> None:
         for spread, own, other in zip(SPREADS, self.mine.random, self.theirs.random, strict=True):
             batch = f"on a random batch with policies {spread:g} nats apart"
             gap = _gap(own.gradient, other.gradient) / max(float(other.gradient.abs().max()), 1e-12)
-            if not gap <= 1e-8:
+            if not gap <= 1e-6:
                 text = f"{batch} the gradient of a token differs by {gap:.2g} of the largest, which no probe explains"
                 self._add("unexplained", text)
                 return
-            if not abs(own.loss - other.loss) <= 1e-8 * max(1.0, abs(other.loss)) and not self._has("value"):
+            if not abs(own.loss - other.loss) <= 1e-6 * max(1.0, abs(other.loss)) and not self._has("value"):
                 values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
 

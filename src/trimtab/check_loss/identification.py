@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from trimtab.check_loss.answer import Difference
 from trimtab.check_loss.differences import KINDS, find_differences, level_of
 from trimtab.check_loss.fitting import fitted
+from trimtab.check_loss.loss_answer import Difference
 from trimtab.check_loss.loss_function import of_objective
 from trimtab.check_loss.probe_batches import MISMATCH
 from trimtab.check_loss.readings import Readings

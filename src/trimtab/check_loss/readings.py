@@ -95,6 +95,13 @@ class Readings:
         return result
 
     @cached_property
+    def flat(self) -> Tensor:
+        """The gradient for each advantage where all policies are equal and all log-probs too, which are -1 there."""
+        batch = self.neutral["plain"].batch
+        same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
+        return self.loss.policy_gradient({**batch, **same})
+
+    @cached_property
     def aggregation(self) -> tuple[str, float]:
         """The denominator that explains the gradients where all policies are equal, and the factor that is left."""
         best = (UNKNOWN, math.nan, math.inf)
@@ -268,7 +275,7 @@ class Readings:
             "off_policy": (torch.arange(TOKENS + 2) == MOVED).expand(2, -1),
             "age": 0 * batch["age"] + 3,
             "turn": 0 * batch["turn"],
-            "head_behavior": batch["head_behavior"] - torch.tensor([0.3, 0.0, 0.1]).double(),
+            "head_behavior": batch["head_behavior"] - torch.tensor([1.5, 0.0, 0.1]).double(),
         }
         after = {name: self.loss.read({**batch, name: value}) for name, value in changes.items()}
         changed = {
