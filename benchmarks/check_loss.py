@@ -5,7 +5,8 @@
 
 slips, others, more
          planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
-         difference that is named? `others` and `more` were written when the probes were finished. The printed code itself must be called equal.
+         difference that is named? `others` and `more` were written when the probes were finished. The printed code
+         itself must be called equal.
 names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
 reports  losses of public reports, rebuilt in a few lines.
 peers    the losses that TRL and verl ship, in our terms.

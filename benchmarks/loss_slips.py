@@ -142,7 +142,7 @@ def swapped_bounds(text: str) -> str | None:
 
 
 def ratio_without_gradient(text: str) -> str | None:
-    if "ratio.detach()" in text:
+    if "= ratio.detach()" in text:
         return None
     return changed(r"^    ratio = (log_ratio\.clamp\(-20, 20\)\.exp\(\))$", r"    ratio = \1.detach()", text)
 

@@ -25,12 +25,13 @@ def grpo(
     *,
     high: float = 1.2,
     scale: float = 1.0,
+    late: int = 0,
     inside: Callable[[Tensor], Tensor] = lambda advantage: advantage,
     kl: Callable[[Tensor], Tensor] | None = None,
     ref_logps: Tensor | None = None,
 ) -> Tensor:
     """GRPO as it is usually written; the keywords plant a mistake."""
-    ratio = torch.where(mask, logps - old_logps, 0.0).clamp(-20, 20).exp()
+    ratio = torch.where(mask, logps - old_logps.roll(late, 1), 0.0).clamp(-20, 20).exp()
     advantages = inside(advantages)
     loss = -scale * torch.min(ratio * advantages, ratio.clamp(0.8, high) * advantages)
     if kl is not None and ref_logps is not None:
@@ -66,6 +67,8 @@ def test_a_right_loss_is_equal() -> None:
         ({"high": 1.28}, "clip", ["A > 0 above 1", "1.28", "1.2"]),
         ({"scale": 0.5}, "scale", ["0.5 times"]),
         ({"scale": -1.0}, "sign", ["rises with the advantage"]),
+        ({"inside": torch.abs}, "sign", ["for A < 0"]),
+        ({"late": 1}, "alignment", ["one too early or too late"]),
         ({"inside": lambda a: a / (a.abs().mean() + 1e-9)}, "normalized-advantage", ["give 1 times", "not 3"]),
         ({"kl": lambda d: d**2 / 2}, "kl", ["k2 with the coefficient 0.04", "none"]),
     ],
