@@ -156,7 +156,7 @@ def names(seed: int = 0) -> None:
         named, close = named + bool(mine), close + (bool(mine) and max(errors.values(), default=0) <= 1e-3)
         if not mine or max(errors.values(), default=0) > 1e-3:
             kinds = [one.kind for one in answer.differences]
-            print(f"  missed: {name} {drawn}: {answer.nearest[0].line}; {kinds}; {errors}")
+            print(f"  missed: {name} {drawn}: {answer.nearest[0].lines}; {kinds}; {errors}")
     seconds = (time.perf_counter() - began) / len(PRESETS)
     print(f"named among the equal: {named} of {len(PRESETS)}, with bounds to 1e-3: {close}; {seconds:.2f} s each")
 

@@ -127,7 +127,7 @@ def row(case: Case) -> str:
     answer: Answer = check(loss_of(case), ignore=sorted(EXPECTED))
     nearest = answer.nearest[0]
     differing = "; ".join(f"{one.kind}: {short(one)}" for one in nearest.differences) or "equal"
-    return f"| {case.loss} | {case.settings} | `{nearest.line.removeprefix('name = ')}` | {differing} |"
+    return f"| {case.loss} | {case.settings} | `{', '.join(nearest.lines).removeprefix('name = ')}` | {differing} |"
 
 
 HEAD = "| loss | settings | nearest objective | what differs |\n|---|---|---|---|\n"

@@ -83,7 +83,7 @@ class Comparison:
         if nan:
             remedy = "select with torch.where(mask, ..., 0.0), before exp and before the sum"
             self._add("nan", f"NaN in `{nan[0][0]}` at padding makes {nan[0][1]} NaN: {remedy}")
-        return self.found
+        return sorted(self.found, key=lambda one: one.kind == "value")
 
     def _add(self, kind: str, text: str) -> None:
         self.found.append(Difference(kind, text))
@@ -228,7 +228,7 @@ class Comparison:
             if not float(gap.max()) <= 1e-6:
                 worst = int(gap.nan_to_num(math.inf).argmax())
                 where = f"for A {'>' if positive else '<'} 0 the weight at a log-ratio of {(-FAR, FAR)[worst]:g}"
-                values = f"{float(own[worst]):.3g}, in {self.name} {float(expected[worst]):.3g}"
+                values = f"{float(own[worst]):.3g}, in {self.name} {float(expected[worst]) + 0:.3g}"
                 self._add("exponent", f"{where} is {values}: clamp log-ratios to ±20 before exp")
                 return
 

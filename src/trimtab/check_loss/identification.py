@@ -26,7 +26,7 @@ NEAREST = 4
 """Candidates of which every difference is found."""
 BENDING = (GammaWeight, QuadraticPenalty)
 """Surrogates whose keywords change the exponents near a ratio of 1."""
-OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan", "value"}
+OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
 """Differences that other parts would not remove."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
 """How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""

@@ -95,8 +95,9 @@ def _load(target: str) -> Any:
         if not hasattr(found, part):
             raise TrimtabError(f"loss {target!r}: no {part!r} in {outer!r}{did_you_mean(part, vars(found))}")
         found = getattr(found, part)
-    if not callable(found):
-        raise TrimtabError(f"loss {target!r} is {type(found).__name__}, not a function")
+    if not callable(found) or isinstance(found, type):
+        kind = "a class" if isinstance(found, type) else type(found).__name__
+        raise TrimtabError(f"loss {target!r} is {kind}: name a function, or a method of a TRL trainer")
     return found
 
 

@@ -35,8 +35,8 @@ class Nearest:
     differences: Sequence[Difference]
 
     @property
-    def line(self) -> str:
-        return ", ".join(f"{key} = {_toml(value)}" for key, value in self.settings)
+    def lines(self) -> list[str]:
+        return [f"{key} = {_toml(value)}" for key, value in self.settings]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Answer:
     @property
     def verdict(self) -> str:
         """One line."""
-        name = self.spec or self.objective
+        name = self.spec or self.objective.replace("composed", "a composition of parts")
         if self.equal:
             return f"{self.function} is {name}: gradients are equal in all probes and on random batches"
         count = len(self.differences)
@@ -96,7 +96,7 @@ class Answer:
         width = max((len(one.kind) for one in self.differences), default=0)
         lines += ["", *(f"  {one.kind:<{width}}  {one.text}" for one in self.differences)] if self.differences else []
         if self.nearest:
-            lines += ["", f"in a recipe, [objective]: {self.nearest[0].line}"]
+            lines += ["", f"in a recipe, [objective]: {', '.join(self.nearest[0].lines)}"]
             lines += [self.others] if self.others else []
         return "\n".join([*lines, "", f"called with {self.inputs}" if self.inputs else "", NOT_JUDGED])
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from trimtab.check_loss.loss_answer import NOT_JUDGED, Answer, Curve
 from trimtab.pages.charts import BLUE, INK, VERMILLION, digits, draw, log_ticks
-from trimtab.pages.page import Card, Chart, Charts, Note, Page, Section, Table, Verdict
+from trimtab.pages.page import Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 
 HOW_TO_READ = (
     "How strongly a token pulls at the policy when its ratio is not 1, relative to a ratio of 1. At 0 it is clipped or "
@@ -20,15 +20,15 @@ HOW_TO_READ = (
 
 def page(answer: Answer, command: str) -> str:
     """Returns the page as HTML. command: the command line, for a reader who was not there."""
-    rows = [[one.kind, one.text] for one in answer.differences]
+    rows = [[Cell(one.kind, note=one.text)] for one in answer.differences]
     facts = [("objective", answer.spec or answer.objective), ("called with", answer.inputs)]
     sections = [Section("", [Verdict("good" if answer.equal else "warn", [("verdict", answer.verdict)])])]
     if rows:
-        sections.append(Section("Differences", [Table(("kind", "what differs, and what to change"), rows)]))
+        sections.append(Section("Differences", [Table(("what differs, and what to change",), rows)]))
     charts = [_chart(answer, list(curves)) for _, curves in groupby(answer.curves, lambda curve: curve.name)]
     sections.append(Section("Weight of the gradient", [Note(HOW_TO_READ), Charts(charts)]))
     if answer.nearest:
-        lines = "\n".join(["[objective]", *answer.nearest[0].line.split(", ")])
+        lines = "\n".join(["[objective]", *answer.nearest[0].lines])
         said = [Note(answer.others)] if answer.others else []
         sections.append(Section("In a recipe", [Card(code=lines), *said]))
     sections.append(Section("Again, and in continuous integration", [Card(code=command), Note(NOT_JUDGED)]))

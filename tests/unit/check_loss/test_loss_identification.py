@@ -44,10 +44,11 @@ def test_a_composition_is_found_where_no_preset_is_it() -> None:
     assert answer.equal
     rebuilt = trimtab.objective(**dict(answer.nearest[0].settings))
     assert (rebuilt.ratio, rebuilt.surrogate) == (Ratio("geometric", "proximal"), Reinforce(4.0))
-    assert answer.nearest[0].line == (
-        'name = "composed", ratio = {level = "geometric", over = "proximal"}, '
-        'surrogate = {kind = "reinforce", ceiling = 4}'
-    )
+    assert answer.nearest[0].lines == [
+        'name = "composed"',
+        'ratio = {level = "geometric", over = "proximal"}',
+        'surrogate = {kind = "reinforce", ceiling = 4}',
+    ]
 
 
 def test_what_no_probe_can_tell_apart_is_said() -> None:

@@ -54,6 +54,7 @@ def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     [
         (["nothing.py:right"], "there is no file nothing.py"),
         (["FILE:rigth"], "no 'rigth' in 'my_loss' (did you mean 'right'?)"),
+        (["FILE:torch.nn.Module"], "is a class: name a function, or a method of a TRL trainer"),
         (["FILE:failing"], "'Tensor' object has no attribute 'no_such_method'"),
         (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
         (["FILE:right", "--as", "gpro"], "unknown objective 'gpro'"),
