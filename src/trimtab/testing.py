@@ -1,18 +1,21 @@
-"""For tests of other trainers: do two sides compute the same log-probs?"""
+"""For tests of other trainers: do two sides compute the same log-probs, is a loss that objective?"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.check_loss.check import check
+from trimtab.check_loss.signatures import of_function
 from trimtab.corrections.arguments import check_batch
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.monitor.alarms import LOW_ESS, wrong_mean
 from trimtab.monitor.metrics_of_step import MeanRatio
-from trimtab.objectives import mismatch
+from trimtab.objectives import Objective, mismatch, objective
 from trimtab.types import MIN_BEHAVIOR
 
 BOUNDS = {"fp32": 1e-8, "bf16": 1e-2, "int8": 1e-1}
@@ -57,3 +60,26 @@ def assert_parity(
     ratio = MeanRatio.of(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
     shift = "" if figures["ess_token"] < LOW_ESS else wrong_mean(ratio)
     assert not shift, f"{shift}; k3 {figures['k3']:.3g} nats per token"
+
+
+def assert_loss(
+    function: Callable[..., Any],
+    name: str | Objective,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
+    **keywords: Any,
+) -> None:
+    """Asserts that a loss function is an objective: in gradient and value, on probes and on random batches in float64.
+
+    name, keywords: as for `trimtab.objective`, or an objective. arguments: what the names of parameters do not say, as
+    `--arguments` of `trimtab check-loss`. ignore: kinds of differences that do not count, such as "nan" for a loss
+    whose padding never holds NaN.
+
+    Raises:
+        AssertionError: it differs; the message lists how, the most harmful first.
+        TrimtabError: a parameter of unknown meaning, or a function that cannot be called.
+    """
+    wanted = objective(name, **keywords) if isinstance(name, str) else name
+    answer = check(of_function(function, arguments), wanted, spec=wanted.name, ignore=ignore)
+    assert answer.equal, answer.text()

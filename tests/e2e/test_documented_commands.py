@@ -130,6 +130,7 @@ PLANS = {
     ),
     "trimtab doctor": Plan(says="torch"),
     "trimtab preflight laboratory": Plan(says="fit to train"),
+    "trimtab check-loss my_loss.py:grpo_loss --as grpo": Plan(needs=("loss",), says="is not grpo: 2 diff.*nan", code=1),
 }
 INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
@@ -253,9 +254,19 @@ def make_teacher(folder: Path) -> None:
     shutil.copytree(laboratory_folder(), folder / "runs" / "teacher")
 
 
+def make_loss(folder: Path) -> None:
+    (folder / "my_loss.py").write_text(
+        "import torch\n\ndef grpo_loss(logps, old_logps, mask, advantages, num_sequences, eps=0.2):\n"
+        "    ratio = (logps - old_logps).exp()\n"
+        "    loss = -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages) * mask\n"
+        "    return (loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / num_sequences\n"
+    )
+
+
 MADE: dict[str, Callable[[Path], None]] = {
     "traces": make_traces,
     "gsm8k": make_gsm8k,
+    "loss": make_loss,
     "task": make_task,
     "teacher": make_teacher,
 }

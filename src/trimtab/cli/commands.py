@@ -28,6 +28,7 @@ COMMANDS = {
     "export": CommandFacts("train"),
     "preflight": CommandFacts("train"),
     "rescore": CommandFacts("train"),
+    "check-loss": CommandFacts("train"),
     "diagnose": CommandFacts(),
     "report": CommandFacts(),
     "recipes": _PRINTS,

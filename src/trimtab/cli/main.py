@@ -19,7 +19,19 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, preflight, report, rescore, starting, train
+from trimtab.cli import (
+    check_loss,
+    compare,
+    describe,
+    diagnose,
+    doctor,
+    evaluate,
+    preflight,
+    report,
+    rescore,
+    starting,
+    train,
+)
 from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.cli.output import echo
 from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
@@ -91,7 +103,7 @@ def _root(
             )
 
 
-for module in (train, describe, evaluate, diagnose, rescore, preflight, report, compare, doctor):
+for module in (train, describe, evaluate, diagnose, rescore, preflight, check_loss, report, compare, doctor):
     module.register(app)
 
 

@@ -48,7 +48,7 @@ AllowCode = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths")
+MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths", "--arguments")
 
 
 class Command(TyperCommand):

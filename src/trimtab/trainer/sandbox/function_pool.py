@@ -97,7 +97,7 @@ class FunctionPool:
             raise
         if answer is None or answer["number"] != number:
             self.close()
-            return [{"error": "was lost: the process that runs rewards died (a new one is started)"}] * len(requests)
+            return [{"error": "was lost: the process that ran it died (a new one is started)"}] * len(requests)
         return answer["answers"]
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ def _call(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         outcome = checked(function(**arguments))
     except MemoryError:
-        return {"value": None, "error": "ran out of the memory a reward may use", "retire": True}
+        return {"value": None, "error": "ran out of the memory it may use", "retire": True}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward fail its sample, nothing else
         return {"value": None, "error": describe(error)}
     return {"value": outcome.value, "error": outcome.error}
@@ -211,7 +211,7 @@ def fork() -> int:
         try:
             return os.fork()
         except OSError as error:
-            raise TrimtabError(f"cannot start a process for rewards: {error.strerror}") from None
+            raise TrimtabError(f"cannot start a process for user functions: {error.strerror}") from None
 
 
 def never_return(body: Callable[[], None]) -> None:

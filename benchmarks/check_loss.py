@@ -1,0 +1,204 @@
+"""How often `trimtab check-loss` is right: slips, presets without a name, public reports, and losses of TRL and verl.
+
+    python benchmarks/check_loss.py slips others more names reports
+    python benchmarks/check_loss.py peers --out docs/results/losses.md      # with TRL and verl installed
+
+slips, others, more
+         planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
+         difference that is named? `others` and `more` were written when the probes were finished. The printed code
+         itself must be called equal.
+names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
+reports  losses of public reports, rebuilt in a few lines.
+peers    the losses that TRL and verl ship, in our terms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trimtab
+from loss_reports import REPORTS
+from loss_slips import MORE, OTHERS, SLIPS, Plant
+from trimtab.check_loss.check import check
+from trimtab.check_loss.loss_function import Loss, Update, of_objective
+from trimtab.check_loss.probe_batches import Batch
+from trimtab.check_loss.signatures import of_function
+from trimtab.objectives import Objective
+from trimtab.objectives.keywords import value_at
+from trimtab.objectives.presets import PRESETS, get_preset
+
+NEEDS = {
+    "KL over padding": "kl",
+    "k1 for k3": "kl",
+    "KL the other way round": "kl",
+    "KL coefficient ten times": "kl",
+    "no dual clip": "dual",
+}
+"""Slips that need a variant of an objective."""
+
+
+def printed(text: str) -> Loss:
+    """Returns printed code as a loss. A second function, if there is one, takes the whole update first."""
+    names: dict[str, Any] = {}
+    exec(text, names)  # noqa: S102  what Trimtab prints
+    functions = [value for value in names.values() if inspect.isfunction(value)]
+    limits = [one for one in functions if one.__name__.endswith("_limit")]
+    loss = next(one for one in functions if one.__name__.endswith("_loss"))
+    trained = {"trained_responses": "responses"} if "responses with a trained token" in text else {}
+    if not limits:
+        return of_function(loss, trained)
+    parameters = inspect.signature(limits[0]).parameters
+
+    def call(batch: Batch, update: Update) -> torch.Tensor:
+        given = {name: batch[name] for name in inspect.signature(loss).parameters if name in batch}
+        limit = limits[0](*(update.batch[name].detach() for name in parameters))
+        return loss(**given, limit=limit, tokens=update.tokens)
+
+    return Loss(loss.__name__, call)
+
+
+def variants(name: str) -> Iterator[tuple[str, Objective]]:
+    """The preset; with a KL term; with a dual clip, where it has none."""
+    yield "", trimtab.objective(name)
+    for variant, keywords in (("kl", {"kl_coef": 0.04}), ("dual", {"clip_dual": 3.0})):
+        try:
+            yield variant, get_preset(name).with_keywords(keywords)
+        except ValueError:
+            continue
+
+
+def slips(planted: dict[str, tuple[Plant, set[str]]]) -> None:
+    counts = {slip: [0, 0] for slip in planted}
+    missed, right, checks, began = [], [0, 0], 0, time.perf_counter()
+    for name in PRESETS:
+        for variant, objective in variants(name):
+            text = objective.code()
+            found = check(printed(text), objective, spec=name).differences
+            right = [right[0] + (not found), right[1] + 1]
+            missed += [(name, variant, "the right loss", found[:2])] if found else []
+            for slip, (plant, kinds) in planted.items():
+                has_dual = variant == "" and value_or_none(objective, "surrogate.dual") is not None
+                wanted = NEEDS.get(slip, "")
+                if wanted != variant and not (wanted == "dual" and has_dual):
+                    continue
+                wrong = plant(text)
+                if wrong is None:
+                    continue
+                found = check(printed(wrong), objective, spec=name).differences
+                checks += 1
+                good = bool(found) and found[0].kind in kinds
+                counts[slip] = [counts[slip][0] + good, counts[slip][1] + 1]
+                missed += [] if good else [(name, variant, slip, found[:2])]
+    print(f"right losses called equal: {right[0]} of {right[1]}")
+    for slip, (good, of) in counts.items():
+        print(f"  {slip:32} {good:3} of {of:3}")
+    good, of = (sum(one[k] for one in counts.values()) for k in (0, 1))
+    print(
+        f"the slip is the first difference: {good} of {of} = {good / of:.1%}; "
+        f"{(time.perf_counter() - began) / checks:.2f} s a check"
+    )
+    for one in missed:
+        print("  missed:", *one)
+
+
+def value_or_none(objective: Objective, path: str) -> Any:
+    try:
+        return value_at(objective, path)
+    except AttributeError:
+        return None
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    **{"clip_low": (0.05, 0.5), "clip_high": (0.05, 0.6), "clip_dual": (2, 8), "weight_max": (1.2, 6)},
+    **{"weight_min": (0.2, 0.9), "ceiling": (1.2, 8), "keep_min": (0.95, 0.995), "keep_max": (1.005, 1.08)},
+    **{"divergence_max": (0.02, 0.2), "delta": (0.02, 0.2), "tau_positive": (0.5, 2), "tau_negative": (0.5, 2)},
+    **{"epsilon": (0.05, 0.5), "k1_positive": (1, 3), "k1_negative": (1, 3), "k2_positive": (1, 3)},
+    **{"k2_negative": (1, 3), "beta": (1e-3, 1e-1), "k3_max": (5e-4, 5e-3), "kl_coef": (0.001, 0.1)},
+}
+OF_RESPONSES = {"clip_low": (0.3, 0.8), "clip_high": (1.0, 4.0), "clip_dual": (6.0, 12.0)}
+SPECIAL: dict[str, dict[str, tuple[float, float]]] = {
+    "gspo": dict.fromkeys(("clip_low", "clip_high"), (1.5e-3, 5e-2)),
+    "ctpo": {"clip_low": (0.01, 0.1), "clip_high": (0.01, 0.1), "clip_dual": (0.11, 0.3)},
+    **dict.fromkeys(("seq-bypass", "seq-alp", "seq-mis-seq-ratio"), OF_RESPONSES),
+    "flash-reinforce": {"divergence_max": (2e-3, 2e-2)},
+    "k3-mask": {"divergence_max": (2e-3, 5e-2)},
+}
+
+
+def names(seed: int = 0) -> None:
+    """Only bounds are drawn that a keyword of the preset has and that are not unset."""
+    generator, named, close, began = random.Random(seed), 0, 0, time.perf_counter()
+    for name, preset in PRESETS.items():
+        ranges = RANGES | SPECIAL.get(name, {})
+        drawn = {
+            key: round(generator.uniform(*ranges[key]), 4)
+            for key, value in preset.defaults.items()
+            if key in ranges and value is not None
+        }
+        answer = check(of_objective(get_preset(name).with_keywords(drawn)))
+        mine = [
+            dict(one.settings) for one in answer.nearest if dict(one.settings)["name"] == name and not one.differences
+        ]
+        errors = (
+            {key: abs(mine[0].get(key, preset.defaults[key]) / value - 1) for key, value in drawn.items()}
+            if mine
+            else {}
+        )
+        named, close = named + bool(mine), close + (bool(mine) and max(errors.values(), default=0) <= 1e-3)
+        if not mine or max(errors.values(), default=0) > 1e-3:
+            kinds = [one.kind for one in answer.differences]
+            print(f"  missed: {name} {drawn}: {answer.nearest[0].lines}; {kinds}; {errors}")
+    seconds = (time.perf_counter() - began) / len(PRESETS)
+    print(f"named among the equal: {named} of {len(PRESETS)}, with bounds to 1e-3: {close}; {seconds:.2f} s each")
+
+
+def reports() -> None:
+    for title, name, function, kinds in REPORTS:
+        answer = check(of_function(function), trimtab.objective(name), spec=name)
+        hits = [one for one in answer.differences if one.kind in kinds]
+        place = answer.differences.index(hits[0]) + 1 if hits else 0
+        print(f"{title}, as {name}: {f'difference {place} of {len(answer.differences)}' if hits else 'NOT NAMED'}")
+        for one in hits[:1] or answer.differences:
+            print(f"    {one.kind}: {one.text}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "names", "reports", "peers"))
+    parser.add_argument("--out", type=Path, help="a page that ends in the table of peers, which is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    if "slips" in arguments.parts:
+        slips(SLIPS)
+    if "others" in arguments.parts:
+        slips(OTHERS)
+    if "more" in arguments.parts:
+        slips(MORE)
+    if "names" in arguments.parts:
+        names(arguments.seed)
+    if "reports" in arguments.parts:
+        reports()
+    if "peers" in arguments.parts:
+        from loss_peers import HEAD, table
+
+        text = table()
+        if arguments.out is None:
+            print(text)
+        else:
+            before, _, _ = arguments.out.read_text().partition(HEAD)
+            arguments.out.write_text(before + text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,351 @@
+"""What differs between a loss and an objective, in words: the cause first, each in one sentence with what to change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trimtab.check_loss.bends import Bends, describe, same
+from trimtab.check_loss.loss_answer import Difference
+from trimtab.check_loss.probe_batches import PROBES, TOKENS, Probe
+from trimtab.check_loss.readings import FAR, SHIFTS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
+
+KINDS = (
+    *(
+        "no-gradient",
+        "alignment",
+        "sign",
+        "normalized-advantage",
+        "live-weight",
+        "batch-statistics",
+        "policy",
+        "level",
+        "kink",
+    ),
+    *("min-max", "clip-side", "dual-clip", "inverse", "clip", "weight", "shape", "kl", "zero-advantage", "kl-padding"),
+    *("padding", "denominator", "scale", "micro-batches", "input", "unexplained", "exponent", "nan", "value"),
+)
+"""Kinds of differences, most harmful first, as far as one does not hide another."""
+NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
+SIDES = {
+    **{(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"},
+    **{(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"},
+}
+FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
+"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
+LEVELS = {
+    "token": "ratio of the token",
+    "sequence": "product over the response",
+    "geometric": "geometric mean over the response",
+    "prefix": "product over the tokens up to it",
+    "prefix_geometric": "geometric mean over the tokens up to it",
+}
+
+
+def find_differences(mine: Readings, theirs: Readings, name: str) -> list[Difference]:
+    """Returns what differs in `mine` from the objective `theirs`; nothing if no probe and no random batch differs."""
+    return Comparison(mine, theirs, name).run()
+
+
+@dataclass
+class Comparison:
+    """Compares readings, and adds to `found` what differs."""
+
+    mine: Readings
+    theirs: Readings
+    name: str
+    found: list[Difference] = field(default_factory=list)
+
+    def run(self) -> list[Difference]:
+        self._neutral()
+        hidden = self._has("no-gradient", "live-weight", "alignment")
+        if not hidden:
+            self._batch_statistics()
+            self._ratio()
+            if not self._has("policy", "level", "kink", "shape"):
+                self._bends()
+            if not self.found:
+                self._shape()
+            self._zero_advantage()
+        self._padding()
+        if not self._has("no-gradient", "alignment"):
+            self._denominator()
+        if all(one.kind == "micro-batches" for one in self.found):
+            self._inputs()
+        if all(one.kind == "micro-batches" for one in self.found):
+            self._random()
+        if not hidden:
+            self._exponent()
+        nan = [(name, what) for (name, kind), what in self._padded() if kind == "nan"]
+        if nan:
+            remedy = "select with torch.where(mask, ..., 0.0), before exp and before the sum"
+            self._add("nan", f"NaN in `{nan[0][0]}` at padding makes {nan[0][1]} NaN: {remedy}")
+        return sorted(self.found, key=lambda one: one.kind == "value")
+
+    def _add(self, kind: str, text: str) -> None:
+        self.found.append(Difference(kind, text))
+
+    def _has(self, *kinds: str) -> bool:
+        return any(one.kind in kinds for one in self.found)
+
+    def _neutral(self) -> None:
+        """What shows where all policies are equal."""
+        own, other = self.mine.neutral["plain"], self.theirs.neutral["plain"]
+        gradient = (own.gradient / other.gradient)[own.batch["mask"]]
+        same_value = float((own.by_advantage / other.by_advantage - 1).abs().max()) < 1e-9
+        flat = (self.mine.flat / self.theirs.flat)[own.batch["mask"]]
+        if not same_value and _gap(gradient, flat) > 1e-6:
+            where = f"where all policies are equal the log-probs change the gradient {_range(gradient / flat)} times"
+            self._add("alignment", f"{where}: those of a policy are of other tokens, one too early or too late?")
+            return
+        if float(own.gradient.abs().max()) < 1e-12:
+            self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
+            return
+        linear = 3 * self.mine.homogeneity, 3 * self.theirs.homogeneity
+        if not abs(linear[0] - linear[1]) < 1e-6:
+            times = f"advantages 3 times as large give {linear[0]:.3g} times the gradient, not {linear[1]:.3g}"
+            self._add("normalized-advantage", f"{times}: do not normalize advantages inside the loss")
+        wrong = (gradient < 0, (own.batch["advantage"] < 0).expand_as(own.gradient)[own.batch["mask"]])
+        if bool(wrong[0].all()) and not same_value:
+            self._add("sign", "the loss rises with the advantage: change its sign")
+        elif bool(wrong[0].any()) and torch.equal(*wrong):
+            self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")
+        if same_value and float((gradient - 1).abs().max()) > 1e-6:
+            where = "where all policies are equal the loss is right and its gradient"
+            self._add("live-weight", f"{where} {_range(gradient)} times as large: detach the weight")
+
+    def _batch_statistics(self) -> None:
+        parts = self.mine.splits["two"]
+        if any(float(part.max() - part.min()) > 1e-6 for part in parts):
+            times = f"in a micro-batch the gradients of tokens are {_range(torch.cat(parts))} times those in the whole"
+            self._add("batch-statistics", f"{times}: what a token counts depends on the others of its micro-batch")
+        elif abs(self.mine.foreign - self.theirs.foreign) > 1e-6:
+            by = f"changes by {self.mine.foreign:.2%} when others drift, not by {self.theirs.foreign:.2%}"
+            self._add(
+                "batch-statistics", f"the gradient of a response {by}: a statistic of the micro-batch is in the loss"
+            )
+
+    def _ratio(self) -> None:
+        """Which policies are compared, at which level, by the local exponents."""
+        mine, theirs = self.mine, self.theirs
+        differing = [key for key, value in theirs.exponents.items() if not abs(mine.exponents[key] - value) < 2e-3]
+        if not differing:
+            return
+        positive, policy, place, _ = differing[0]
+        own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in (mine, theirs))
+        used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
+        proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
+        levels = level_of(mine, positive), level_of(theirs, positive)
+        kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
+        if kinked:
+            below, above = (abs(mine.exponents[positive, kinked[0], "own", side]) for side in (-1, 1))
+            powers = f"its exponent is {below:.3g} below and {above:.3g} above"
+            self._add("kink", f"the weight of a token bends at a ratio of 1, {powers}; {self.name} has no bound at 1")
+        elif levels[0] != levels[1] and proportional:
+            is_not = f"the ratio is the {LEVELS[levels[0]]}, not the {LEVELS[levels[1]]}"
+            self._add("level", f"{is_not}: change how log-ratios are summed")
+        elif all(abs(own[name] - other[name]) < 2e-3 for name in NAMES):
+            powers = f"with the exponent {mine.exponents[differing[0]]:.3g}, not {theirs.exponents[differing[0]]:.3g}"
+            text = f"{NAMES[policy]} of a token changes the weight of a token {place} it {powers}"
+            self._add("level", f"{text}: the ratio or the weight is taken over other tokens")
+        else:
+            text = f"near 1 the weight of a token grows with {_powers(own)}, in {self.name} with {_powers(other)}"
+            self._add(*(("shape", text) if proportional else ("policy", f"{text}: use the ratio to that policy")))
+
+    def _bends(self) -> None:
+        """Clips, weights and masks. What names the cause comes before what only says where a curve bends."""
+        before = len(self.found)
+        for probe in PROBES:
+            self._bends_of(probe)
+        bent = sorted(self.found[before:], key=lambda one: one.kind in ("clip", "weight"))
+        first = {one.kind: one for one in reversed(bent)}
+        self.found[before:] = [one for one in bent if first[one.kind] is one]
+
+    def _bends_of(self, probe: Probe) -> None:
+        a, b = self.mine.bends(probe), self.theirs.bends(probe)
+        changed = [key for key in b if not same(a[key], b[key])]
+        if not changed:
+            return
+        sides = [
+            f"{SIDES[key]} the gradient's weight {describe(a[key])}, in {self.name} it {describe(b[key])}"
+            for key in changed
+        ]
+        text = f"{probe.name}: {'; '.join(sides)}"
+        upper, lower = b[True, 1], b[False, -1]
+        kind, remedy = "clip" if probe.policy == "current" else "weight", "change the bound"
+        if any(b.values()) and all(_mirrored(a[positive, side], b[positive, -side]) for positive, side in SIDES):
+            kind, remedy = "inverse", "bound the ratio, not its inverse"
+        elif probe.policy == "current" and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
+            kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
+        elif (
+            probe.policy == "current"
+            and not any(key[0] for key in changed)
+            and lower
+            and not a[False, -1]
+            and a[False, 1]
+        ):
+            kind, remedy = "clip-side", "for A < 0 clip the ratio from below"
+        elif probe.policy == "current" and changed == [(False, 1)] and not a[False, 1]:
+            kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
+        elif (summed := self._summed(probe, changed)) is not None:
+            kind, remedy = "level", f"the bound is on a {('mean', 'sum')[summed]} over the response, take the other"
+        self._add(kind, f"{text}: {remedy}")
+
+    def _summed(self, probe: Probe, changed: list[tuple[bool, int]]) -> bool | None:
+        """Whether it bounds a sum over the response where the objective bounds a mean, or the reverse; None if neither.
+
+        A bound on a mean stays where it is when the response is twice as long; one on a sum comes nearer to 1.
+        """
+        for key in changed if probe.span == "response" else ():
+            ends = [(one.bends(probe)[key], one.bends(probe, 2 * TOKENS)[key]) for one in (self.mine, self.theirs)]
+            if all(short and long and short[0].kind == ends[0][0][0].kind for short, long in ends):
+                own, other = (long[0].x / short[0].x < 0.9 for short, long in ends)
+                if own != other:
+                    return own
+        return None
+
+    def _shape(self) -> None:
+        for (probe, positive), expected in self.theirs.curves.items():
+            own = self.mine.curves[probe, positive]
+            gap = ((own - expected).abs() / (1 + expected.abs())).nan_to_num(9.0)
+            if float(gap.max()) > 1e-6:
+                worst = int(gap.argmax())
+                ratio = math.exp(min(float(SHIFTS[worst]), probe.highest))
+                where = f"for A {'>' if positive else '<'} 0 and a ratio of {ratio:.3g}"
+                values = f"{float(own[worst]):.4g}, in {self.name} {float(expected[worst]):.4g}"
+                self._add("shape", f"{probe.name}: {where} the weight is {values}")
+                return
+
+    def _exponent(self) -> None:
+        if self._has("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape"):
+            return
+        for positive, expected in self.theirs.far.items():
+            own = self.mine.far[positive]
+            gap = (own - expected).abs() / (1 + expected.abs())
+            if not float(gap.max()) <= 1e-6:
+                worst = int(gap.nan_to_num(math.inf).argmax())
+                where = f"for A {'>' if positive else '<'} 0 the weight at a log-ratio of {(-FAR, FAR)[worst]:g}"
+                values = f"{float(own[worst]):.3g}, in {self.name} {float(expected[worst]) + 0:.3g}"
+                self._add("exponent", f"{where} is {values}: clamp log-ratios to ±20 before exp")
+                return
+
+    def _zero_advantage(self) -> None:
+        """KL, entropy and regression: what is left where advantages are 0."""
+        mine, theirs = self.mine, self.theirs
+        if _gap(mine.kl_curve, theirs.kl_curve) > 1e-7:
+            self._add("kl", f"the KL term is {_kl_words(mine)}, in {self.name} {_kl_words(theirs)}: change it")
+        elif kl_form(theirs)[0] != "none" and _gap(mine.kl_weighted, theirs.kl_weighted) > 1e-7:
+            own, other = (
+                ", ".join(f"{float(x):.4g}" for x in one.kl_weighted / one.kl_weighted[0]) for one in (mine, theirs)
+            )
+            where = "where nothing, μ, or π_old is 0.5 nats away"
+            self._add("kl", f"the KL term has the weights {own} {where}, in {self.name} {other}: weigh it as that does")
+        gap = (mine.pull - theirs.pull).abs()
+        if not float(gap.max()) <= 1e-7 and not self.found:
+            worst = int(gap.argmax())
+            who, nats = "policy" if worst < 4 else "sampler", (-1, -0.5, 0.5, 1)[worst % 4]
+            values = f"{float(mine.pull[worst]):.4g}, in {self.name} {float(theirs.pull[worst]):.4g}"
+            kind = "policy" if float(gap[:4].max()) <= 1e-7 else "zero-advantage"
+            self._add(kind, f"at A = 0 a response whose {who} moved by {nats:g} nats a token has the gradient {values}")
+
+    def _padded(self) -> list[tuple[tuple[str, str], str]]:
+        return [(key, what) for key, what in self.mine.padding.items() if key not in self.theirs.padding]
+
+    def _padding(self) -> None:
+        counted = {name: change for (name, kind), change in self._padded() if kind == "counted"}
+        if "reference" in counted:
+            change = f"where another `reference` changes the loss by {counted['reference']}"
+            self._add("kl-padding", f"the KL term counts padding, {change}: select it by the mask")
+        elif counted:
+            name, change = next(iter(counted.items()))
+            text = f"another `{name}` at padding changes the loss by {change}"
+            self._add("padding", f"{text}: select by the mask before summing")
+
+    def _denominator(self) -> None:
+        (own, factor), (other, expected) = self.mine.aggregation, self.theirs.aggregation
+        if self._has("normalized-advantage", "live-weight"):
+            pass
+        elif own != other:
+            self._add("denominator", f"the denominator is {own}, in {self.name} {other}: change the aggregation")
+        elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
+            times = f"the gradient is {factor / expected:.4g} times as large at every token"
+            self._add("scale", f"{times}: change the factor of the loss")
+        joined = {name: torch.cat(parts) for name, parts in self.mine.splits.items()}
+        uneven = [name for name, own in joined.items() if not _gap(own, torch.cat(self.theirs.splits[name])) <= 1e-6]
+        if uneven and not self._has("batch-statistics"):
+            remedy = "divide by the count of the whole update (parameters `tokens` and `responses` get it)"
+            if "two of as many responses" not in uneven:
+                remedy = "it is right only where each micro-batch holds as many responses"
+            times = (
+                f"{uneven[0]} micro-batches together give {_range(joined[uneven[0]])} times the gradient of the whole"
+            )
+            self._add("micro-batches", f"{times}: {remedy}")
+
+    def _inputs(self) -> None:
+        for name, expected in self.theirs.inputs.items():
+            if _gap(self.mine.inputs[name], expected) > 1e-7:
+                effect = "another effect" if bool(self.mine.inputs[name].count_nonzero()) else "no effect"
+                self._add("input", f"`{name}` has {effect}, and {self.name} reads it")
+                return
+
+    def _random(self) -> None:
+        for spread, own, other in zip(SPREADS, self.mine.random, self.theirs.random, strict=True):
+            batch = f"on a random batch with policies {spread:g} nats apart"
+            gap = _gap(own.gradient, other.gradient) / max(float(other.gradient.abs().max()), 1e-12)
+            if not gap <= 1e-6:
+                text = f"{batch} the gradient of a token differs by {gap:.2g} of the largest, which no probe explains"
+                self._add("unexplained", text)
+                return
+            if not abs(own.loss - other.loss) <= 1e-6 * max(1.0, abs(other.loss)) and not self._has("value"):
+                values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
+                self._add("value", f"gradients are equal, the value is not: {values} {batch}")
+
+
+def level_of(readings: Readings, positive: bool = True) -> str:
+    """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
+    before, after = (abs(readings.exponent(positive, "current", place)) for place in ("before", "after"))
+    if max(before, after) < 1e-4:
+        return "token"
+    if before < 1e-4:
+        return "prefix" if after > 0.5 else "prefix_geometric"
+    return "sequence" if before > 0.5 else "geometric"
+
+
+def kl_form(readings: Readings) -> tuple[str, float]:
+    """Returns the estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
+    curve = readings.kl_curve
+    if float(curve.abs().max()) < 1e-9:
+        return "none", 0.0
+    for kind, form in FORMS.items():
+        coefficient = float((curve * form).sum() / form.square().sum())
+        if _gap(curve, coefficient * form) < 1e-7 * max(1.0, abs(coefficient)):
+            weighted = float((readings.kl_weighted - readings.kl_weighted[0]).abs().max()) > 1e-9
+            return "unbiased" if kind == "k2" and weighted else kind, coefficient
+    return "other", math.nan
+
+
+def _kl_words(readings: Readings) -> str:
+    kind, coefficient = kl_form(readings)
+    return {"none": "none", "other": "of no known form"}.get(kind) or f"{kind} with the coefficient {coefficient:.4g}"
+
+
+def _powers(powers: dict[str, float]) -> str:
+    return " ".join(f"{NAMES[name]}^{power:.3g}" for name, power in powers.items() if abs(power) > 1e-3) or "no policy"
+
+
+def _mirrored(a: Bends, b: Bends) -> bool:
+    """Whether the bends of one are at the inverse ratios of those of the other."""
+    near = [abs(p.x + q.x) <= 1e-4 * max(abs(q.x), 1e-3) + 1e-7 for p, q in zip(a, b, strict=False) if p.kind == q.kind]
+    return len(a) == len(b) == sum(near)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _range(values: Tensor) -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.3g}" if high - low < 1e-6 else f"{low:.3g} to {high:.3g}"

@@ -1,0 +1,115 @@
+"""Runs a check in a process with limits of time and memory: it calls a function that somebody wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.plugins import allow_code, load_function
+from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
+
+MEMORY = 16 << 30  # bytes; torch and another trainer map several GB
+
+
+def check_target(target: str, timeout: float, **request: Any) -> dict[str, Any]:
+    """Returns what `_answer` returns for a function, FILE.py:NAME or module:NAME, whose name may have dots.
+
+    request: the other arguments of `_answer`. Raises `TrimtabError` for a function that cannot be loaded or called, or
+    takes longer than `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "answer.json"
+        pool = FunctionPool([_run], workers=1, memory=MEMORY)
+        try:
+            call = Call(0, {"request": {"target": target, **request}, "result": str(result)}, timeout)
+            (outcome,) = pool.run([call])
+        finally:
+            pool.close()
+        if outcome.error is not None:
+            raise TrimtabError(f"the check of {target} {outcome.error}")
+        found = json.loads(result.read_text())
+    if "error" in found:
+        raise TrimtabError(found["error"])
+    return found
+
+
+def _run(request: Mapping[str, Any], result: str) -> float:
+    """Runs in the process: writes the answer, or the error, to a file. What the function prints is not shown."""
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silent, stream)
+    try:
+        found = _answer(**request)
+    except TrimtabError as error:
+        found = {"error": str(error)}
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        found = {"error": f"{request['target']}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"}
+    Path(result).write_text(json.dumps(found))
+    return 0.0
+
+
+def _answer(
+    target: str,
+    objective: Mapping[str, Any] | None,
+    spec: str,
+    arguments: Mapping[str, Any],
+    ignore: Sequence[str],
+    command: str,
+) -> dict[str, Any]:
+    """Returns the answer as values, "text" and, where there is a `command` to show on it, "html".
+
+    objective: an `[objective]` section; None for which it is.
+    """
+    from trimtab.check_loss.check import check
+    from trimtab.check_loss.signatures import of_function
+    from trimtab.objectives.lookup import from_section
+
+    loss = of_function(_load(target), arguments, target)
+    answer = check(loss, None if objective is None else from_section(objective), spec=spec, ignore=ignore)
+    found = {"values": answer.as_dict(), "text": answer.text()}
+    if command:
+        from trimtab.check_loss.loss_page import page
+
+        found["html"] = page(answer, command)
+    return found
+
+
+def _load(target: str) -> Any:
+    """Returns the function. Importing runs the file."""
+    place, _, name = target.rpartition(":")
+    outer, *inner = name.split(".")
+    allow_code()
+    if place.endswith(".py"):
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        place = Path(place).stem
+    found: Any = load_function(f"{place}:{outer}", "loss")
+    for part in inner:
+        if not hasattr(found, part):
+            raise TrimtabError(f"loss {target!r}: no {part!r} in {outer!r}{did_you_mean(part, vars(found))}")
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, type):
+        kind = "a class" if isinstance(found, type) else type(found).__name__
+        raise TrimtabError(f"loss {target!r} is {kind}: name a function, or a method of a TRL trainer")
+    return found
+
+
+def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """Returns `NAME=VALUE` as a mapping: numbers, true, false and null as such, anything else as text."""
+    parsed: dict[str, Any] = {}
+    for item in given:
+        key, sign, value = item.partition("=")
+        if not (key and sign):
+            raise TrimtabError(f"--arguments {item}: write NAME=VALUE")
+        try:
+            parsed[key] = json.loads(value)
+        except ValueError:
+            parsed[key] = value
+    return parsed

@@ -1,0 +1,138 @@
+"""Small batches in float64, each made to show one property of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+"""The fields of `PolicyLogps` and `advantage`, (batch, 1)."""
+
+POLICIES = ("current", "proximal", "behavior")
+FLOATS = (*POLICIES, "reference", "entropy")
+TOKENS, MOVED = 4, 1  # trained tokens of a row, and the place of the token that a probe moves
+RARE, FREQUENT = -4.0, -0.3  # log-prob of the moved token
+UP, DOWN = 1.5, -0.5  # advantages; neither their mean is 0 nor their std 1, which would hide a normalization
+STEP = 1e-4  # nats, for slopes; inside the bounds of GSPO
+
+
+def equal_policies(lengths: Sequence[int], width: int, advantage: Tensor, moved: float | None = None) -> Batch:
+    """Returns a batch in which all policies are the same. advantage: (rows, 1). Padding holds ordinary log-probs.
+
+    moved: makes all rows alike, with this log-prob at the token that is moved.
+    """
+    rows = len(lengths)
+    place = torch.arange(width).expand(rows, width)
+    row = torch.zeros(rows, 1, dtype=torch.long) if moved is not None else torch.arange(rows)[:, None]
+    logp = -1.1 - 0.13 * ((3 * row + 5 * place) % 11).double()
+    if moved is not None:
+        logp[:, MOVED] = moved
+    heads = torch.tensor([-1.0, -1.5, -2.5], dtype=torch.float64).expand(rows, width, 3)
+    return {
+        **{name: logp.clone() for name in (*POLICIES, "reference")},
+        "entropy": torch.full_like(logp, 0.5),
+        "off_policy": torch.zeros_like(logp, dtype=torch.bool),
+        "turn": (place >= 2).long(),
+        "age": torch.ones_like(place),
+        "head_current": heads.clone(),
+        "head_behavior": heads.clone(),
+        "mask": place < torch.tensor(lengths)[:, None],
+        "advantage": advantage.double(),
+    }
+
+
+def of_rows(rows: int, advantage: float, moved: float = RARE, tokens: int = TOKENS) -> Batch:
+    """Returns rows that are all alike, with two columns of padding."""
+    return equal_policies([tokens] * rows, tokens + 2, torch.full((rows, 1), advantage), moved)
+
+
+def of_lengths(lengths: Sequence[int], width: int = 8) -> Batch:
+    """Returns rows of these lengths, each with another advantage."""
+    values = [1.0, -0.5, 2.0, -0.7, 1.3, -1.1, 0.6, 0.9]
+    return equal_policies(lengths, width, torch.tensor(values[: len(lengths)])[:, None])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is moved away from the other policies, which leaves one curve of weights.
+
+    policy, sign: whose log-prob moves by sign * x, so that the ratio is exp(x). span: one "token", the whole
+    "response", or "mean": one token, and the others against it, so that their mean stays. tokens: of a response.
+    """
+
+    name: str
+    policy: str
+    span: str = "token"
+    moved: float = RARE
+    tokens: int = TOKENS
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.policy == "current" else -1
+
+    @property
+    def highest(self) -> float:
+        """The largest shift: no log-prob may exceed 0."""
+        return 3.0 if self.moved == RARE else 0.25
+
+    def within(self, shifts: Tensor) -> Tensor:
+        """Returns the shifts that it reaches."""
+        return shifts[shifts.le(self.highest)]
+
+    def batch(self, shifts: Tensor, advantage: float, tokens: int = 0) -> Batch:
+        """Returns a batch of a row without a shift and one row for each. tokens: in place of those of the probe."""
+        tokens = tokens or self.tokens
+        batch = of_rows(len(shifts) + 1, advantage, self.moved, tokens)
+        columns = torch.arange(tokens + 2)[None]
+        shift = torch.cat([shifts.new_zeros(1), shifts])[:, None]
+        where = columns == MOVED if self.span == "token" else batch["mask"]
+        factor = torch.where(columns == MOVED, 1.0, -1 / (tokens - 1) if self.span == "mean" else 1.0).double()
+        # A shift upwards starts from below.
+        low = (shift - 3).clamp(min=0) * (self.moved == RARE) + 3.0 * (self.span != "token")
+        for name in (*POLICIES, "reference"):
+            batch[name] = batch[name] - torch.where(where, low, 0.0)
+        batch[self.policy] = batch[self.policy] + torch.where(where, self.sign * factor * shift, 0.0)
+        if self.policy == "current":
+            batch["reference"] = batch["current"].clone()  # no KL
+        return batch
+
+
+PROBES = (
+    Probe("π/π_old of a token", "current"),
+    Probe("π_old/μ of a token", "behavior"),
+    Probe("π/π_old of a response", "current", "response"),
+    Probe("π_old/μ of a response", "behavior", "response"),
+    Probe("π/π_old of a frequent token", "current", moved=FREQUENT),
+    Probe("π/π_old of a token, the mean kept", "current", "mean"),
+    Probe("π_old/μ of a token, the mean kept", "behavior", "mean"),
+    Probe("π/π_old of a token in a long response", "current", tokens=128),
+)
+DRIFT, MISMATCH, DRIFT_ALL, MISMATCH_ALL, DRIFT_FREQUENT, DRIFT_MEAN, MISMATCH_MEAN, DRIFT_LONG = PROBES
+
+
+def random_batch(seed: int, spread: float, rows: int = 6, width: int = 12) -> Batch:
+    """Returns a batch of random log-probs; each policy is `spread` nats away from the one before it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    def moved(logp: Tensor) -> Tensor:
+        return (logp + spread * torch.randn(logp.shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+
+    lengths = (uniform(rows, 1) * width).long() + 1
+    mask = (torch.arange(width)[None] < lengths) & (uniform(rows, width) < 0.85)
+    behavior = -0.05 - 3.5 * uniform(rows, width)
+    proximal = moved(behavior)
+    current = moved(proximal)
+    heads = (uniform(rows, width, 3) * 2).log_softmax(-1) - 0.2
+    return {
+        **{"current": current, "proximal": proximal, "behavior": behavior, "reference": moved(current)},
+        **{"entropy": uniform(rows, width), "off_policy": (uniform(rows, width) < 0.2) & mask, "mask": mask},
+        **{"turn": (uniform(rows, width) < 0.3).long().cumsum(1), "age": (5 * uniform(rows, width)).long()},
+        **{"head_current": heads, "head_behavior": heads - 0.1 * uniform(rows, width, 3)},
+        "advantage": 2 * uniform(rows, 1) - 0.8,
+    }

@@ -1,0 +1,305 @@
+"""What is read of a loss: each property by itself, computed when it is first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.check_loss.bends import Bends, find_bends
+from trimtab.check_loss.loss_function import Loss, Reading, Update
+from trimtab.check_loss.probe_batches import (
+    DOWN,
+    DRIFT,
+    DRIFT_ALL,
+    MISMATCH_ALL,
+    MOVED,
+    POLICIES,
+    PROBES,
+    RARE,
+    STEP,
+    TOKENS,
+    UP,
+    Batch,
+    Probe,
+    of_lengths,
+    of_rows,
+    random_batch,
+)
+
+SIGNS = {True: UP, False: DOWN}
+"""Whether A > 0 -> the advantage of the probes."""
+POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
+"""Shifts at which every curve is read, upwards and, with the other sign, downwards."""
+SHIFTS = torch.tensor([-2.0, -1.0, -0.5, -0.1, 0.1, 0.5, 1.0, 2.0]).double()
+TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 3.0]).double()
+FAR = 25.0
+PLACES = {"own": MOVED, "before": 0, "after": 3}
+SPLITS = {
+    "two": ([6, 3, 4, 1, 5], (2, 5)),
+    "five": ([6, 3, 4, 1, 5], (1, 2, 3, 4, 5)),
+    "two of as many responses": ([6, 3, 4, 1], (2, 4)),
+}
+"""Lengths of responses, and the rows after which a micro-batch ends."""
+SPREADS = (5e-5, 2e-3, 0.1, 0.6)
+"""Nats between the policies of the random batches."""
+
+Denominator = Callable[[Tensor, int], Tensor]
+DENOMINATORS: dict[str, Denominator] = {
+    "token-mean": lambda n, _: n.sum(),
+    "seq-mean-token-mean": lambda n, _: len(n) * n,
+    "seq-mean-token-sum or constant": lambda n, _: torch.tensor(len(n)),
+    "a mean over all positions, padding too": lambda n, width: torch.tensor(len(n) * width),
+    "seq-mean-token-mean over responses with a token": lambda n, _: (n > 0).sum() * n,
+    "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
+    "the width of the batch times its responses with a token": lambda n, width: (n > 0).sum() * width,
+    "no denominator, a sum over tokens": lambda _n, _: torch.tensor(1),
+    "seq-mean-token-mean, divided by the length once more": lambda n, _: len(n) * n * n,
+}
+"""From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
+UNKNOWN = "none of the known"
+
+
+class Neutral(NamedTuple):
+    """Where all policies are equal: gradient for each advantage, dL/dA odd in A, and the batch."""
+
+    gradient: Tensor
+    by_advantage: Tensor
+    batch: Batch
+
+
+@dataclass
+class Readings:
+    """The readings of a loss. Weights are relative to that where all policies are equal."""
+
+    loss: Loss
+    _bends: dict[tuple[Probe, int], dict[tuple[bool, int], Bends]] = field(default_factory=dict)
+    _weights: dict[tuple[Probe, bool, int], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def neutral(self) -> Mapping[str, Neutral]:
+        shapes = {"plain": ([6, 3, 4, 1], 8), "wide": ([6, 3, 4, 1], 12)}
+        shapes |= {"empty": ([6, 3, 4, 1, 0], 8), "more": ([6, 3, 4, 1, 6, 6, 2], 8)}
+        result = {}
+        for name, (lengths, width) in shapes.items():
+            batch = of_lengths(lengths, width)
+            up, down = self.loss.read(batch), self.loss.read({**batch, "advantage": -batch["advantage"]})
+            odd = -(up.by_advantage + down.by_advantage).sum(1) / 2
+            result[name] = Neutral(self.loss.policy_gradient(batch), odd, batch)
+        return result
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The gradient for each advantage where all policies are equal and all log-probs too, which are -1 there."""
+        batch = self.neutral["plain"].batch
+        same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
+        return self.loss.policy_gradient({**batch, **same})
+
+    @cached_property
+    def aggregation(self) -> tuple[str, float]:
+        """The denominator that explains the gradients where all policies are equal, and the factor that is left."""
+        best = (UNKNOWN, math.nan, math.inf)
+        for name, denominator in DENOMINATORS.items():
+            products = []
+            for gradient, _, batch in self.neutral.values():
+                lengths = batch["mask"].sum(1).double()
+                divided = denominator(lengths, batch["mask"].shape[1]).expand(len(lengths))
+                products += (gradient[:, 0] * divided)[lengths > 0].tolist()
+            middle = sorted(products)[len(products) // 2]
+            spread = (max(products) - min(products)) / (abs(middle) or 1.0)
+            if spread < best[2] - 1e-9:
+                best = (name, middle, spread)
+        return best[:2] if best[2] < 1e-6 else (UNKNOWN, best[1])
+
+    @cached_property
+    def scale(self) -> float:
+        """The gradient of a token of `of_rows(8, ...)` where all policies are equal."""
+        return float(self.loss.policy_gradient(of_rows(8, 1.0))[0, MOVED]) or 1.0
+
+    @cached_property
+    def homogeneity(self) -> float:
+        """Gradient where all advantages are three times as large, over three times that before: 1 for a linear loss."""
+        batch = self.neutral["plain"].batch
+        zero, one, three = (
+            self.loss.read({**batch, "advantage": k * batch["advantage"]}).gradient[0, 0] for k in (0, 1, 3)
+        )
+        return float((three - zero) / (3 * (one - zero)))
+
+    @cached_property
+    def exponents(self) -> Mapping[tuple[bool, str, str, int], float]:
+        """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
+        result = {}
+        for positive, advantage in SIGNS.items():
+            batch = of_rows(1 + 2 * len(POLICIES), advantage)
+            sides = [(policy, side) for policy in POLICIES for side in (1, -1)]
+            for row, (policy, side) in enumerate(sides, 1):
+                batch[policy][row, MOVED] += side * STEP
+            gradient = self.loss.policy_gradient(batch)
+            for row, (policy, side) in enumerate(sides, 1):
+                for place, column in PLACES.items():
+                    share = float(gradient[row, column] / gradient[0, column])
+                    change = math.log(share) if share > 0 else share - 1
+                    result[positive, policy, place, side] = change / (side * STEP)
+        return result
+
+    def exponent(self, positive: bool, policy: str, place: str = "own") -> float:
+        """The mean of the exponents of both sides."""
+        return sum(self.exponents[positive, policy, place, side] for side in (1, -1)) / 2
+
+    def kink(self, positive: bool, policy: str) -> float:
+        """The difference of the exponents of both sides at the moved token."""
+        above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
+        return abs(above - below)
+
+    def weights(self, probe: Probe, shifts: Tensor, advantage: float, tokens: int = 0) -> Tensor:
+        """Returns the weights of the moved token at these shifts."""
+        gradient = self.loss.policy_gradient(probe.batch(shifts, advantage, tokens))[:, MOVED]
+        return gradient[1:] / gradient[0]
+
+    def bends(self, probe: Probe, tokens: int = 0) -> dict[tuple[bool, int], Bends]:
+        """Returns the bends of a probe by sign of A and direction of the shift. tokens: in place of the probe's."""
+        if (probe, tokens) not in self._bends:
+            found = {}
+            for positive, advantage in SIGNS.items():
+                up = probe.within(POINTS)
+                weights = self._read(probe, positive, tokens)
+                for direction, points, values in ((1, up, weights[: len(up)]), (-1, -POINTS, weights[len(up) :])):
+                    curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
+                    found[positive, direction] = find_bends(curve, points, values)
+            self._bends[probe, tokens] = found
+        return self._bends[probe, tokens]
+
+    def _read(self, probe: Probe, positive: bool, tokens: int = 0) -> Tensor:
+        """Returns the weights at `POINTS` up to the highest of the probe, and at -`POINTS`."""
+        key = probe, positive, tokens
+        if key not in self._weights:
+            points = torch.cat([probe.within(POINTS), -POINTS])
+            self._weights[key] = self.weights(probe, points, SIGNS[positive], tokens)
+        return self._weights[key]
+
+    @cached_property
+    def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
+        """The weights at `SHIFTS`, of which a probe may reach only some: 0 beyond its highest."""
+        result = {}
+        for probe in PROBES:
+            up = len(probe.within(POINTS))
+            places = [round(abs(x) / 0.025) + (up if x < 0 else 0) for x in SHIFTS.tolist()]
+            reached = torch.tensor([x <= probe.highest for x in SHIFTS.tolist()])
+            for positive in SIGNS:
+                values = self._read(probe, positive)[
+                    [place if ok else 0 for place, ok in zip(places, reached, strict=True)]
+                ]
+                result[probe, positive] = torch.where(reached, values, 0.0)
+        return result
+
+    @cached_property
+    def far(self) -> Mapping[bool, Tensor]:
+        """The weights at log-ratios of -`FAR` and `FAR`."""
+        shifts = torch.tensor([-FAR, FAR]).double()
+        return {positive: self.weights(DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
+
+    @cached_property
+    def padding(self) -> Mapping[tuple[str, str], str]:
+        """Field and "nan" or "counted" -> what NaN or another value at padding changes; only where it does."""
+        batch = self.neutral["plain"].batch
+        before = self.loss.read(batch)
+        result = {}
+        for name in (*POLICIES, "reference"):
+            for kind, value in (("nan", torch.nan), ("counted", -0.7)):
+                after = self.loss.read({**batch, name: torch.where(batch["mask"], batch[name], value)})
+                change = _change(before, after)
+                if kind == "nan" and math.isnan(change):
+                    result[name, kind] = "loss and gradient" if math.isnan(after.loss) else "the gradient"
+                elif kind == "counted" and change > 1e-9:
+                    result[name, kind] = f"{after.loss - before.loss:.3g}"
+        return result
+
+    @cached_property
+    def splits(self) -> Mapping[str, list[Tensor]]:
+        """The gradient of each micro-batch over that of the whole, at its trained tokens."""
+        result = {}
+        for name, (lengths, ends) in SPLITS.items():
+            batch = of_lengths(lengths)
+            batch["current"] = batch["current"] + STEP / 10
+            whole = self.loss.read(batch).gradient
+            update = Update(batch, len(ends))
+            result[name] = []
+            for start, end in pairwise((0, *ends)):
+                part = {key: value[start:end] for key, value in batch.items()}
+                shares = self.loss.read(part, update).gradient / whole[start:end]
+                result[name].append(shares[part["mask"]])
+        return result
+
+    @cached_property
+    def kl_curve(self) -> Tensor:
+        """The gradient of a token at A = 0 against log π_ref - log π (`TO_REFERENCE`), in units of `scale`."""
+        batch = of_rows(len(TO_REFERENCE), 0.0)
+        batch["reference"][:, MOVED] += TO_REFERENCE
+        return self._at_zero(batch)
+
+    @cached_property
+    def kl_weighted(self) -> Tensor:
+        """The same at 0.5, where nothing else, the sampler, and the proximal policy is 0.5 away."""
+        batch = of_rows(8, 0.0)
+        batch["behavior"][1, MOVED] -= 0.5
+        batch["proximal"][2, MOVED] -= 0.5
+        batch["reference"][:, MOVED] += 0.5
+        return self._at_zero(batch)[:3]
+
+    @cached_property
+    def pull(self) -> Tensor:
+        """The gradient at A = 0 where a whole response has moved: current by four shifts, then the sampler."""
+        shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
+        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (DRIFT_ALL, MISMATCH_ALL)]
+        return torch.cat([values[1:5] - values[0] for values in found])
+
+    def _at_zero(self, batch: Batch) -> Tensor:
+        gradient = self.loss.read({**batch, "advantage": 0 * batch["advantage"]}).gradient[:, MOVED]
+        return gradient / self.scale
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """The change of all gradients by an input that few losses read, in units of `scale`."""
+        batch = of_rows(2, 1.0)
+        batch["advantage"] = torch.tensor([[UP], [DOWN]]).double()
+        batch["current"][:, MOVED] += torch.tensor([0.7, -0.9]).double()
+        batch["behavior"][:, MOVED] -= 0.1
+        before = self.loss.read(batch)
+        changes = {
+            "off_policy": (torch.arange(TOKENS + 2) == MOVED).expand(2, -1),
+            "age": 0 * batch["age"] + 3,
+            "turn": 0 * batch["turn"],
+            "head_behavior": batch["head_behavior"] - torch.tensor([1.5, 0.0, 0.1]).double(),
+        }
+        after = {name: self.loss.read({**batch, name: value}) for name, value in changes.items()}
+        changed = {
+            name: torch.cat([(one.gradient - before.gradient).flatten(), one.by_heads.flatten()]) / self.scale
+            for name, one in after.items()
+        }
+        return {**changed, "entropy": before.by_entropy.flatten() / self.scale}
+
+    @cached_property
+    def foreign(self) -> float:
+        """The largest relative change of the gradient of a response when two others drift."""
+        batch = of_rows(3, 1.0, RARE)
+        batch["advantage"] = torch.tensor([[1.0], [0.8], [-0.5]]).double()
+        batch["current"] = batch["current"] + STEP / 10
+        drifted = {**batch, "current": batch["current"].clone()}
+        drifted["current"][1:] += 0.4
+        before, after = (self.loss.read(one).gradient[0] for one in (batch, drifted))
+        return float((before - after).abs().max() / before.abs().max())
+
+    @cached_property
+    def random(self) -> list[Reading]:
+        """The readings of a random batch for each of `SPREADS`."""
+        return [self.loss.read(random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]
+
+
+def _change(before: Reading, after: Reading) -> float:
+    return abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())

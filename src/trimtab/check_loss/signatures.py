@@ -1,0 +1,233 @@
+"""Calls a loss function of any trainer with a batch, by the names of its parameters.
+
+    ours, verl's and most others'   tensors by name (`TENSORS`), and the counts of the update by name (`COUNTS`)
+    slime's and Miles' custom loss  (args, batch, logits, sum_of_sample_mean)
+    prime-rl's custom loss          (inputs), one response at a time
+    a method of a TRL trainer       (self, model, inputs)
+
+What a function computes outside of its parameters (advantages, weights that the trainer passes) is not judged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.check_loss import stand_ins
+from trimtab.check_loss.loss_function import Loss, Update
+from trimtab.check_loss.probe_batches import Batch, of_lengths
+from trimtab.errors import TrimtabError, did_you_mean
+
+TENSORS: dict[str, tuple[str, ...]] = {
+    "current": (
+        *("logp_current", "log_prob", "log_probs", "logprobs", "logps", "logp", "new_log_probs", "new_logps"),
+        *("new_logprobs", "curr_logprobs", "current_logps", "per_token_logps", "trainer_logprobs", "action_log_probs"),
+    ),
+    "proximal": (
+        *("logp_proximal", "old_log_prob", "old_log_probs", "old_logprobs", "old_logps", "old_logp", "logp_old"),
+        *("prev_logprobs", "old_per_token_logps", "old_action_log_probs", "proximal_logprobs", "proximal_logp"),
+    ),
+    "behavior": (
+        *("logp_behavior", "rollout_log_probs", "rollout_log_prob", "rollout_logprobs", "sampling_per_token_logps"),
+        *("inference_logprobs", "generation_logprobs", "sampler_logps", "behavior_logprobs", "behave_logp"),
+    ),
+    "reference": (
+        *("logp_reference", "ref_log_prob", "ref_log_probs", "ref_logprobs", "ref_logps", "ref_logp"),
+        *("reference_logprobs", "ref_per_token_logps", "base_action_log_probs"),
+    ),
+    "mask": ("response_mask", "loss_mask", "completion_mask", "action_mask", "token_mask", "masks"),
+    "advantage": ("advantages",),
+    "entropy": ("entropies",),
+    **dict.fromkeys(("off_policy", "turn", "age", "head_current", "head_behavior"), ()),
+}
+"""Field -> further names of a parameter that takes it, (batch, time)."""
+COUNTS: dict[str, tuple[str, ...]] = {
+    "tokens": ("num_tokens", "total_tokens", "token_count", "num_items_in_batch", "batch_num_tokens"),
+    "responses": ("num_responses", "num_sequences", "num_samples", "global_batch_size", "batch_size"),
+    "trained_responses": (),
+    "parts": ("accumulation_steps", "gradient_accumulation_steps", "num_micro_batches", "micro_batches"),
+}
+"""Count of the whole update -> further names of a parameter that takes it."""
+GIVEN = {"loss_agg_mode": "token-mean", "rollout_is_weights": None}
+"""Values of parameters of verl's losses that have no default."""
+EXAMPLE = of_lengths([5, 3, 4], width=6)
+
+
+def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None, name: str = "") -> Loss:
+    """Returns a function as a loss.
+
+    arguments: field or count -> the parameter that takes it; parameter -> its value; "config.key", "args.key" or a key
+        of TRL's configuration -> the value in that object.
+    Raises `TrimtabError` for a parameter of unknown meaning and for a function that cannot be called.
+    """
+    label = name or getattr(function, "__name__", "loss")
+    with stand_ins.float_means_double():
+        call, inputs = _call(function, dict(arguments or {}))
+
+    def scalar(batch: Batch, update: Update) -> Tensor:
+        with stand_ins.float_means_double():
+            return _scalar(call(batch, update), label)
+
+    return Loss(label, scalar, inputs)
+
+
+def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
+    """Returns how a function is called, in code and in words."""
+    names = list(inspect.signature(function).parameters)
+    if names[:1] == ["self"]:
+        return stand_ins.trl(function, given), "log-probs on a stand-in of its TRL trainer"
+    if {"args", "batch", "logits", "sum_of_sample_mean"} <= set(names):
+        return stand_ins.slime(function, _of_object("args", given)), "a batch of slime or Miles"
+    if "inputs" in names and not set(names) & {"current", *TENSORS["current"]}:
+        return stand_ins.prime_rl(function, given), "the inputs of prime-rl"
+    return _by_names(function, given)
+
+
+def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the values of `key.name` out of the arguments."""
+    own = {name.removeprefix(f"{key}."): value for name, value in given.items() if name.startswith(f"{key}.")}
+    for name in own:
+        del given[f"{key}.{name}"]
+    return own
+
+
+def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
+    """Returns how to call it, in code and in words."""
+    config = _of_object("config", given)
+    parameters = inspect.signature(function).parameters
+    tensors, counts, values = _meanings(parameters, given)
+    if "config" in parameters and "config" not in values:
+        values["config"] = None
+    elif config:
+        raise TrimtabError(
+            f"the function has no parameter `config`, which --arguments config.{next(iter(config))} sets"
+        )
+
+    def call(batch: Batch, update: Update, form: tuple[torch.dtype, str]) -> Any:
+        dtype, shape = form
+        own = dict(values)
+        if "config" in own and own["config"] is None:
+            own["config"] = stand_ins.verl_config(config, update)
+        available = {"tokens": update.tokens, "responses": update.responses, "parts": update.parts}
+        available["trained_responses"] = update.batch["mask"].any(1).sum()
+        own |= {parameter: available[count] for parameter, count in counts.items()}
+        for parameter, name in tensors.items():
+            value = batch[name].to(dtype) if name == "mask" else batch[name]
+            if name == "advantage" and value.shape[1] == 1:
+                value = value[:, 0] if shape == "(batch,)" else value.expand_as(batch["mask"])
+                value = batch[name] if shape == "(batch, 1)" else value
+            own[parameter] = value
+        return function(**own)
+
+    form = _form(call, function)
+    shapes = {"mask": f" ({str(form[0]).removeprefix('torch.')})", "advantage": f" {form[1]}"}
+    said = [f"{parameter} = {name}{shapes.get(name, '')}" for parameter, name in (tensors | counts).items()]
+    return (lambda batch, update: call(batch, update, form)), ", ".join(said)
+
+
+def _meanings(
+    parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
+    """Returns the fields, the counts and the values of parameters.
+
+    Raises `TrimtabError` for a parameter without default and meaning, and for arguments that name nothing.
+    """
+    own = {name: field for field, names in (TENSORS | COUNTS).items() for name in (field, *names)}
+    mapped, values = {}, {}
+    for key, value in given.items():
+        if key in TENSORS | COUNTS and isinstance(value, str) and value in parameters:
+            mapped[value] = key
+        elif key in parameters:
+            values[key] = value
+        else:
+            known = [*TENSORS, *COUNTS, *parameters]
+            raise TrimtabError(f"--arguments {key}={value}: no parameter has that name{did_you_mean(key, known)}")
+    taken = set(mapped.values())
+    for name, parameter in parameters.items():
+        if name in mapped or name in values or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name in own and own[name] not in taken:
+            mapped[name] = own[name]
+        elif name in GIVEN and parameter.default is parameter.empty:
+            values[name] = GIVEN[name]
+        elif name != "config" and parameter.default is parameter.empty:
+            raise TrimtabError(
+                f"the meaning of the parameter `{name}` is not known: give a value, --arguments {name}=0.2, or say "
+                f"what it takes, --arguments FIELD={name} with a FIELD of {', '.join(TENSORS | COUNTS)}"
+            )
+    for field in ("current", "advantage"):
+        if field not in mapped.values():
+            raise TrimtabError(
+                f"no parameter takes `{field}` (known names: {', '.join((field, *TENSORS[field]))}): say which one "
+                f"does, --arguments {field}=NAME"
+            )
+    return (
+        {name: field for name, field in mapped.items() if field in TENSORS},
+        {name: field for name, field in mapped.items() if field in COUNTS},
+        values,
+    )
+
+
+def _form(call: Callable[..., Any], function: Callable[..., Any]) -> tuple[torch.dtype, str]:
+    """Returns the dtype of the mask and the shape of advantages with which the function can be called.
+
+    A wrong shape may broadcast: a response must then not depend on the advantages of others.
+    """
+    possible: list[tuple[torch.dtype, str]] = []
+    first: Exception | None = None
+    forms = list(product((torch.bool, torch.float64), ("(batch, 1)", "(batch, time)", "(batch,)")))
+    if "response_mask" in inspect.signature(function).parameters:  # verl's
+        forms.insert(0, (torch.float64, "(batch, time)"))
+    for form in forms:
+        try:
+            gradients = [_first_row(call, other, form) for other in (0.3, 2.0)]
+        except Exception as error:
+            first = first or error
+            continue
+        possible.append(form)
+        if torch.equal(*gradients):
+            return form
+    if possible:
+        return possible[0]
+    assert first is not None
+    lines = str(first).strip().splitlines()
+    name = getattr(function, "__name__", "the function")
+    raise TrimtabError(
+        f"{name} cannot be called with tensors of (batch, time), a mask of bool or float, and advantages of (batch, "
+        f"1), (batch, time) or (batch,): {type(first).__name__}{': ' + lines[0][:200] if lines else ''}"
+    ) from None
+
+
+def _first_row(call: Callable[..., Any], other: float, form: tuple[torch.dtype, str]) -> Tensor:
+    """Returns the gradient of the first response, where the advantage of the second one is `other`."""
+    batch = {name: value.clone() for name, value in EXAMPLE.items()}
+    batch["advantage"][1] = other
+    leaf = batch["current"].requires_grad_()
+    value = _scalar(call(batch, Update(batch), form), "the function")
+    if not value.requires_grad:
+        return torch.zeros(())
+    return torch.autograd.grad(value, leaf)[0][0]
+
+
+def _scalar(value: Any, name: str) -> Tensor:
+    """Returns the loss of what a function returns: a scalar, the first of several values, or `loss` of an object."""
+    if isinstance(value, tuple | list) and value and not hasattr(value, "loss"):
+        value = value[0]
+    elif isinstance(value, Mapping) and "loss" in value:
+        value = value["loss"]
+    value = getattr(value, "loss", value)
+    if not isinstance(value, Tensor):
+        raise TrimtabError(f"{name} returned {type(value).__name__}: a loss is a scalar tensor, alone or first")
+    if value.numel() != 1:
+        raise TrimtabError(f"{name} returned a tensor of shape {tuple(value.shape)}: reduce it to a scalar")
+    if value.dtype != torch.float64:
+        raise TrimtabError(
+            f"{name} computes in {str(value.dtype).removeprefix('torch.')}, and is probed in float64: keep the dtype "
+            "of its inputs"
+        )
+    return value.reshape(())

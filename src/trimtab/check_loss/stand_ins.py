@@ -1,0 +1,204 @@
+"""What losses of other trainers read beside tensors: stand-ins of configurations, trainers and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.check_loss.loss_function import Update
+from trimtab.check_loss.probe_batches import Batch
+from trimtab.errors import TrimtabError, did_you_mean
+
+Call = Callable[[Batch, Update], Any]
+VERL = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "entropy_coeff": 0.0}
+"""verl's defaults, for a loss that is checked where verl is not installed."""
+
+
+@contextmanager
+def float_means_double() -> Iterator[None]:
+    """Lets `.float()` keep float64, which losses apply to log-probs in 16 bits."""
+    before = torch.Tensor.float
+    torch.Tensor.float = lambda self, *_, **__: self.double()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.float = before  # type: ignore[method-assign]
+
+
+class _Config(SimpleNamespace):
+    """A configuration whose values are attributes, with `get`."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def verl_config(given: Mapping[str, Any], update: Update) -> Any:
+    """Returns verl's configuration of an actor with these values and, as verl sets them, the counts of the update."""
+    counts = {"dp_size": 1, "batch_num_tokens": update.tokens, "global_batch_size": update.responses}
+    counts |= {"loss_scale_factor": None}
+    if "verl" not in sys.modules:
+        return _Config(**{**VERL, "global_batch_info": counts, "policy_loss": _Config(), **given})
+    actor = importlib.import_module("verl.workers.config.actor")
+    inner = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("policy_loss.")}
+    own = {name: value for name, value in given.items() if not name.startswith("policy_loss.")}
+    if inner:
+        own["policy_loss"] = actor.PolicyLossConfig(**inner)
+    config = actor.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, optim=None, **own)
+    config.global_batch_info.update(counts)
+    return config
+
+
+def prime_rl(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
+    """Calls it for one response at a time and divides the sum by the trained tokens of the update, as prime-rl does."""
+
+    def call(batch: Batch, update: Update) -> Tensor:
+        total = batch["current"].new_zeros(())
+        for row in range(len(batch["mask"])):
+            inputs = SimpleNamespace(
+                trainer_logprobs=batch["current"][row],
+                inference_logprobs=batch["behavior"][row],
+                ref_logprobs=batch["reference"][row],
+                teacher_logprobs=None,
+                advantages=batch["advantage"][row].expand(batch["mask"].shape[1]),
+                loss_mask=batch["mask"][row],
+                loss_weights=None,
+            )
+            value = function(inputs, **given)
+            total = total + getattr(value, "loss", value)
+        return total / update.tokens
+
+    return call
+
+
+def slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
+    """Calls it with flat logits of two ids, and divides by the count of the update, as slime and Miles do.
+
+    The first id has the log-prob of the batch, so that log_softmax returns it, with its gradient.
+    """
+    args = SimpleNamespace(
+        **{
+            **{"calculate_per_token_loss": False, "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
+            **{"entropy_coef": 0.0, "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_tis": False},
+            **{"advantage_estimator": "grpo", "rollout_temperature": 1.0, "qkv_format": "thd", "use_opsm": False},
+            **given,
+        }
+    )
+
+    def call(batch: Batch, update: Update) -> Tensor:
+        mask = batch["mask"]
+        lengths = [mask.shape[1]] * len(mask)
+        padded = torch.nn.functional.pad(batch["current"], (0, 1), value=-0.5)  # logits of an id predict the next one
+        logits = torch.stack([padded, torch.log(-torch.expm1(padded))], -1).flatten(0, 1)[None]
+        fields = {
+            **{"log_probs": "proximal", "rollout_log_probs": "behavior", "ref_log_probs": "reference"},
+            "advantages": "advantage",
+        }
+        given_batch: dict[str, Any] = {theirs: list(batch[ours].expand_as(mask)) for theirs, ours in fields.items()}
+        given_batch |= {
+            "loss_masks": list(mask.double()),
+            "response_lengths": lengths,
+            "total_lengths": [length + 1 for length in lengths],
+            "unconcat_tokens": [torch.zeros(length + 1, dtype=torch.long) for length in lengths],
+        }
+        counted = mask.sum(1).clamp(min=1)
+
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            rows = torch.where(mask, values.reshape(mask.shape), 0.0).sum(1)
+            return rows.sum() if args.calculate_per_token_loss else (rows / counted).sum()
+
+        value = function(args, given_batch, logits, sum_of_sample_mean)
+        value = value[0] if isinstance(value, tuple) else value
+        return value / (update.tokens if args.calculate_per_token_loss else update.responses)
+
+    return call
+
+
+def trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
+    """Calls a method of a TRL trainer on a stand-in, with the defaults of TRL's configuration and the given values."""
+    trainer, settings = _trl_class(method)
+    known = {item.name: item.default for item in dataclasses.fields(settings)}
+    for name in given:
+        if name not in known:
+            raise TrimtabError(f"--arguments {name}: {settings.__name__} has no such value{did_you_mean(name, known)}")
+    args = SimpleNamespace(**{**known, **given})
+
+    def call(batch: Batch, update: Update) -> Tensor:
+        stand_in = _trl_stand_in(trainer, args, batch, update)
+        mask = batch["mask"].double()
+        advantages = batch["advantage"]
+        inputs = {
+            "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
+            "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
+            "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
+            "completion_mask": mask,
+            "advantages": advantages if _takes_columns(method) else advantages[:, 0],
+            "old_per_token_logps": batch["proximal"].detach(),
+            "old_logps": (batch["proximal"].detach() * mask).sum(1),
+            "ref_per_token_logps": batch["reference"],
+            "num_items_in_batch": update.tokens.double(),
+        }
+        if getattr(args, "off_policy_mask_threshold", None) is not None:
+            inputs["sampling_per_token_logps"] = batch["behavior"].detach()
+        value = method(stand_in, stand_in.model, inputs)
+        # The older trainers leave the division to the Trainer.
+        return value if "current_gradient_accumulation_steps" in inspect.getsource(method) else value / update.parts
+
+    return call
+
+
+def _takes_columns(method: Callable[..., Any]) -> bool:
+    """Whether it reads advantages of (batch, 1) or (batch, time) too, as TRL's newer losses."""
+    return "advantages.dim() == 1" in inspect.getsource(method)
+
+
+def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns the trainer that a method belongs to, and its configuration: GRPOTrainer and GRPOConfig."""
+    trainer = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
+    for kind in trainer.__mro__ if isinstance(trainer, type) else ():
+        if kind.__module__.partition(".")[0] == "trl" and kind.__name__.endswith("Trainer"):
+            name = kind.__name__.removesuffix("Trainer") + "Config"
+            places = [sys.modules[kind.__module__], importlib.import_module("trl")]
+            found = next((getattr(place, name) for place in places if hasattr(place, name)), None)
+            if found is not None:
+                return trainer, found
+    raise TrimtabError(f"{method.__qualname__} is not a method of a TRL trainer: name a function of its tensors")
+
+
+def _trl_stand_in(trainer: Any, args: SimpleNamespace, batch: Batch, update: Update) -> SimpleNamespace:
+    """Returns the attributes that TRL's `_compute_loss` reads, set from its configuration as its `__init__` does."""
+    high = getattr(args, "epsilon_high", None)
+    own = {name: value for name, value in vars(args).items() if not name.startswith("_")}
+    settings = SimpleNamespace(**{**vars(args), "steps_per_generation": update.parts})
+    return SimpleNamespace(
+        **{
+            **own,
+            "args": settings,
+            "accelerator": SimpleNamespace(
+                num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True
+            ),
+            "model": SimpleNamespace(training=True),
+            "epsilon_low": args.epsilon,
+            "epsilon_high": args.epsilon if high is None else high,
+            "use_vllm": False,
+            "vllm_importance_sampling_correction": False,
+            "get_off_policy_mask": getattr(trainer, "get_off_policy_mask", None),
+            "get_gamma_weights": getattr(trainer, "get_gamma_weights", None),
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (batch["current"], batch["entropy"], None),
+            "current_gradient_accumulation_steps": update.parts,
+            "max_completion_length": getattr(args, "max_completion_length", None) or 1024,
+            "_entropy_bonus_enabled": getattr(args, "entropy_coef", 0.0) != 0,
+            "use_adaptive_entropy": False,
+            "aux_loss_enabled": False,
+            "_metrics": {"train": defaultdict(list)},
+        }
+    )

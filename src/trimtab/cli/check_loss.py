@@ -1,0 +1,117 @@
+"""`trimtab check-loss`: is this loss function the objective that it is meant to be?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.output import Json, MultiValueCommand, echo, only_json, print_json
+from trimtab.errors import TrimtabError
+from trimtab.plugins import require_extra
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FUNCTION",
+        help="A function of log-probs, mask and advantages, or a method of a TRL trainer. Its file is imported, in a "
+        "process with limits of time and memory. With --allow-code also module:function of an installed package.",
+    ),
+]
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="NAME",
+        help="The objective it is meant to be, also NAME:KEY=VALUE,... Without it: which objective it is.",
+    ),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE...",
+        help="What takes a field (current=new_lp), or a value of a parameter (eps=0.2), of verl's configuration "
+        "(config.clip_ratio_c=10) or of TRL's (loss_type=cispo).",
+    ),
+]
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="Import an installed package.")]
+Ignore = Annotated[
+    list[str] | None, typer.Option(metavar="KIND", help="A kind of difference that does not count; may be repeated.")
+]
+Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="The check is ended after this time.")]
+HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page with the weights of both.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "check-loss",
+        cls=MultiValueCommand,
+        epilog="Example: [bold]trimtab check-loss my_loss.py:grpo_loss --as grpo[/bold]. The exit code is 0 if it is "
+        "that objective, 1 if it differs, 2 if it cannot be run.",
+    )(check_loss)
+
+
+def check_loss(
+    target: Target,
+    name: As = None,
+    arguments: Arguments = None,
+    trusted: AllowCode = False,
+    ignore: Ignore = None,
+    timeout: Timeout = 120.0,
+    as_json: Json = False,
+    html: HtmlPage = None,
+) -> None:
+    """Probe a loss function: is it the objective that it is meant to be, and where is it not?
+
+    Its gradient is compared with that of the objective, in float64: policies, bounds, weights, masks, KL, padding,
+    denominators and micro-batches. Parameters are known by their names, as verl, TRL, slime, Miles, prime-rl and
+    Trimtab call them.
+    """
+    require_extra("diagnose", "trimtab check-loss")
+    if html is not None and html.suffix.lower() not in (".html", ".htm"):
+        raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
+    place, _, function = target.rpartition(":")
+    if not (place and function):
+        raise TrimtabError(f"{target!r} names no function: write FILE.py:FUNCTION")
+    if not place.endswith(".py") and not trusted:
+        raise TrimtabError(
+            f"{target} is code of an installed package, which would be imported: read it, then add --allow-code"
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise TrimtabError(f"there is no file {place}")
+    from trimtab.check_loss.isolated import check_target, parse_arguments
+
+    with only_json(as_json):
+        found = check_target(
+            target,
+            timeout,
+            objective=_section(name),
+            spec=name or "",
+            arguments=parse_arguments(arguments or []),
+            ignore=ignore or [],
+            command="" if html is None else shlex.join(["trimtab", *sys.argv[1:]]),
+        )
+        if html is not None:
+            from trimtab.runs.atomic import write_output
+
+            write_output(html, found["html"].encode())
+    if as_json:
+        print_json(found["values"] | {"page": html})
+    else:
+        echo(found["text"] + ("" if html is None else f"\npage: {html}"))
+    if not found["values"]["equal"]:
+        raise typer.Exit(1)
+
+
+def _section(name: str | None) -> dict[str, Any] | None:
+    """Returns an `[objective]` section for NAME:KEY=VALUE,..."""
+    if name is None:
+        return None
+    from trimtab.objectives.lookup import split_name
+    from trimtab.trainer.config import parse_override, split_overrides
+
+    objective, rest = split_name(name)
+    return {"name": objective, **dict(map(parse_override, split_overrides(rest, f"objective {name!r}")))}

@@ -1,0 +1,71 @@
+"""`trimtab check-loss` as a command: exit codes, JSON, page, and what a file may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import main
+
+LOSS = """
+import torch
+
+def right(current, proximal, mask, advantage, responses):
+    print("a line of a debugger")
+    ratio = torch.where(mask, current - proximal, 0.0).clamp(-20, 20).exp()
+    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (torch.where(mask, loss, 0.0) / mask.sum(1, keepdim=True).clamp(min=1)).sum() / responses
+
+def endless(current, advantage):
+    while True:
+        pass
+
+def failing(current, advantage):
+    return current.no_such_method()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_loss.py"
+    path.write_text(LOSS)
+    return path
+
+
+def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["check-loss", f"{file}:right", "--as", "grpo"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{file}:right is grpo: ")
+    assert "debugger" not in printed
+    page = tmp_path / "loss.html"
+    command = ["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.28", "--json", "--html", str(page)]
+    assert main.run(command) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert [one["kind"] for one in answer["differences"]] == ["clip"]
+    assert (answer["equal"], answer["spec"], answer["page"]) == (False, "grpo:clip_high=0.28", str(page))
+    html = page.read_text()
+    assert all(words in html for words in ("is 0 beyond 1.28", "Weight of the gradient", "this loss, A &gt; 0"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py:right"], "there is no file nothing.py"),
+        (["FILE:rigth"], "no 'rigth' in 'my_loss' (did you mean 'right'?)"),
+        (["FILE:torch.nn.Module"], "is a class: name a function, or a method of a TRL trainer"),
+        (["FILE:failing"], "'Tensor' object has no attribute 'no_such_method'"),
+        (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
+        (["FILE:right", "--as", "gpro"], "unknown objective 'gpro'"),
+        (["FILE:right", "--as", "grpo", "--ignore", "nam"], "no difference 'nam' to ignore (did you mean 'nan'"),
+        (["trl:grpo"], "trl:grpo is code of an installed package, which would be imported: read it, then add"),
+    ],
+)
+def test_what_cannot_be_run_exits_with_2(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main.run(["check-loss", *(word.replace("FILE", str(file)) for word in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
