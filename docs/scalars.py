@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.monitor.scalars import Scalar, known_scalars
+from trimtab.monitor.curves import Scalar, known_scalars
 
 HEAD = """# Scalars of each framework
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from trimtab.monitor.scalars import Curve, Row
+from trimtab.monitor.curves import Curve, Row
 
 ROUNDING, FACTOR = 5e-3, 2.0
 """Room for values that were logged with two decimals, and for sums of other precision."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.monitor.alarms import Alarm, History, alarms
+from trimtab.monitor.curves import best_mismatch, curves_of
 from trimtab.monitor.monitor import warn
-from trimtab.monitor.scalars import best_mismatch, curves_of, metric_names, step_of, without_sample
+from trimtab.monitor.scalars import metric_names, step_of, without_sample
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
-from trimtab.monitor.scalars import Row, curves_of, known_scalars
+from trimtab.monitor.curves import Row, curves_of, known_scalars
 from trimtab.plugins import require_extra
 
 STEP = (

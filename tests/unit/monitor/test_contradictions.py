@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.monitor.contradictions import INEQUALITIES, Inequality, contradictions
-from trimtab.monitor.scalars import curves_of, judge, known_scalars, lines
+from trimtab.monitor.curves import curves_of, known_scalars
+from trimtab.monitor.scalars import judge, lines
 
 FIGURES: Mapping[str, Callable[[np.ndarray], float]] = {
     "k3": lambda d: float((np.expm1(d) - d).mean()),

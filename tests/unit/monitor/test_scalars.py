@@ -19,9 +19,10 @@ from transformers.trainer_callback import CallbackHandler
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Alarm, Monitor
+from trimtab.monitor.curves import K3, known_scalars
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
-from trimtab.monitor.scalars import K3, METRICS, judge, known_scalars, lines
+from trimtab.monitor.scalars import METRICS, judge, lines
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
 
