@@ -109,7 +109,9 @@ class Comparison:
             times = f"advantages 3 times as large give {linear[0]:.3g} times the gradient, not {linear[1]:.3g}"
             self._add("normalized-advantage", f"{times}: do not normalize advantages inside the loss")
         wrong = (gradient < 0, (own.batch["advantage"] < 0).expand_as(own.gradient)[own.batch["mask"]])
-        if bool(wrong[0].all()) and not same_value:
+        if same_value:
+            pass
+        elif bool(wrong[0].all()):
             self._add("sign", "the loss rises with the advantage: change its sign")
         elif bool(wrong[0].any()) and torch.equal(*wrong):
             self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")

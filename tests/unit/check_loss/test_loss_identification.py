@@ -20,7 +20,6 @@ from trimtab.objectives.surrogates import Reinforce
     ("name", "keywords"),
     [
         ("icepop", {"weight_min": 0.4, "weight_max": 3.5, "clip_high": 0.28}),
-        ("dppo-kl", {"divergence_max": 0.08, "ceiling": 7.0}),
         ("trm", {"k2_max": 0.06, "k3_max": 0.0012}),
         ("dr-grpo", {"length_max": 512, "kl_coef": 0.01}),
     ],
