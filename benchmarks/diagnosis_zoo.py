@@ -29,8 +29,8 @@ COMPUTED = """# How good is the diagnosis of faults it was not made for?
 `python benchmarks/diagnosis_zoo.py --parts computed{options}` changes one thing on one side of a small decoder, draws
 tokens from the sampler's distribution and scores them with the trainer: {kinds} kinds at three strengths, written as
 six trainers write them, {count:,} data sets, {seconds:.0f} s on one core. Log odds of the signs were set by hand on
-half A of the kinds, by a fixed hash of their names; the figures of half B are those to quote. The list of candidates was
-made with both halves in view.
+half A of the kinds, by a fixed hash of their names; the figures of half B are those to quote. The list of candidates
+was made with both halves in view.
 
 ## Goals
 

@@ -91,7 +91,7 @@ Tested = Annotated[
     typer.Option(
         "--tested",
         metavar="NAME=yes|no",
-        help="Whether the test of a candidate found it, as positions=no; repeat it for several.",
+        help="Whether the test of a candidate found it, as model-config=no; repeat it for several.",
     ),
 ]
 WatchFolder = Annotated[
@@ -294,7 +294,8 @@ def parse_tested(given: Sequence[str]) -> dict[str, bool]:
         name, _, result = word.partition("=")
         if name not in names or result not in ("yes", "no"):
             raise TrimtabError(f"--tested {word!r}: write NAME=yes or NAME=no, with a name of {', '.join(names)}")
-        tested[name] = result == "yes"
+        if tested.setdefault(name, result == "yes") != (result == "yes"):
+            raise TrimtabError(f"--tested says yes and no of {name}: leave one out")
     return tested
 
 

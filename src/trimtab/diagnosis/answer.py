@@ -144,10 +144,15 @@ class Diagnosis:
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
         first = _first_step(self, faults, kind, doubt, f"use the correction {method}")
         # Without a cause, what must be repaired in the files is what was found.
-        wrong = next((finding.detail for finding in findings if finding.status == "fail"), cause_text(None))
+        nothing = (
+            cause_text(None) if kind == "healthy" else "k3 is outside its healthy range, in too few tokens to tell why"
+        )
+        wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
         named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
-        candidates = self.candidates[:SHOWN] if kind in ("fits", "differential") else ()
+        candidates = () if kind == "healthy" else self.candidates[:SHOWN]
+        if candidates and candidates[0].found:
+            kind, named = "proven", [("", f"{candidates[0].plain} ({candidates[0].name}), as its test found.")]
         named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
         named += [(f"Candidate {place}", candidate_text(one)) for place, one in enumerate(candidates, start=1)]
         same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
@@ -181,7 +186,7 @@ def candidate_text(candidate: Candidate) -> str:
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:
     if severity == "good":
         return "healthy"
-    if any(cause.is_proven for cause in causes):
+    if causes and causes[0].is_proven:
         return "proven"
     return "fits" if causes and causes[0].name != "unexplained" else "differential"
 
@@ -220,9 +225,17 @@ def _first_step(
     Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
     recipe state needs no repair, and that only at sizes that are published for working setups.
     """
+    if kind != "healthy" and diagnosis.candidates and diagnosis.candidates[0].found:
+        return "Repair that, then run diagnose again."
+    for finding in diagnosis.measured.origin.findings:  # of the files themselves
+        if finding.status == "fail":
+            return finding.next_step
     if kind == "differential" and diagnosis.candidates:
         first = diagnosis.candidates[0].test
-        return f"{first[0].upper()}{first[1:]}. Otherwise `{RESCORE}` says which side is off."
+        otherwise = (
+            "" if diagnosis.measured.sample.rescored is not None else f" Otherwise `{RESCORE}` says which side is off."
+        )
+        return f"{first[0].upper()}{first[1:]}.{otherwise}"
     if faults:
         return next(iter(faults.values()))
     if kind == "healthy":

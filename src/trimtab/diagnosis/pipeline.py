@@ -55,6 +55,7 @@ def diagnose(
     """
     on_progress = on_progress or (lambda _activity, _tokens: None)
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    _ = stated.settings  # raises for what a user mistyped, which `redaction` need not hide
     with nullcontext() if redaction is None else redaction.errors_kept_back():
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(

@@ -39,7 +39,13 @@ class Settings:
     @property
     def bits(self) -> str:
         """The bits of quantized weights: four bits, or eight bits."""
-        return "four bits" if re.search(r"[2345]|awq|gptq", ", ".join(self.coarse or ())) else "eight bits"
+        few = re.search(r"(int|fp|nf|w)[2-5]\b|awq|gptq|bitsandbytes|\b[2-5]bit", ", ".join(self.coarse or ()))
+        return "four bits" if few else "eight bits"
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run's recipe says so, and not the user."""
+        return self.source == Settings.source
 
     @property
     def sixteen_bits(self) -> bool:
@@ -311,7 +317,7 @@ class Candidate:
     """A candidate for a difference that nothing in the data proves.
 
     name: one of `candidates.toml`. plain: what it is. speaks_for, speaks_against: the strongest sign of each kind, ""
-    for none. test: what tells it from the others.
+    for none. test: what tells it from the others. found: whether that test found it.
     """
 
     name: str
@@ -319,6 +325,7 @@ class Candidate:
     speaks_for: str
     speaks_against: str
     test: str
+    found: bool = False
 
 
 @cache

@@ -54,7 +54,7 @@ class Redaction:
         if (view := views.get("token")) is not None:
             labels = tuple(f"hash {int(label):05x}" if label.isdigit() else label for label in view.labels)
             views["token"] = replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})
-        if (settings := origin.settings) is not None:
+        if (settings := origin.settings) is not None and settings.is_recorded:
             pairs = None if settings.coarse is None else [pair.partition(" = ") for pair in settings.coarse]
             coarse = None if pairs is None else tuple(f"{key} = {_known(value)}" for key, _, value in pairs)
             sampler, trainer, autocast = map(_known, (settings.sampler, settings.trainer, settings.autocast))

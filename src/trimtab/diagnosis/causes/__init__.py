@@ -51,7 +51,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_wrong_token,
 )
 from trimtab.diagnosis.measure.other_logprobs import rescored_sides
-from trimtab.diagnosis.records import CAUSES, UNPROVEN, Candidate, Cause, Measured
+from trimtab.diagnosis.records import CAUSES, PROVEN, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
@@ -109,7 +109,10 @@ def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping
     tested: whether the test of a candidate found it, by name. Where the ids were scored again, the side that is off is
     compared with those values, and only what is possible on it is left.
     """
-    if not causes or any(cause.is_proven for cause in causes):
+    # Placeholders are left out of the tokens: what remains has a cause of its own. Values above 0 have no candidates.
+    open_ones = [cause for cause in causes if cause.name not in ("placeholder", "non-finite")]
+    is_above_zero = any(cause.name == "unexplained" and cause.confidence >= PROVEN for cause in causes)
+    if not open_ones or open_ones[0].is_proven or is_above_zero or {one.name for one in open_ones} == {"precision"}:
         return ()
     tokens, sides = LogprobPairs.of(measured.sample), rescored_sides(measured.sample)
     # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.

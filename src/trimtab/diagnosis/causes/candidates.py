@@ -35,10 +35,12 @@ def rank(signs: Mapping[str, Sign], side: str = "", tested: Mapping[str, bool] |
             score += FOUND
         scored.append((score, kind))
     scored.sort(key=lambda pair: -pair[0])
-    return tuple(_candidate(kind, signs) for score, kind in scored if score > EXCLUDED / 2)
+    return tuple(
+        _candidate(kind, signs, is_found=tested.get(kind.name, False)) for score, kind in scored if score > EXCLUDED / 2
+    )
 
 
-def _candidate(kind: CandidateKind, signs: Mapping[str, Sign]) -> Candidate:
+def _candidate(kind: CandidateKind, signs: Mapping[str, Sign], *, is_found: bool) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
     speaks_for, speaks_against = (
         max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
@@ -46,4 +48,4 @@ def _candidate(kind: CandidateKind, signs: Mapping[str, Sign]) -> Candidate:
     )
     texts = {name: sign.text for name, sign in signs.items()} | {"": ""}
     test = f"{kind.test}: {kind.wrong} if it is this one"
-    return Candidate(kind.name, kind.plain, texts[speaks_for], texts[speaks_against], test)
+    return Candidate(kind.name, kind.plain, texts[speaks_for], texts[speaks_against], test, is_found)

@@ -354,6 +354,9 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """
     noise, residual = measure_noise(tokens, context.direction), Residual.of(tokens)
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
+    sixteen = known is not None and not known.is_recorded and not known.coarse
+    if sixteen:  # what the user says of one side does not bound the other
+        known = None
     text = noise.text
     if not noise.is_lower_bound:
         if noise.k3 < max(LEAST_K3, 3 * context.floor):
@@ -382,7 +385,11 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
         return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
     if known is not None:
         return _by_recipe(tokens, noise, text, known)
-    return [] if noise.rms > QUANTIZED["four bits"][1] else [_by_size(tokens, noise, text)]
+    if noise.rms > QUANTIZED["four bits"][1]:
+        return []
+    found = _by_size(tokens, noise, text)
+    is_stated = sixteen and found.name == "precision" and noise.coarseness < 0 and not noise.persistent
+    return [replace(found, is_stated=is_stated)]
 
 
 def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:

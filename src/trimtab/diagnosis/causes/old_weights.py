@@ -120,7 +120,8 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         "lag cannot be told from rounding"
     )
     is_final = is_coarse or is_correlated
-    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_final, is_stated=is_stated)]
+    # The age is stated, not that the difference is of its making: another fault may be beside it.
+    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_final)]
 
 
 def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
@@ -140,13 +141,13 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     )
     sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
     corr, z = advantage_correlation(tokens)
+    is_stated = not context.assumes_current and z >= UNREWARDED_Z
     if corr and z < UNREWARDED_Z:
         sure = UNREWARDED_CONFIDENCE
         evidence += (
             f"; but log-ratios do not correlate with the advantage (correlation {corr:.2f}, z = {z:.1f}), as they "
             "would if the sampler lacked updates: rounding that grows while the policy changes looks the same"
         )
-    is_stated = not context.assumes_current and sure > UNREWARDED_CONFIDENCE
     return [CauseMatch("undelivered", evidence, first, len(tokens) - len(first), sure, is_stated=is_stated)]
 
 

@@ -55,6 +55,7 @@ MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
 MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
 MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base: .94]
 
+FEW_KEPT = 50  # largest top_k that explains a deficit by itself
 MAX_STATED_ERROR = 0.15  # largest log of the ratio of the temperature that was found and the one that the file states
 
 ENTROPY_RANGE = (-3.0, 8.0)
@@ -136,22 +137,26 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         direction = -1 if truncation else 1
     elif not found and (hidden := _by_zeros(tokens) or _by_entropy(tokens)) is not None:
         found = [("raw-logprobs", *hidden)]
-    stated = _stated(tokens.table, fit)
+    stated = _stated(tokens.table, fit, (truncation or mirrored or Truncation(0.0, 0.0, 0)).mass)
     return [
         CauseMatch(name, text, tokens, len(tokens), sure, direction, is_stated=name in stated)
         for name, sure, text in found
     ]
 
 
-def _stated(table: TokenTable, fit: TemperatureFit | None) -> set[str]:
-    """Returns the causes that the file's own columns state: the temperature that was found, truncation, raw values."""
+def _stated(table: TokenTable, fit: TemperatureFit | None, mass: float) -> set[str]:
+    """Returns the causes that the file's own columns state: the temperature that was found, truncation, raw values.
+
+    mass: the share of the probability that is kept. Top-p keeps at least as much as it says.
+    """
     stated = {"raw-logprobs"} if declared_raw(table) is not None else set()
     if fit is not None and table.temperature is not None:
         temperature = float(np.nanmedian(table.temperature))
         if temperature != 1 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
             stated.add("temperature")
-    cuts = ((table.top_p, lambda values: values < 1), (table.top_k, lambda values: values > 0))
-    if any(values is not None and bool(np.any(is_cut(values))) for values, is_cut in cuts):
+    top_p = 1.0 if table.top_p is None else float(np.nanmin(table.top_p))
+    top_k = 0 if table.top_k is None else int(table.top_k.max())
+    if (top_p < 1 and mass >= top_p - MIN_DEFICIT) or (top_p == 1 and 0 < top_k <= FEW_KEPT):
         stated.add("truncated-sampling")
     return stated
 

@@ -44,6 +44,7 @@ MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
 MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
+END_LIFT = 5.0  # least ratio of the share of k3 of first or last tokens to their share of the tokens
 MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ from others
 MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
 MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
@@ -70,6 +71,7 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
         *_of_ids(tokens, undecided),
         *_of_responses(undecided),
         *_of_depth(undecided),
+        *_of_ends(tokens),
         *_of_time(tokens, assumes_current=assumes_current),
         *_of_settings(tokens),
     ]
@@ -235,6 +237,16 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
         yield Sign("deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})")
     elif z < 0 and times < 1 / MIN_TREND:
         yield Sign("earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end")
+
+
+def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
+    """Whether the first or the last trained token of responses holds far more of k3 than of the tokens."""
+    edge = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
+    k3 = tokens.k3
+    for name, at in (("first", edge[:-1]), ("last", edge[1:] - 1)):
+        part, held = len(at) / len(tokens), float(k3[at].sum() / max(k3.sum(), 1e-300))
+        if len(at) >= MIN_TOKENS and part < 0.2 and held > 0.3 and held > END_LIFT * part:
+            yield Sign("ends", f"the {name} token of a response holds {held:.0%} of k3")
 
 
 def _by_probability(tokens: LogprobPairs) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab.diagnosis.causes.detector import CauseMatch, Context, LogprobPairs, Residual, share
 from trimtab.diagnosis.measure.placeholders import MIN_CONTRADICTED
-from trimtab.diagnosis.records import Cause, DataSummary, Measured, Placeholder, Settings
+from trimtab.diagnosis.records import Cause, DataSummary, Measured, Placeholder
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
 
 MAX_BASE_ERROR = 0.03  # largest error of the log of the median ratio of the two log-probs
@@ -95,7 +95,7 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
 
 def find_copied(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Both columns hold the same numbers, and not of a run of this package, whose trainer computes its own."""
-    is_own = context.settings is not None and context.settings.source == Settings.source
+    is_own = context.settings is not None and context.settings.is_recorded
     if is_own or (tokens.behavior != tokens.trainer).any() or len(np.unique(tokens.behavior)) < 10:
         return []
     evidence = (

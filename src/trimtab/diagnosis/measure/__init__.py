@@ -80,7 +80,7 @@ def measure(
             summary,
             trained=trained,
             findings=(
-                *(*summary.findings, *_of_sample(drawn, trained)),
+                *(*summary.findings, *constants.findings(), *_of_sample(drawn, trained)),
                 *(*prefill.findings(), *rescored_findings(drawn), *teacher_findings(drawn)),
             ),
         ),

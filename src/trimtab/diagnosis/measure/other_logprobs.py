@@ -77,13 +77,16 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
     if table.rescored is None or not len(tokens):
         return None
     rescored = tokens.at_tokens(table.rescored).astype(np.float64)
+    known = np.isfinite(rescored)
+    if not known.any():
+        return None
     pairs = {
         "sampler": rescored - tokens.behavior,
         "trainer": tokens.trainer - rescored,
         "mismatch": tokens.trainer - tokens.behavior,
     }
-    cluster = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]
-    fields = (None, *map(k3, pairs.values()))
+    cluster = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows][known]
+    fields = (None, *(k3(pair[known]) for pair in pairs.values()))
     sums = np.stack([np.bincount(cluster, weights=field, minlength=CLUSTERS) for field in fields], axis=1)
     means = cluster_intervals(
         sums[sums[:, 0] > 0],
@@ -99,7 +102,7 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
     elif means[far].value <= ORDINARY_BOTH:
         side = "neither"
     is_other = side == "both" and means[near].value > means["mismatch"].value
-    return RescoredSides(side, **means, is_other_model=is_other, tokens=len(tokens))
+    return RescoredSides(side, **means, is_other_model=is_other, tokens=int(known.sum()))
 
 
 def rescored_findings(table: TokenTable) -> tuple[Finding, ...]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trimtab.diagnosis.records import Placeholder
+from trimtab.diagnosis.records import Placeholder, finding
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
-from trimtab.errors import TrimtabError
+from trimtab.errors import Finding, TrimtabError
 from trimtab.types import MIN_BEHAVIOR
 
 IMPOSSIBLE = -50.0  # nats: a whole number at most this large was not sampled [p = 2e-22]
@@ -59,6 +59,7 @@ class PlaceholderSums:
     lengths: Counter[int] = field(default_factory=Counter)
     padding: dict[str, _Counts] = field(default_factory=lambda: {end: _Counts() for end in ENDS})
     ids: dict[str, set[int]] = field(default_factory=lambda: {end: set() for end in ENDS})
+    lowest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))
     zeros: int = 0
     tokens: int = 0
     responses: int = 0
@@ -87,6 +88,7 @@ class PlaceholderSums:
         values, mask = getattr(table, name), table.mask
         whole = np.rint(values)
         exact = mask & (values == whole)
+        self.lowest[name] = min(self.lowest[name], float(values[mask].min(initial=0.0)))
         other = table.trainer if name == "behavior" else table.behavior
         apart = np.abs(other - values) >= _APART
         for key, part in (("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact)):
@@ -118,6 +120,17 @@ class PlaceholderSums:
         ]
         return (*result, *(self._padding(end) for end in ENDS if self._is_padded(end)))
 
+    def findings(self) -> tuple[Finding, ...]:
+        """Returns one finding for each column that is clamped at a whole number: its lowest value repeats."""
+        found = []
+        for name in COLUMNS:
+            value, usual = self.lowest[name], self.usual.get((name, "any"), _Counts())
+            tokens = self._everywhere(name, value)[0]
+            is_low = IMPOSSIBLE < value < 0 and not self._is_whole(name)
+            if is_low and tokens >= max(MIN_REPEATS, 10 * self.around[name, value]) and usual.tokens:
+                found.append(finding("clamped", column=name, value=f"{value:g}", tokens=f"{tokens:,}"))
+        return tuple(found)
+
     def _judged(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
         found = Placeholder(name, value, place, counts.tokens, counts.responses)
         if value > MAX_ROUNDED_LOGP:
@@ -131,6 +144,8 @@ class PlaceholderSums:
                 return None
             if value < MIN_BEHAVIOR or (name == "behavior" and value <= IMPOSSIBLE):
                 return found
+            if value <= self.lowest[name]:  # values are clamped there
+                return None
             if tokens >= max(MIN_REPEATS, 10 * self.around[name, value]):
                 return found
             frequent = tokens >= MIN_CONTRADICTED

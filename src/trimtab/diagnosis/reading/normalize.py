@@ -84,7 +84,9 @@ def _clear_nonfinite(tokens: TokenLists, trained: np.ndarray, tally: ReadCounts)
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
             values = np.array(tokens.values[name], dtype=np.float32)
         invalid = ~(np.abs(values) <= _MAX_MAGNITUDE) & trained
-        if invalid.any():
+        if name == "logp_rescored":  # of some responses only, and no reason to leave out a token
+            values[invalid] = np.nan
+        elif invalid.any():
             wrong = values[invalid]
             for kind, where in {"nan": np.isnan(wrong), "inf": wrong > 0, "-inf": wrong < 0}.items():
                 if where.any():
