@@ -112,7 +112,8 @@ def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping
     # Placeholders are left out of the tokens: what remains has a cause of its own. Values above 0 have no candidates.
     open_ones = [cause for cause in causes if cause.name not in ("placeholder", "non-finite")]
     is_above_zero = any(cause.name == "unexplained" and cause.confidence >= PROVEN for cause in causes)
-    if not open_ones or open_ones[0].is_proven or is_above_zero or {one.name for one in open_ones} == {"precision"}:
+    is_clean_rest = len(open_ones) < len(causes) and {one.name for one in open_ones} == {"precision"}
+    if not open_ones or open_ones[0].is_proven or is_above_zero or is_clean_rest:
         return ()
     tokens, sides = LogprobPairs.of(measured.sample), rescored_sides(measured.sample)
     # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.
