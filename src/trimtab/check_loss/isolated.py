@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.plugins import allow_code, load_function
+from trimtab.plugins import allow_code, load_function, only_named
 from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
 
 MEMORY = 16 << 30  # bytes; torch and another trainer map several GB
@@ -63,17 +65,20 @@ def _answer(
     arguments: Mapping[str, Any],
     ignore: Sequence[str],
     command: str,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Returns the answer as values, "text" and, where there is a `command` to show on it, "html".
 
-    objective: an `[objective]` section; None for which it is.
+    objective: an `[objective]` section; None for which it is. trusted: whether it may name functions to load.
     """
     from trimtab.check_loss.check import check
     from trimtab.check_loss.signatures import of_function
     from trimtab.objectives.lookup import from_section
 
+    with nullcontext() if trusted else only_named(frozenset()):
+        expected = None if objective is None else from_section(objective)
     loss = of_function(_load(target), arguments, target)
-    answer = check(loss, None if objective is None else from_section(objective), spec=spec, ignore=ignore)
+    answer = check(loss, expected, spec=spec, ignore=ignore)
     found = {"values": answer.as_dict(), "text": answer.text()}
     if command:
         from trimtab.check_loss.loss_page import page
@@ -86,11 +91,11 @@ def _load(target: str) -> Any:
     """Returns the function. Importing runs the file."""
     place, _, name = target.rpartition(":")
     outer, *inner = name.split(".")
-    allow_code()
     if place.endswith(".py"):
-        sys.path.insert(0, str(Path(place).resolve().parent))
-        place = Path(place).stem
-    found: Any = load_function(f"{place}:{outer}", "loss")
+        found: Any = _of_file(Path(place).resolve(), outer, target)
+    else:
+        allow_code()
+        found = load_function(f"{place}:{outer}", "loss")
     for part in inner:
         if not hasattr(found, part):
             raise TrimtabError(f"loss {target!r}: no {part!r} in {outer!r}{did_you_mean(part, vars(found))}")
@@ -99,6 +104,20 @@ def _load(target: str) -> Any:
         kind = "a class" if isinstance(found, type) else type(found).__name__
         raise TrimtabError(f"loss {target!r} is {kind}: name a function, or a method of a TRL trainer")
     return found
+
+
+def _of_file(file: Path, name: str, target: str) -> Any:
+    """Returns what a file defines under a name: of that very file, whatever else has its name."""
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"checked_{abs(hash(file))}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise TrimtabError(f"loss {target!r}: the file has no {name!r}{did_you_mean(name, vars(module))}")
+    return getattr(module, name)
 
 
 def parse_arguments(given: Sequence[str]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def _meanings(
             continue
         if name in own and own[name] not in taken:
             mapped[name] = own[name]
+            taken.add(own[name])
         elif name in GIVEN and parameter.default is parameter.empty:
             values[name] = GIVEN[name]
         elif name != "config" and parameter.default is parameter.empty:

@@ -92,6 +92,7 @@ def check_loss(
             spec=name or "",
             arguments=parse_arguments(arguments or []),
             ignore=ignore or [],
+            trusted=trusted,
             command="" if html is None else shlex.join(["trimtab", *sys.argv[1:]]),
         )
         if html is not None:

@@ -53,7 +53,7 @@ def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["nothing.py:right"], "there is no file nothing.py"),
-        (["FILE:rigth"], "no 'rigth' in 'my_loss' (did you mean 'right'?)"),
+        (["FILE:rigth"], "the file has no 'rigth' (did you mean 'right'?)"),
         (["FILE:torch.nn.Module"], "is a class: name a function, or a method of a TRL trainer"),
         (["FILE:failing"], "'Tensor' object has no attribute 'no_such_method'"),
         (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
@@ -69,3 +69,21 @@ def test_what_cannot_be_run_exits_with_2(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_the_file_that_is_named_is_checked_and_not_another_of_its_name(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    other = tmp_path / "below" / "my_loss.py"
+    other.write_text(LOSS.replace("clamp(0.8, 1.2)", "clamp(0.5, 1.2)"))
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["check-loss", f"{file}:right", "--as", "grpo"]) == 0
+    assert main.run(["check-loss", "below/my_loss.py:right", "--as", "grpo"]) == 1
+
+
+def test_the_expected_objective_loads_no_code(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "made"
+    assert main.run(["check-loss", f"{file}:right", "--as", f'os:mkdir:path="{made}"']) == 2
+    assert "--allow-code" in capsys.readouterr().err
+    assert not made.exists()
