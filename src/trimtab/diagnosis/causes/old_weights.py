@@ -141,7 +141,7 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     )
     sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
     corr, z = advantage_correlation(tokens)
-    is_stated = not context.assumes_current and z >= UNREWARDED_Z
+    is_stated = bool(not context.assumes_current and z >= UNREWARDED_Z)
     if corr and z < UNREWARDED_Z:
         sure = UNREWARDED_CONFIDENCE
         evidence += (

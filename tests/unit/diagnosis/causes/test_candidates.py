@@ -16,7 +16,10 @@ from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.causes.candidates import KINDS, rank
 from trimtab.diagnosis.causes.detector import LogprobPairs
 from trimtab.diagnosis.causes.signs import Sign, find_signs
+from trimtab.diagnosis.measure.placeholders import PlaceholderSums
+from trimtab.diagnosis.records import Settings, Stated
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.errors import TrimtabError
 
 RESPONSES, LENGTH, VOCABULARY = 120, 40, 60
 
@@ -160,7 +163,7 @@ def test_the_table_and_the_signs_name_each_other() -> None:
     source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "signs.py").read_text()
     made = set(
         re.findall(
-            r'"([a-z0-9]+(?:-[a-z0-9]+)+|curved|straight|loose|seen|even|flat|deeper|earlier|advantage)"', source
+            r'"([a-z0-9]+(?:-[a-z0-9]+)+|curved|straight|loose|ends|seen|even|flat|deeper|earlier|advantage)"', source
         )
     )
     read = {name for kind in KINDS for name in (*kind.speaks_for, *kind.speaks_against)}
@@ -175,3 +178,57 @@ def test_a_proven_cause_leaves_no_candidates() -> None:
     causes = find_causes(doubled)
     assert causes[0].name == "log-base"
     assert find_candidates(doubled, causes, {}) == ()
+
+
+@pytest.mark.parametrize(("place", "word"), [(0, "first"), (LENGTH - 1, "last")])
+def test_a_difference_at_the_ends_of_responses(place: int, word: str) -> None:
+    data = Drawn()
+    table = data.table(data.logits + data.noise(0.02))
+    proximal = table.proximal.copy()
+    proximal[place::LENGTH] -= 3.0
+    found = find_signs(LogprobPairs.of(replace(table, proximal=proximal)))
+    assert found["ends"].text.startswith(f"the {word} token of a response holds")
+    assert rank(found)[0].name == "ends"
+
+
+def test_values_that_are_clamped_are_no_placeholders() -> None:
+    data = Drawn()
+    table = data.table(data.logits + data.noise(0.02))
+    sums = PlaceholderSums()
+    sums.add(replace(table, proximal=np.maximum(table.proximal, -2)))
+    assert sums.found() == ()
+    (finding,) = sums.findings()
+    assert (finding.name, finding.status) == ("clamped", "fail")
+    assert PlaceholderSums().findings() == ()
+
+
+def test_an_age_of_all_tokens_proves_nothing() -> None:
+    data = Drawn()
+    aged = {"version": np.zeros(len(data.ids), dtype=int), "proximal_version": np.ones(RESPONSES, dtype=int)}
+    causes = find_causes(plant.measured(data.table(data.logits + data.noise(0.45), **aged)))
+    assert causes[0].name == "stale"
+    assert not causes[0].is_proven
+
+
+@pytest.mark.parametrize(
+    ("stated", "size", "proven"),
+    [("bfloat16", 0.03, True), ("bfloat16", 0.4, False), ("int8", 0.3, True), ("fp8", 0.9, False)],
+)
+def test_what_a_user_states_must_be_of_that_size(stated: str, size: float, proven: bool) -> None:
+    data = Drawn()
+    whole = plant.measured(data.table(data.logits + data.noise(size)))
+    settings = Stated(stated).settings
+    found = find_causes(replace(whole, origin=replace(whole.origin, settings=settings)))
+    assert found[0].is_proven == proven, found
+
+
+def test_bits_and_names_that_a_user_states() -> None:
+    coarse = {"fp8": "eight bits", "int8": "eight bits", "awq": "four bits", "nvfp4": "four bits"}
+    assert {name: Stated(name).settings.bits for name in coarse} == coarse
+    recipe = Settings("bfloat16", "float32", "none", ("vllm.kv_cache_dtype = fp8_e4m3",))
+    assert recipe.bits == "eight bits"
+    assert recipe.is_recorded
+    assert not Stated("fp8").settings.is_recorded
+    for wrong in (Stated("fp9"), Stated(lag=-1)):
+        with pytest.raises(TrimtabError):
+            _ = wrong.settings

@@ -150,8 +150,9 @@ def test_a_rise_that_does_not_follow_the_advantage_may_be_rounding() -> None:
         first(replace(table, advantage=advantage)) for advantage in (None, rewarded, random.normal(size=240))
     )
     assert [one.name for one in (unknown, follows, other)] == ["undelivered"] * 3
-    assert unknown.confidence == follows.confidence >= 0.9
-    assert (unknown.is_proven, other.is_proven) == (True, False)
+    assert follows.confidence >= 0.9
+    assert [one.is_proven for one in (unknown, follows, other)] == [False, True, False]
+    assert unknown.confidence <= 0.65, "a fault that grows with the length of responses looks the same"
     assert "If they agree, the mismatch itself grows" in unknown.fix
     assert "use the correction token-tis" in unknown.fix
     assert other.confidence == 0.6
