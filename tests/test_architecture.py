@@ -70,7 +70,7 @@ MODULES = {"seeds", "processes", "chat_template"}
 """Modules of `trainer` that import nothing else of it."""
 LIMITS = {"src": 59_800, "tests": 58_700, "benchmarks": 10_270}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
-WORDS = 77_700
+WORDS = 77_800
 """Words of README, CONTRIBUTING and the pages of docs."""
 CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "plugins", "text", "types")] + [
     path
