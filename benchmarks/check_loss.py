@@ -1,12 +1,12 @@
 """How often `trimtab check-loss` is right: slips, presets without a name, public reports, and losses of TRL and verl.
 
-    python benchmarks/check_loss.py slips others more names reports
+    python benchmarks/check_loss.py slips others more readers names reports
     python benchmarks/check_loss.py peers --out docs/results/losses.md      # with TRL and verl installed
 
-slips, others, more
+slips, others, more, readers
          planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
-         difference that is named? `others` and `more` were written when the probes were finished. The printed code
-         itself must be called equal.
+         difference that is named? `others` and `more` were written when the probes were finished, and `readers` by
+         a second author, before the probes for them. The printed code itself must be called equal.
 names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
 reports  losses of public reports, rebuilt in a few lines.
 peers    the losses that TRL and verl ship, in our terms.
@@ -27,7 +27,7 @@ import torch
 
 import trimtab
 from loss_reports import REPORTS
-from loss_slips import MORE, OTHERS, SLIPS, Plant
+from loss_slips import MORE, OTHERS, READERS, SLIPS, Plant
 from trimtab.check_loss.check import check
 from trimtab.check_loss.loss_function import Loss, Update, of_objective
 from trimtab.check_loss.probe_batches import Batch
@@ -173,18 +173,15 @@ def reports() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "names", "reports", "peers"))
+    parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "readers", "names", "reports", "peers"))
     parser.add_argument("--out", type=Path, help="a page that ends in the table of peers, which is replaced")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if "slips" in arguments.parts:
-        slips(SLIPS)
-    if "others" in arguments.parts:
-        slips(OTHERS)
-    if "more" in arguments.parts:
-        slips(MORE)
+    for part, planted in {"slips": SLIPS, "others": OTHERS, "more": MORE, "readers": READERS}.items():
+        if part in arguments.parts:
+            slips(planted)
     if "names" in arguments.parts:
         names(arguments.seed)
     if "reports" in arguments.parts:

@@ -207,3 +207,54 @@ MORE: dict[str, tuple[Plant, set[str]]] = {
     ),
 }
 """Slips that were written after a probe and two sentences had been added for those of `OTHERS`."""
+TOKENS, LENGTH = r"tokens = mask\.sum\(\)\.clamp\(min=1\)", r"length = mask\.sum\(1, keepdim=True\)\.clamp\(min=1\)$"
+
+
+def in_bfloat16(text: str) -> str | None:
+    return changed(
+        r"^    ((?:token_)?log_ratio|log_rho) = (\w+) - (\w+)$",
+        r"    \1 = (\2.bfloat16() - \3.bfloat16()).to(\2.dtype)",
+        text,
+    )
+
+
+def only_kept_tokens(text: str) -> str | None:
+    return changed(TOKENS + r" if tokens is None else tokens", "tokens = keep.sum().clamp(min=1)", text) and changed(
+        r"^    return", "    tokens = tokens * keep.sum().clamp(min=1) / mask.sum().clamp(min=1)\n    return", text
+    )
+
+
+READERS: dict[str, tuple[Plant, set[str]]] = {
+    "exp forgotten, 1 + log": (
+        first_of((r"(ratio|rho|rho_\w+) = (.*?)\.clamp\(-20, 20\)\.exp\(\)", r"\1 = 1 + \2")),
+        {"log-ratio"},
+    ),
+    "A < 0 dropped": (
+        first_of((r"(advantage = torch\.where\(mask, advantage, zero\))$", r"\1.clamp(min=0)")),
+        {"dropped"},
+    ),
+    "denominator of kept tokens": (lambda text: only_kept_tokens(text) if "keep = " in text else None, {"denominator"}),
+    "default of kept tokens": (
+        lambda text: changed(TOKENS, "tokens = keep.sum().clamp(min=1)", text) if "keep = " in text else None,
+        {"default"},
+    ),
+    "sum over the batch": (
+        first_of(
+            (r"(log_\w+)\.sum\(1, keepdim=True\) / length", r"\1.sum() / mask.sum()"),
+            (r"(log_\w+)\.sum\(1, keepdim=True\)", r"\1.sum(0, keepdim=True)"),
+        ),
+        {"batch-statistics"},
+    ),
+    "last token dropped": (
+        first_of((r"^    zero = torch", "    mask = mask & (mask.flip(1).cumsum(1).flip(1) > 1)\n    zero = torch")),
+        {"dropped"},
+    ),
+    "log-ratio in bfloat16": (in_bfloat16, {"rounding"}),
+    "weight divided by its mean": (
+        first_of(
+            (r"^    losses =(.*weight)", r"    weight = weight / (weight * mask).sum() * mask.sum()\n    losses =\1")
+        ),
+        {"batch-statistics"},
+    ),
+}
+"""Slips that a second author planted in three objectives each; the probes for them were written afterwards."""

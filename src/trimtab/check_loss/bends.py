@@ -104,10 +104,11 @@ def _classified(curve: Curve, x: float, form: tuple[float, float, float]) -> tup
     if float(near.abs().max()) < 1e-9:
         return Bend("zero", x), 0.0
     first, middle, last = map(float, near)
-    if min(first / last, middle / last) <= 0:
+    if min(first * last, middle * last) <= 0:
         return Bend("smooth", x), 0.0
     before, after = math.log(middle / first) / (0.98 * step), math.log(last / middle) / step
-    jump = abs(first / (level * math.exp(slope * (x - start))) - 1) if level > 0 else 1.0
+    expected = level * math.exp(min(slope * (x - start), 700))
+    jump = abs(first / expected - 1) if expected > 0 else 1.0
     if abs(before - after) > 1e-4 or (jump < 1e-3 and abs(after - slope) < 0.05):
         return Bend("smooth", x), 0.0
     if abs(after) < 1e-5:

@@ -43,11 +43,15 @@ class Reading:
 
 @dataclass
 class Loss:
-    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it was called."""
+    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it was called.
+
+    without_counts: the call with the defaults of parameters that take counts of the update, None without defaults.
+    """
 
     name: str
     call: Callable[[Batch, Update], Tensor]
     inputs: str = ""
+    without_counts: Callable[[Batch, Update], Tensor] | None = None
 
     def read(self, batch: Batch, update: Update | None = None) -> Reading:
         """Evaluates it with gradients. Without `update` the batch is the whole update."""

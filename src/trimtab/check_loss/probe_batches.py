@@ -78,10 +78,6 @@ class Probe:
         """The largest shift: no log-prob may exceed 0."""
         return 3.0 if self.moved == RARE else 0.25
 
-    def within(self, shifts: Tensor) -> Tensor:
-        """Returns the shifts that it reaches."""
-        return shifts[shifts.le(self.highest)]
-
     def batch(self, shifts: Tensor, advantage: float, tokens: int = 0) -> Batch:
         """Returns a batch of a row without a shift and one row for each. tokens: in place of those of the probe."""
         tokens = tokens or self.tokens

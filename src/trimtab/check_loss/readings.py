@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,11 @@ from trimtab.check_loss.probe_batches import (
     DOWN,
     DRIFT,
     DRIFT_ALL,
+    MISMATCH,
     MISMATCH_ALL,
     MOVED,
     POLICIES,
     PROBES,
-    RARE,
     STEP,
     TOKENS,
     UP,
@@ -40,10 +40,11 @@ POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double(
 SHIFTS = torch.tensor([-2.0, -1.0, -0.5, -0.1, 0.1, 0.5, 1.0, 2.0]).double()
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 3.0]).double()
 FAR = 25.0
+NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
+ONES = (DRIFT, MISMATCH, DRIFT_ALL, MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
 SPLITS = {
     "two": ([6, 3, 4, 1, 5], (2, 5)),
-    "five": ([6, 3, 4, 1, 5], (1, 2, 3, 4, 5)),
     "two of as many responses": ([6, 3, 4, 1], (2, 4)),
 }
 """Lengths of responses, and the rows after which a micro-batch ends."""
@@ -58,7 +59,6 @@ DENOMINATORS: dict[str, Denominator] = {
     "a mean over all positions, padding too": lambda n, width: torch.tensor(len(n) * width),
     "seq-mean-token-mean over responses with a token": lambda n, _: (n > 0).sum() * n,
     "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
-    "the width of the batch times its responses with a token": lambda n, width: (n > 0).sum() * width,
     "no denominator, a sum over tokens": lambda _n, _: torch.tensor(1),
     "seq-mean-token-mean, divided by the length once more": lambda n, _: len(n) * n * n,
 }
@@ -80,7 +80,6 @@ class Readings:
 
     loss: Loss
     _bends: dict[tuple[Probe, int], dict[tuple[bool, int], Bends]] = field(default_factory=dict)
-    _weights: dict[tuple[Probe, bool, int], Tensor] = field(default_factory=dict)
 
     @cached_property
     def neutral(self) -> Mapping[str, Neutral]:
@@ -100,6 +99,14 @@ class Readings:
         batch = self.neutral["plain"].batch
         same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
+
+    @cached_property
+    def lifted(self) -> Tensor:
+        """The same where the current policy is a nat above the proximal one, and that a nat above the sampler."""
+        batch = self.neutral["plain"].batch
+        return self.loss.policy_gradient(
+            {**batch, **{name: batch[name] - low for name, low in zip(POLICIES, (2, 3, 4), strict=True)}}
+        )
 
     @cached_property
     def aggregation(self) -> tuple[str, float]:
@@ -167,36 +174,19 @@ class Readings:
         if (probe, tokens) not in self._bends:
             found = {}
             for positive, advantage in SIGNS.items():
-                up = probe.within(POINTS)
-                weights = self._read(probe, positive, tokens)
-                for direction, points, values in ((1, up, weights[: len(up)]), (-1, -POINTS, weights[len(up) :])):
-                    curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
-                    found[positive, direction] = find_bends(curve, points, values)
+                curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
+                for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
+                    found[positive, direction] = find_bends(curve, points, curve(points))
             self._bends[probe, tokens] = found
         return self._bends[probe, tokens]
 
-    def _read(self, probe: Probe, positive: bool, tokens: int = 0) -> Tensor:
-        """Returns the weights at `POINTS` up to the highest of the probe, and at -`POINTS`."""
-        key = probe, positive, tokens
-        if key not in self._weights:
-            points = torch.cat([probe.within(POINTS), -POINTS])
-            self._weights[key] = self.weights(probe, points, SIGNS[positive], tokens)
-        return self._weights[key]
-
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `SHIFTS`, of which a probe may reach only some: 0 beyond its highest."""
-        result = {}
-        for probe in PROBES:
-            up = len(probe.within(POINTS))
-            places = [round(abs(x) / 0.025) + (up if x < 0 else 0) for x in SHIFTS.tolist()]
-            reached = torch.tensor([x <= probe.highest for x in SHIFTS.tolist()])
-            for positive in SIGNS:
-                values = self._read(probe, positive)[
-                    [place if ok else 0 for place, ok in zip(places, reached, strict=True)]
-                ]
-                result[probe, positive] = torch.where(reached, values, 0.0)
-        return result
+        """The weights at `SHIFTS`, or at the highest shift of a probe."""
+        return {
+            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
+            for probe, (positive, advantage) in product(PROBES, SIGNS.items())
+        }
 
     @cached_property
     def far(self) -> Mapping[bool, Tensor]:
@@ -285,15 +275,51 @@ class Readings:
         return {**changed, "entropy": before.by_entropy.flatten() / self.scale}
 
     @cached_property
-    def foreign(self) -> float:
-        """The largest relative change of the gradient of a response when two others drift."""
-        batch = of_rows(3, 1.0, RARE)
-        batch["advantage"] = torch.tensor([[1.0], [0.8], [-0.5]]).double()
-        batch["current"] = batch["current"] + STEP / 10
-        drifted = {**batch, "current": batch["current"].clone()}
-        drifted["current"][1:] += 0.4
-        before, after = (self.loss.read(one).gradient[0] for one in (batch, drifted))
-        return float((before - after).abs().max() / before.abs().max())
+    def neighbors(self) -> Mapping[tuple[float, bool, Probe], Tensor]:
+        """The gradients of three responses when the second, or a token of it, drifts, over those before: (3, tokens).
+
+        By shift in nats, whether A > 0, and what drifts.
+        """
+        result = {}
+        for x, (positive, advantage), probe in product(NEIGHBOR_SHIFTS, SIGNS.items(), ONES):
+            before, after = (
+                self.loss.policy_gradient(probe.batch(torch.tensor([shift, 0.0]).double(), advantage))
+                for shift in (0.0, x)
+            )
+            result[x, positive, probe] = (after / before)[:, :TOKENS]
+        return result
+
+    @cached_property
+    def curvature(self) -> Mapping[tuple[Probe, bool], float]:
+        """The second derivative of the weight at a ratio of 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
+        shifts = torch.tensor([-5 * STEP, 5 * STEP]).double()
+        return {
+            (probe, positive): float(self.weights(probe, shifts, advantage).sum() - 2) / (5 * STEP) ** 2
+            for probe, (positive, advantage) in product((DRIFT, MISMATCH), SIGNS.items())
+        }
+
+    @cached_property
+    def rounded(self) -> bool:
+        """Whether it computes in 16 bits: gradients have as few digits, or weights change in steps."""
+        gradient = self.random[2].gradient
+        for kind in (torch.bfloat16, torch.float16):
+            if torch.equal(gradient.to(kind).double(), gradient) and len(gradient.unique()) > 4:
+                return True
+        for probe in (DRIFT, MISMATCH):
+            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), UP).diff().abs() > 1e-9
+            if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
+                return True
+        return False
+
+    @cached_property
+    def without_counts(self) -> list[tuple[Tensor, Tensor]]:
+        """Gradients by a call without the counts of the update, and with them; empty for a loss that needs them."""
+        if self.loss.without_counts is None:
+            return []
+        loss, shifts = Loss(self.loss.name, self.loss.without_counts), torch.tensor([3.0, -3.0]).double()
+        batches = [probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()]
+        batches += [random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
+        return [(loss.read(batch).gradient, self.loss.read(batch).gradient) for batch in batches]
 
     @cached_property
     def random(self) -> list[Reading]:

@@ -53,4 +53,4 @@ def test_a_composition_is_found_where_no_preset_is_it() -> None:
 def test_what_no_probe_can_tell_apart_is_said() -> None:
     answer = check(of_objective(trimtab.objective("seq-alp")))
     assert answer.equal
-    assert answer.others == "the same loss: seq-alp (seq-alp has noise in π, which is outside of the loss)"
+    assert answer.others == "the same loss: seq-alp"
