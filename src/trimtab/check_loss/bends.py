@@ -49,11 +49,12 @@ def describe(bends: Bends) -> str:
     return ", then ".join(map(str, bends)) or "is unbounded"
 
 
-def find_bends(curve: Curve, points: Tensor, weights: Tensor) -> Bends:
+def find_bends(curve: Curve, points: Tensor) -> Bends:
     """Returns the bends from a ratio of 1 in one direction, nearest first, each bisected to 1e-8 nats.
 
-    points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1. weights: there.
+    points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1.
     """
+    weights = curve(points)
     start, level, slope = 0.0, 1.0, _slope(float(weights[0]), float(points[0]))
     found: list[Bend] = []
     while len(found) < MOST:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from trimtab.check_loss.differences import KINDS, Difference, find_differences
+from trimtab.check_loss.differences import KINDS, Comparison, Difference
 from trimtab.check_loss.identification import identify, reference
-from trimtab.check_loss.loss_function import Loss
-from trimtab.check_loss.probe_batches import DRIFT, MISMATCH, Probe
+from trimtab.check_loss.probes import DRIFT, MISMATCH, Loss, Probe
 from trimtab.check_loss.readings import SIGNS, Readings
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective
@@ -130,8 +129,9 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
             nearest = [Nearest(one.settings, _counted(one.differences, ignore)) for one in shown]
             objective = candidates[0].objective
         else:
-            found = _counted(find_differences(readings, reference(objective), objective.name), ignore)
-        curves = _curves(readings, reference(objective))
+            found = _counted(Comparison(readings, reference(objective), objective.name).differences(), ignore)
+        theirs = reference(objective)
+        curves = [_curve(readings, theirs, probe, positive) for probe in (DRIFT, MISMATCH) for positive in SIGNS]
     return Answer(
         loss.name, spec, objective.name, found, tuple(nearest), loss.inputs, tuple(curves), time.perf_counter() - began
     )
@@ -141,19 +141,11 @@ def _counted(differences: Sequence[Difference], ignore: Sequence[str]) -> tuple[
     return tuple(one for one in differences if one.kind not in ignore)
 
 
-def _curves(mine: Readings, theirs: Readings) -> list[Curve]:
-    """Returns the weights of a token against its ratio."""
-    return [_curve(mine, theirs, probe, positive) for probe in (DRIFT, MISMATCH) for positive in SIGNS]
-
-
 def _curve(mine: Readings, theirs: Readings, probe: Probe, positive: bool) -> Curve:
-    """Returns one curve, to a little beyond the outermost bound."""
+    """Returns the weights of a token against its ratio, to a little beyond the outermost bound."""
     bends = [bend for one in (mine, theirs) for side in one.bends(probe).values() for bend in side]
     reach = min(3.0, max([math.log(2), *(1.2 * abs(bend.x) for bend in bends)]))
     shifts = torch.linspace(-reach, reach, POINTS).double()
-    values = [[_number(value) for value in one.weights(probe, shifts, SIGNS[positive])] for one in (mine, theirs)]
+    weights = [one.weights(probe, shifts, SIGNS[positive]).tolist() for one in (mine, theirs)]
+    values = [[value if math.isfinite(value) else None for value in one] for one in weights]
     return Curve(probe.name, positive, shifts.exp().tolist(), *values)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if math.isfinite(float(value)) else None

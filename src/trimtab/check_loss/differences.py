@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.check_loss.bends import Bends, describe, same
-from trimtab.check_loss.probe_batches import DRIFT, DRIFT_ALL, PROBES, TOKENS, Probe
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, PROBES, TOKENS, Probe
 from trimtab.check_loss.readings import FAR, SHIFTS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
 KINDS = (
@@ -20,10 +20,8 @@ KINDS = (
 )
 """Kinds of differences, most harmful first, as far as one does not hide another."""
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
-SIDES = {
-    **{(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"},
-    **{(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"},
-}
+SIDES = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"}
+SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 LEVELS = {
@@ -43,21 +41,17 @@ class Difference:
     text: str
 
 
-def find_differences(mine: Readings, theirs: Readings, name: str) -> list[Difference]:
-    """Returns what differs in `mine` from the objective `theirs`; nothing if no probe and no random batch differs."""
-    return Comparison(mine, theirs, name).run()
-
-
 @dataclass
 class Comparison:
-    """Compares readings, and adds to `found` what differs."""
+    """What differs in `mine` from the objective `theirs`, and the name of that."""
 
     mine: Readings
     theirs: Readings
     name: str
     found: list[Difference] = field(default_factory=list)
 
-    def run(self) -> list[Difference]:
+    def differences(self) -> list[Difference]:
+        """Returns what differs; nothing if no probe and no random batch does."""
         if self.mine.rounded and not self.theirs.rounded:
             return [Difference("rounding", "values are rounded to about 3 digits: compute in float32")]
         self._neutral()
@@ -176,7 +170,7 @@ class Comparison:
     def _defaults(self) -> None:
         """Whether the default of a count is that of the batch."""
         for own, other in self.mine.without_counts:
-            if not _gap(own, other) <= 1e-9 * float(other.abs().max()):
+            if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
                 times = _range(own / other)
                 text = f"called without the counts of the update, one batch has {times} times the gradient with them"
                 self._add("default", f"{text}: the default must be the count of the batch")
@@ -244,8 +238,8 @@ class Comparison:
             for key in changed
         ]
         text = f"{probe.name}: {'; '.join(sides)}"
-        upper, lower = b[True, 1], b[False, -1]
-        kind, remedy = "clip" if probe.policy == "current" else "weight", "change the bound"
+        upper, lower, current = b[True, 1], b[False, -1], probe.policy == "current"
+        kind, remedy = "clip" if current else "weight", "change the bound"
         ends = {(one.kind, other.kind) for key in changed for one, other in zip(a[key], b[key], strict=False)}
         if ends == {("zero", "constant")}:
             remedy = "keep the weight at the bound, do not set it to 0"
@@ -253,17 +247,11 @@ class Comparison:
             remedy = "set the weight to 0 beyond the bound, do not keep it"
         if any(b.values()) and all(_mirrored(a[positive, side], b[positive, -side]) for positive, side in SIDES):
             kind, remedy = "inverse", "bound the ratio, not its inverse"
-        elif probe.policy == "current" and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
+        elif current and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
             kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
-        elif (
-            probe.policy == "current"
-            and not any(key[0] for key in changed)
-            and lower
-            and not a[False, -1]
-            and a[False, 1]
-        ):
+        elif current and not any(key[0] for key in changed) and lower and not a[False, -1] and a[False, 1]:
             kind, remedy = "clip-side", "for A < 0 clip the ratio from below"
-        elif probe.policy == "current" and changed == [(False, 1)] and not a[False, 1]:
+        elif current and changed == [(False, 1)] and not a[False, 1]:
             kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
         elif (summed := self._summed(probe, changed)) is not None:
             kind, remedy = "level", f"the bound is on a {('mean', 'sum')[summed]} over the response, take the other"
@@ -295,9 +283,8 @@ class Comparison:
                 return
 
     def _exponent(self) -> None:
-        if self._has("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio"):
-            return
-        if self._has("normalized-advantage", "batch-statistics"):
+        others = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
+        if self._has(*others, "normalized-advantage", "batch-statistics"):
             return
         for positive, expected in self.theirs.far.items():
             own = self.mine.far[positive]

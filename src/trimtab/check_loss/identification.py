@@ -11,21 +11,9 @@ from typing import Any
 
 import torch
 
-from trimtab.check_loss.differences import KINDS, Difference, find_differences, kl_form, level_of
-from trimtab.check_loss.loss_function import of_objective
-from trimtab.check_loss.probe_batches import (
-    DRIFT,
-    DRIFT_ALL,
-    DRIFT_FREQUENT,
-    DRIFT_LONG,
-    DRIFT_MEAN,
-    MISMATCH,
-    MISMATCH_ALL,
-    MISMATCH_MEAN,
-    RARE,
-    TOKENS,
-    Probe,
-)
+from trimtab.check_loss import probes
+from trimtab.check_loss.differences import KINDS, Comparison, Difference, kl_form, level_of
+from trimtab.check_loss.probes import RARE, TOKENS, Probe, of_objective
 from trimtab.check_loss.readings import Readings
 from trimtab.corrections.divergences import per_token
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
@@ -94,7 +82,7 @@ def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidat
     for gap, _, objective in sorted(ranked, key=lambda one: one[:2]):
         if gap > 1e-8 and (len(found) >= NEAREST or any(one.same_parts for one in found)):
             break
-        differences = tuple(find_differences(readings, reference(objective), objective.name))
+        differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
         found.append(Candidate(objective, differences, settings_of(objective)))
     return sorted(found, key=_order)
 
@@ -131,7 +119,7 @@ def _gap(mine: Readings, theirs: Readings) -> float:
 def _compositions(readings: Readings) -> Iterator[Objective]:
     """Objectives of parts, at the level that was read: what no preset combines."""
     level, weights = level_of(readings), [None]
-    if any(readings.bends(MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
+    if any(readings.bends(probes.MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
         weights += [Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS]
     for over, surrogate in product(("proximal", "behavior"), SURROGATE_PARTS):
         for weight in weights if over == "proximal" else weights[:1]:
@@ -183,12 +171,12 @@ BOUNDS: dict[type, dict[str, tuple[Place, Callable[[float], float]]]] = {
     Clipped: {"high": (UPPER, math.expm1), "low": (LOWER, lambda x: -math.expm1(x)), "dual": (DUAL, math.exp)},
     AgedClip: {"high": (UPPER, math.expm1), "low": (LOWER, lambda x: -math.expm1(x))},
     Banded: {
-        "high": ((DRIFT, True, 1), lambda x: math.expm1(x / 2)),
-        "low": ((DRIFT, True, -1), lambda x: -math.expm1(x / 2)),
+        "high": ((probes.DRIFT, True, 1), lambda x: math.expm1(x / 2)),
+        "low": ((probes.DRIFT, True, -1), lambda x: -math.expm1(x / 2)),
     },
-    GeometricClip: {"high": ((DRIFT, True, 1), lambda x: x), "low": ((DRIFT, False, -1), lambda x: -x)},
-    Band: {"max": ((MISMATCH_ALL, True, 1), math.exp), "min": ((MISMATCH_ALL, True, -1), math.exp)},
-    OPSM: {"delta": ((MISMATCH_ALL, False, -1), lambda x: -x)},
+    GeometricClip: {"high": ((probes.DRIFT, True, 1), lambda x: x), "low": ((probes.DRIFT, False, -1), lambda x: -x)},
+    Band: {"max": ((probes.MISMATCH_ALL, True, 1), math.exp), "min": ((probes.MISMATCH_ALL, True, -1), math.exp)},
+    OPSM: {"delta": ((probes.MISMATCH_ALL, False, -1), lambda x: -x)},
 }
 """Field of a part -> where its bound shows, and the bound that belongs to a bend in nats."""
 
@@ -238,7 +226,7 @@ def _bounds(part: Any, readings: Readings, own: Probe, factor: float = 1) -> Any
 
 def _surrogate(base: Objective, readings: Readings) -> Surrogate:
     part, level = base.surrogate, base.ratio.level
-    own = DRIFT_ALL if level != "token" else DRIFT_MEAN if base.masks else DRIFT
+    own = probes.DRIFT_ALL if level != "token" else probes.DRIFT_MEAN if base.masks else probes.DRIFT
     factor = TOKENS if level == "sequence" else 1
     if isinstance(part, Clipped):
         part = replace(part, dual=None)
@@ -247,7 +235,7 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
     if isinstance(part, GrowingClip):
         growth = 2**part.power  # at the second token
         places = {"high": (True, 1, 1), "low": (False, -1, -1), "dual": (False, 1, 1)}
-        xs = {name: (_bend(readings, DRIFT, *place[:2]), place[2]) for name, place in places.items()}
+        xs = {name: (_bend(readings, probes.DRIFT, *place[:2]), place[2]) for name, place in places.items()}
         return _changed(part, {name: None if x is None else sign * x / growth for name, (x, sign) in xs.items()})
     if isinstance(part, Reinforce):
         # For A < 0 first: an outward mask may hide it for A > 0.
@@ -263,18 +251,18 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
     signs = (("positive", True), ("negative", False))
     if isinstance(part, SoftGate):
         for name, positive in signs:
-            weight = float(curves[DRIFT, positive][5]) / math.exp(0.5)
+            weight = float(curves[probes.DRIFT, positive][5]) / math.exp(0.5)
             found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5) if 0 < weight < 1 else None
     elif isinstance(part, GammaWeight):
         rows = [[x, -math.expm1(x)] for x in (-0.1 * TOKENS, 0.1 * TOKENS)]
         for name, positive in signs:
-            weights = curves[DRIFT_ALL, positive][3:5]
+            weights = curves[probes.DRIFT_ALL, positive][3:5]
             if float(weights.min()) > 0:
                 k1, k2 = torch.linalg.solve(torch.tensor(rows).double(), weights.log()).tolist()
                 found |= {f"k1_{name}": k1, f"k2_{name}": k2}
     elif isinstance(part, QuadraticPenalty):
         excess = math.expm1(0.1)
-        short = 1 - float(curves[DRIFT, True][4]) / (1 + excess)
+        short = 1 - float(curves[probes.DRIFT, True][4]) / (1 + excess)
         found["epsilon"] = math.exp(RARE) * excess / short if short > 0 else None
     elif isinstance(part, Regression):
         beta = float(readings.pull[3]) / TOKENS
@@ -284,7 +272,7 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
 
 def _weight(part: Weight, readings: Readings) -> Weight:
     """Fits the bounds, beyond which a weight is 0 (mask) or constant (truncate, clip)."""
-    probe = MISMATCH_MEAN if part.level == "token" else MISMATCH_ALL
+    probe = probes.MISMATCH_MEAN if part.level == "token" else probes.MISMATCH_ALL
     factor = {"token": 1, "sequence": TOKENS, "turn": 2}.get(part.level, 1)
     beyond = "zero" if part.bound == "mask" else "constant"
     found: dict[str, float | None] = {}
@@ -299,24 +287,24 @@ def _weight(part: Weight, readings: Readings) -> Weight:
 
 def _mask(rule: Mask, readings: Readings) -> Mask:
     if type(rule) in BOUNDS:
-        return _bounds(rule, readings, MISMATCH_ALL)
+        return _bounds(rule, readings, probes.MISMATCH_ALL)
     if isinstance(rule, PrefixBudget):
         return _budget(rule, readings)
     if not isinstance(rule, Divergence):
         return rule
-    of_mean = DRIFT_ALL if rule.over == "current" else MISMATCH_ALL
-    probe = {"token": DRIFT_FREQUENT, "max": DRIFT_LONG}.get(rule.reduce, of_mean)
+    of_mean = probes.DRIFT_ALL if rule.over == "current" else probes.MISMATCH_ALL
+    probe = {"token": probes.DRIFT_FREQUENT, "max": probes.DRIFT_LONG}.get(rule.reduce, of_mean)
     x = _bend(readings, probe, True, 1)
     return _changed(rule, {"max": None if x is None else _divergence(rule, probe, x)})
 
 
 def _budget(rule: PrefixBudget, readings: Readings) -> PrefixBudget:
     """Fits bound and smallest weight: the second of n tokens has the weight 1 - (1 - weight_min) / (n - 1)."""
-    ends = [_bend(readings, probe, True, 1) for probe in (DRIFT, DRIFT_LONG)]
+    ends = [_bend(readings, probe, True, 1) for probe in (probes.DRIFT, probes.DRIFT_LONG)]
     if ends[0] is None or ends[1] is None:
         return rule
     short, long = (math.exp(RARE) * math.expm1(x) for x in ends if x is not None)
-    n, m = DRIFT.tokens - 1, DRIFT_LONG.tokens - 1
+    n, m = probes.DRIFT.tokens - 1, probes.DRIFT_LONG.tokens - 1
     falls = (short - long) / (short / n - long / m)
     return _changed(rule, {"max": long * (1 - falls / m), "weight_min": 1 - falls})
 

@@ -12,25 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.loss_function import Loss, Reading, Update
-from trimtab.check_loss.probe_batches import (
+from trimtab.check_loss.probes import (
     DOWN,
-    DRIFT,
-    DRIFT_ALL,
-    MISMATCH,
-    MISMATCH_ALL,
     MOVED,
     POLICIES,
-    PROBES,
     STEP,
     TOKENS,
     UP,
     Batch,
+    Loss,
     Probe,
+    Reading,
+    Update,
     of_lengths,
     of_rows,
-    random_batch,
 )
 
 SIGNS = {True: UP, False: DOWN}
@@ -41,18 +38,14 @@ SHIFTS = torch.tensor([-2.0, -1.0, -0.5, -0.1, 0.1, 0.5, 1.0, 2.0]).double()
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 3.0]).double()
 FAR = 25.0
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
-ONES = (DRIFT, MISMATCH, DRIFT_ALL, MISMATCH_ALL)
+ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
-SPLITS = {
-    "two": ([6, 3, 4, 1, 5], (2, 5)),
-    "two of as many responses": ([6, 3, 4, 1], (2, 4)),
-}
+SPLITS = {"two": ([6, 3, 4, 1, 5], (2, 5)), "two of as many responses": ([6, 3, 4, 1], (2, 4))}
 """Lengths of responses, and the rows after which a micro-batch ends."""
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
 
-Denominator = Callable[[Tensor, int], Tensor]
-DENOMINATORS: dict[str, Denominator] = {
+DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "token-mean": lambda n, _: n.sum(),
     "seq-mean-token-mean": lambda n, _: len(n) * n,
     "seq-mean-token-sum or constant": lambda n, _: torch.tensor(len(n)),
@@ -60,7 +53,6 @@ DENOMINATORS: dict[str, Denominator] = {
     "seq-mean-token-mean over responses with a token": lambda n, _: (n > 0).sum() * n,
     "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
     "no denominator, a sum over tokens": lambda _n, _: torch.tensor(1),
-    "seq-mean-token-mean, divided by the length once more": lambda n, _: len(n) * n * n,
 }
 """From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
 UNKNOWN = "none of the known"
@@ -176,7 +168,7 @@ class Readings:
             for positive, advantage in SIGNS.items():
                 curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
                 for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
-                    found[positive, direction] = find_bends(curve, points, curve(points))
+                    found[positive, direction] = find_bends(curve, points)
             self._bends[probe, tokens] = found
         return self._bends[probe, tokens]
 
@@ -185,14 +177,14 @@ class Readings:
         """The weights at `SHIFTS`, or at the highest shift of a probe."""
         return {
             (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
-            for probe, (positive, advantage) in product(PROBES, SIGNS.items())
+            for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
         }
 
     @cached_property
     def far(self) -> Mapping[bool, Tensor]:
         """The weights at log-ratios of -`FAR` and `FAR`."""
         shifts = torch.tensor([-FAR, FAR]).double()
-        return {positive: self.weights(DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
+        return {positive: self.weights(probes.DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
 
     @cached_property
     def padding(self) -> Mapping[tuple[str, str], str]:
@@ -203,7 +195,7 @@ class Readings:
         for name in (*POLICIES, "reference"):
             for kind, value in (("nan", torch.nan), ("counted", -0.7)):
                 after = self.loss.read({**batch, name: torch.where(batch["mask"], batch[name], value)})
-                change = _change(before, after)
+                change = abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())
                 if kind == "nan" and math.isnan(change):
                     result[name, kind] = "loss and gradient" if math.isnan(after.loss) else "the gradient"
                 elif kind == "counted" and change > 1e-9:
@@ -246,7 +238,7 @@ class Readings:
     def pull(self) -> Tensor:
         """The gradient at A = 0 where a whole response has moved: current by four shifts, then the sampler."""
         shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
-        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (DRIFT_ALL, MISMATCH_ALL)]
+        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL)]
         return torch.cat([values[1:5] - values[0] for values in found])
 
     def _at_zero(self, batch: Batch) -> Tensor:
@@ -295,17 +287,17 @@ class Readings:
         shifts = torch.tensor([-5 * STEP, 5 * STEP]).double()
         return {
             (probe, positive): float(self.weights(probe, shifts, advantage).sum() - 2) / (5 * STEP) ** 2
-            for probe, (positive, advantage) in product((DRIFT, MISMATCH), SIGNS.items())
+            for probe, (positive, advantage) in product((probes.DRIFT, probes.MISMATCH), SIGNS.items())
         }
 
     @cached_property
     def rounded(self) -> bool:
         """Whether it computes in 16 bits: gradients have as few digits, or weights change in steps."""
         gradient = self.random[2].gradient
-        for kind in (torch.bfloat16, torch.float16):
-            if torch.equal(gradient.to(kind).double(), gradient) and len(gradient.unique()) > 4:
-                return True
-        for probe in (DRIFT, MISMATCH):
+        kinds = (torch.bfloat16, torch.float16)
+        if len(gradient.unique()) > 4 and any(torch.equal(gradient.to(kind).double(), gradient) for kind in kinds):
+            return True
+        for probe in (probes.DRIFT, probes.MISMATCH):
             changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), UP).diff().abs() > 1e-9
             if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
                 return True
@@ -318,14 +310,10 @@ class Readings:
             return []
         loss, shifts = Loss(self.loss.name, self.loss.without_counts), torch.tensor([3.0, -3.0]).double()
         batches = [probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()]
-        batches += [random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
+        batches += [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
         return [(loss.read(batch).gradient, self.loss.read(batch).gradient) for batch in batches]
 
     @cached_property
     def random(self) -> list[Reading]:
         """The readings of a random batch for each of `SPREADS`."""
-        return [self.loss.read(random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]
-
-
-def _change(before: Reading, after: Reading) -> float:
-    return abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())
+        return [self.loss.read(probes.random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.check_loss import stand_ins
-from trimtab.check_loss.loss_function import Loss, Update
-from trimtab.check_loss.probe_batches import Batch, of_lengths
+from trimtab.check_loss.probes import Batch, Loss, Update, of_lengths
 from trimtab.errors import TrimtabError, did_you_mean
 
 TENSORS: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import trimtab
 from trimtab.check_loss.check import check
-from trimtab.check_loss.loss_function import of_objective
+from trimtab.check_loss.probes import of_objective
 from trimtab.check_loss.signatures import of_function
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogates import Reinforce
