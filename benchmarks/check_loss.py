@@ -142,8 +142,7 @@ def names(seed: int = 0) -> None:
         good = bool(mine) and max(errors, default=0) <= 1e-3
         named, close = named + bool(mine), close + good
         if not good:
-            kinds = [one.kind for one in answer.differences]
-            print(f"  missed: {name} {drawn}: {answer.nearest[0].lines}; {kinds}; {errors}")
+            print(f"  missed: {name} {drawn}: {answer.nearest[0].lines}; {answer.differences}; {errors}")
     seconds = (time.perf_counter() - began) / len(PRESETS)
     print(f"named among the equal: {named} of {len(PRESETS)}, with bounds to 1e-3: {close}; {seconds:.2f} s each")
 
