@@ -237,9 +237,7 @@ READERS: dict[str, tuple[Plant, set[str]]] = {
         {"rounding"},
     ),
     "weight divided by its mean": (
-        first_of(
-            (r"^    losses =(.*weight)", r"    weight = weight * mask.sum() / (weight * mask).sum()\n    losses =\1")
-        ),
+        first_of((r"^    losses =(.*weight)", r"    weight = weight / (weight * mask).sum() * mask.sum()\n\g<0>")),
         {"batch-statistics"},
     ),
 }
