@@ -13,9 +13,9 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config.actor import PolicyLossConfig
 
-from trimtab.check_loss.check import check
-from trimtab.check_loss.loss_answer import Answer, Difference
-from trimtab.check_loss.loss_function import Loss
+from trimtab.check_loss.check import Answer, check
+from trimtab.check_loss.differences import Difference
+from trimtab.check_loss.probes import Loss
 from trimtab.check_loss.signatures import of_function
 
 OF_BEHAVIOR = {"behavior": "old_log_prob"}

@@ -49,11 +49,12 @@ def describe(bends: Bends) -> str:
     return ", then ".join(map(str, bends)) or "is unbounded"
 
 
-def find_bends(curve: Curve, points: Tensor, weights: Tensor) -> Bends:
+def find_bends(curve: Curve, points: Tensor) -> Bends:
     """Returns the bends from a ratio of 1 in one direction, nearest first, each bisected to 1e-8 nats.
 
-    points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1. weights: there.
+    points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1.
     """
+    weights = curve(points)
     start, level, slope = 0.0, 1.0, _slope(float(weights[0]), float(points[0]))
     found: list[Bend] = []
     while len(found) < MOST:
@@ -104,10 +105,11 @@ def _classified(curve: Curve, x: float, form: tuple[float, float, float]) -> tup
     if float(near.abs().max()) < 1e-9:
         return Bend("zero", x), 0.0
     first, middle, last = map(float, near)
-    if min(first / last, middle / last) <= 0:
+    if min(first * last, middle * last) <= 0:
         return Bend("smooth", x), 0.0
     before, after = math.log(middle / first) / (0.98 * step), math.log(last / middle) / step
-    jump = abs(first / (level * math.exp(slope * (x - start))) - 1) if level > 0 else 1.0
+    expected = level * math.exp(min(slope * (x - start), 700))
+    jump = abs(first / expected - 1) if expected > 0 else 1.0
     if abs(before - after) > 1e-4 or (jump < 1e-3 and abs(after - slope) < 0.05):
         return Bend("smooth", x), 0.0
     if abs(after) < 1e-5:

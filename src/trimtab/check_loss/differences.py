@@ -9,31 +9,19 @@ import torch
 from torch import Tensor
 
 from trimtab.check_loss.bends import Bends, describe, same
-from trimtab.check_loss.loss_answer import Difference
-from trimtab.check_loss.probe_batches import PROBES, TOKENS, Probe
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, PROBES, TOKENS, Probe
 from trimtab.check_loss.readings import FAR, SHIFTS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
 KINDS = (
-    *(
-        "no-gradient",
-        "alignment",
-        "sign",
-        "normalized-advantage",
-        "live-weight",
-        "batch-statistics",
-        "policy",
-        "level",
-        "kink",
-    ),
-    *("min-max", "clip-side", "dual-clip", "inverse", "clip", "weight", "shape", "kl", "zero-advantage", "kl-padding"),
-    *("padding", "denominator", "scale", "micro-batches", "input", "unexplained", "exponent", "nan", "value"),
+    *("rounding", "no-gradient", "dropped", "alignment", "sign", "normalized-advantage", "live-weight"),
+    *("batch-statistics", "log-ratio", "policy", "level", "kink", "min-max", "clip-side", "dual-clip", "inverse"),
+    *("clip", "weight", "shape", "kl", "zero-advantage", "kl-padding", "padding", "denominator", "default", "scale"),
+    *("micro-batches", "input", "unexplained", "exponent", "nan", "value"),
 )
 """Kinds of differences, most harmful first, as far as one does not hide another."""
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
-SIDES = {
-    **{(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"},
-    **{(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"},
-}
+SIDES = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"}
+SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 LEVELS = {
@@ -45,34 +33,42 @@ LEVELS = {
 }
 
 
-def find_differences(mine: Readings, theirs: Readings, name: str) -> list[Difference]:
-    """Returns what differs in `mine` from the objective `theirs`; nothing if no probe and no random batch differs."""
-    return Comparison(mine, theirs, name).run()
+@dataclass(frozen=True)
+class Difference:
+    """kind: one of `KINDS`. text: a sentence with figures and what to change."""
+
+    kind: str
+    text: str
 
 
 @dataclass
 class Comparison:
-    """Compares readings, and adds to `found` what differs."""
+    """What differs in `mine` from the objective `theirs`, and the name of that."""
 
     mine: Readings
     theirs: Readings
     name: str
     found: list[Difference] = field(default_factory=list)
 
-    def run(self) -> list[Difference]:
+    def differences(self) -> list[Difference]:
+        """Returns what differs; nothing if no probe and no random batch does."""
+        if self.mine.rounded and not self.theirs.rounded:
+            return [Difference("rounding", "values are rounded to about 3 digits: compute in float32")]
         self._neutral()
-        hidden = self._has("no-gradient", "live-weight", "alignment")
+        unread = self._has("no-gradient", "dropped", "alignment", "log-ratio")
+        hidden = unread or self._has("live-weight")
         if not hidden:
-            self._batch_statistics()
-            self._ratio()
-            if not self._has("policy", "level", "kink", "shape"):
-                self._bends()
-            if not self.found:
-                self._shape()
+            if not self._has("normalized-advantage") and not self._neighbors():
+                self._ratio()
+                if not self._has("log-ratio", "policy", "level", "kink", "shape"):
+                    self._bends()
+                if not self.found:
+                    self._shape()
             self._zero_advantage()
         self._padding()
-        if not self._has("no-gradient", "alignment"):
+        if not unread:
             self._denominator()
+            self._defaults()
         if all(one.kind == "micro-batches" for one in self.found):
             self._inputs()
         if all(one.kind == "micro-batches" for one in self.found):
@@ -101,8 +97,7 @@ class Comparison:
             where = f"where all policies are equal the log-probs change the gradient {_range(gradient / flat)} times"
             self._add("alignment", f"{where}: those of a policy are of other tokens, one too early or too late?")
             return
-        if float(own.gradient.abs().max()) < 1e-12:
-            self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
+        if self._dropped(own.gradient, other.gradient, own.batch["advantage"]):
             return
         linear = 3 * self.mine.homogeneity, 3 * self.theirs.homogeneity
         if not abs(linear[0] - linear[1]) < 1e-6:
@@ -119,20 +114,77 @@ class Comparison:
             where = "where all policies are equal the loss is right and its gradient"
             self._add("live-weight", f"{where} {_range(gradient)} times as large: detach the weight")
 
-    def _batch_statistics(self) -> None:
+    def _dropped(self, own: Tensor, other: Tensor, advantage: Tensor) -> bool:
+        """Which tokens get no gradient where all policies are equal, though the objective gives them one."""
+        trained = other.abs() > 1e-12
+        gone = trained & ~(own.abs() > 1e-12)
+        if not bool(gone.any()):
+            return False
+        place = torch.arange(own.shape[1]).expand_as(own)
+        sets = {
+            "tokens with A < 0 get": trained & (advantage < 0),
+            "tokens with A > 0 get": trained & (advantage > 0),
+            "the last trained token of a response gets": trained & (place == trained.sum(1, keepdim=True) - 1),
+            "the first trained token of a response gets": trained & (place == 0),
+        }
+        who = next((words for words, tokens in sets.items() if torch.equal(gone, tokens)), "")
+        if bool(own.isnan().any()):
+            self._add("no-gradient", "where all policies are equal the gradient is NaN")
+        elif bool((self.mine.lifted.abs() > 1e-12)[gone].any()):
+            where = f"{who or 'tokens get'} no gradient where all policies are equal, but do where they differ"
+            self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
+        elif torch.equal(gone, trained):
+            self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
+        else:
+            who = who or f"{int(gone.sum())} of {int(trained.sum())} trained tokens get"
+            self._add("dropped", f"{who} no gradient: keep {'it' if who.endswith('gets') else 'them'} in the loss")
+        return True
+
+    def _neighbors(self) -> bool:
+        """Whether a response changes the gradient of others, and why."""
         parts = self.mine.splits["two"]
         if any(float(part.max() - part.min()) > 1e-6 for part in parts):
             times = f"in a micro-batch the gradients of tokens are {_range(torch.cat(parts))} times those in the whole"
             self._add("batch-statistics", f"{times}: what a token counts depends on the others of its micro-batch")
-        elif abs(self.mine.foreign - self.theirs.foreign) > 1e-6:
-            by = f"changes by {self.mine.foreign:.2%} when others drift, not by {self.theirs.foreign:.2%}"
-            self._add(
-                "batch-statistics", f"the gradient of a response {by}: a statistic of the micro-batch is in the loss"
-            )
+            return True
+        for (x, positive, probe), own in self.mine.neighbors.items():
+            other = self.theirs.neighbors[x, positive, probe]
+            zero, others, row = own == 0, own[[0, 2]], own[1]
+            where = f"where {probe.name.partition(' ')[0]} is {math.exp(x):.3g}"
+            for part, rest, expected in ((own, others, other[[0, 2]]), (row, row[~zero[1]], other[1][~zero[1]])):
+                kept = int(part.count_nonzero())
+                times = part.numel() / max(kept, 1)
+                if 0 < kept < part.numel() and max(_gap(rest, times + 0 * rest), _gap(expected, 1 + 0 * rest)) < 1e-6:
+                    text = f"{where} in one place, the other tokens have {times:.4g} times the gradient"
+                    self._add("denominator", f"{text}: tokens that the mask rejects are not counted, count them")
+                    return True
+            if not _gap(others, other[[0, 2]]) <= 1e-6:
+                text = f"the gradient of a response is {_range(others)} times as large {where} in another one"
+                remedy = "another response's drift must not change it, is a sum or mean over the wrong axis?"
+                if not bool(zero.any()) and abs(float(own.mean()) - 1) < 1e-6:
+                    remedy = "the weights are divided by their mean over the batch"
+                self._add("batch-statistics", f"{text}, in {self.name} {_range(other[[0, 2]])}: {remedy}")
+                return True
+        return False
+
+    def _defaults(self) -> None:
+        """Whether the default of a count is that of the batch."""
+        for own, other in self.mine.without_counts:
+            if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
+                times = _range(own / other)
+                text = f"called without the counts of the update, one batch has {times} times the gradient with them"
+                self._add("default", f"{text}: the default must be the count of the batch")
+                return
 
     def _ratio(self) -> None:
         """Which policies are compared, at which level, by the local exponents."""
         mine, theirs = self.mine, self.theirs
+        for (probe, positive), curved in theirs.curvature.items():
+            slopes = [one.exponent(positive, probe.policy) for one in (mine, theirs)]
+            if abs(mine.curvature[probe, positive]) < 1e-3 < 0.01 < curved and abs(slopes[0] - slopes[1]) < 2e-3:
+                text = f"{probe.name}: the weight grows with log r, not with r: exp of the log-ratio is missing"
+                self._add("log-ratio", text)
+                return
         differing = [key for key, value in theirs.exponents.items() if not abs(mine.exponents[key] - value) < 2e-3]
         if not differing:
             return
@@ -142,7 +194,14 @@ class Comparison:
         proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
         levels = level_of(mine, positive), level_of(theirs, positive)
         kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
-        if kinked:
+        doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
+        if math.isnan(mine.exponents[differing[0]]):
+            text = f"{NAMES[policy]} of a token changes the weight of a token {place} it: where all policies are equal"
+            self._add("level", f"{text} that weight is 0 or NaN, and no exponent can be read")
+        elif not used and expected and any(any(mine.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL)):
+            where = "the weight of a token does not grow with r, though r is bounded"
+            self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
+        elif kinked:
             below, above = (abs(mine.exponents[positive, kinked[0], "own", side]) for side in (-1, 1))
             powers = f"its exponent is {below:.3g} below and {above:.3g} above"
             self._add("kink", f"the weight of a token bends at a ratio of 1, {powers}; {self.name} has no bound at 1")
@@ -155,7 +214,10 @@ class Comparison:
             self._add("level", f"{text}: the ratio or the weight is taken over other tokens")
         else:
             text = f"near 1 the weight of a token grows with {_powers(own)}, in {self.name} with {_powers(other)}"
-            self._add(*(("shape", text) if proportional else ("policy", f"{text}: use the ratio to that policy")))
+            remedy = "weigh a token as that does" if proportional else "use the ratio to that policy"
+            if used and all(abs(own[name] - power) < 2e-3 for name, power in doubled.items()):
+                remedy = "the weight is applied twice"
+            self._add("shape" if proportional else "policy", f"{text}: {remedy}")
 
     def _bends(self) -> None:
         """Clips, weights and masks. What names the cause comes before what only says where a curve bends."""
@@ -176,21 +238,20 @@ class Comparison:
             for key in changed
         ]
         text = f"{probe.name}: {'; '.join(sides)}"
-        upper, lower = b[True, 1], b[False, -1]
-        kind, remedy = "clip" if probe.policy == "current" else "weight", "change the bound"
+        upper, lower, current = b[True, 1], b[False, -1], probe.policy == "current"
+        kind, remedy = "clip" if current else "weight", "change the bound"
+        ends = {(one.kind, other.kind) for key in changed for one, other in zip(a[key], b[key], strict=False)}
+        if ends == {("zero", "constant")}:
+            remedy = "keep the weight at the bound, do not set it to 0"
+        elif ends == {("constant", "zero")}:
+            remedy = "set the weight to 0 beyond the bound, do not keep it"
         if any(b.values()) and all(_mirrored(a[positive, side], b[positive, -side]) for positive, side in SIDES):
             kind, remedy = "inverse", "bound the ratio, not its inverse"
-        elif probe.policy == "current" and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
+        elif current and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
             kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
-        elif (
-            probe.policy == "current"
-            and not any(key[0] for key in changed)
-            and lower
-            and not a[False, -1]
-            and a[False, 1]
-        ):
+        elif current and not any(key[0] for key in changed) and lower and not a[False, -1] and a[False, 1]:
             kind, remedy = "clip-side", "for A < 0 clip the ratio from below"
-        elif probe.policy == "current" and changed == [(False, 1)] and not a[False, 1]:
+        elif current and changed == [(False, 1)] and not a[False, 1]:
             kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
         elif (summed := self._summed(probe, changed)) is not None:
             kind, remedy = "level", f"the bound is on a {('mean', 'sum')[summed]} over the response, take the other"
@@ -222,7 +283,8 @@ class Comparison:
                 return
 
     def _exponent(self) -> None:
-        if self._has("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape"):
+        others = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
+        if self._has(*others, "normalized-advantage", "batch-statistics"):
             return
         for positive, expected in self.theirs.far.items():
             own = self.mine.far[positive]
@@ -270,7 +332,7 @@ class Comparison:
         (own, factor), (other, expected) = self.mine.aggregation, self.theirs.aggregation
         if self._has("normalized-advantage", "live-weight"):
             pass
-        elif own != other:
+        elif own != other and not self._has("denominator"):
             self._add("denominator", f"the denominator is {own}, in {self.name} {other}: change the aggregation")
         elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
             times = f"the gradient is {factor / expected:.4g} times as large at every token"
@@ -349,5 +411,9 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def _range(values: Tensor) -> str:
+    """Returns the smallest and the largest; NaN is 0 / 0, a gradient that is 0 on both sides."""
+    values = values[values.isfinite()] + 0.0  # no -0
+    if not len(values):
+        return "an unknown number of"
     low, high = float(values.min()), float(values.max())
     return f"{low:.3g}" if high - low < 1e-6 else f"{low:.3g} to {high:.3g}"

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 from matplotlib.axes import Axes
 
-from trimtab.check_loss.loss_answer import NOT_JUDGED, Answer, Curve
+from trimtab.check_loss.check import NOT_JUDGED, Answer, Curve
 from trimtab.pages.charts import BLUE, INK, VERMILLION, digits, draw, log_ticks
 from trimtab.pages.page import Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 

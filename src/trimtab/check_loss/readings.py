@@ -6,31 +6,28 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.loss_function import Loss, Reading, Update
-from trimtab.check_loss.probe_batches import (
+from trimtab.check_loss.probes import (
     DOWN,
-    DRIFT,
-    DRIFT_ALL,
-    MISMATCH_ALL,
     MOVED,
     POLICIES,
-    PROBES,
-    RARE,
     STEP,
     TOKENS,
     UP,
     Batch,
+    Loss,
     Probe,
+    Reading,
+    Update,
     of_lengths,
     of_rows,
-    random_batch,
 )
 
 SIGNS = {True: UP, False: DOWN}
@@ -40,27 +37,22 @@ POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double(
 SHIFTS = torch.tensor([-2.0, -1.0, -0.5, -0.1, 0.1, 0.5, 1.0, 2.0]).double()
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 3.0]).double()
 FAR = 25.0
+NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
+ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
-SPLITS = {
-    "two": ([6, 3, 4, 1, 5], (2, 5)),
-    "five": ([6, 3, 4, 1, 5], (1, 2, 3, 4, 5)),
-    "two of as many responses": ([6, 3, 4, 1], (2, 4)),
-}
+SPLITS = {"two": ([6, 3, 4, 1, 5], (2, 5)), "two of as many responses": ([6, 3, 4, 1], (2, 4))}
 """Lengths of responses, and the rows after which a micro-batch ends."""
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
 
-Denominator = Callable[[Tensor, int], Tensor]
-DENOMINATORS: dict[str, Denominator] = {
+DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "token-mean": lambda n, _: n.sum(),
     "seq-mean-token-mean": lambda n, _: len(n) * n,
     "seq-mean-token-sum or constant": lambda n, _: torch.tensor(len(n)),
     "a mean over all positions, padding too": lambda n, width: torch.tensor(len(n) * width),
     "seq-mean-token-mean over responses with a token": lambda n, _: (n > 0).sum() * n,
     "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
-    "the width of the batch times its responses with a token": lambda n, width: (n > 0).sum() * width,
     "no denominator, a sum over tokens": lambda _n, _: torch.tensor(1),
-    "seq-mean-token-mean, divided by the length once more": lambda n, _: len(n) * n * n,
 }
 """From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
 UNKNOWN = "none of the known"
@@ -80,7 +72,6 @@ class Readings:
 
     loss: Loss
     _bends: dict[tuple[Probe, int], dict[tuple[bool, int], Bends]] = field(default_factory=dict)
-    _weights: dict[tuple[Probe, bool, int], Tensor] = field(default_factory=dict)
 
     @cached_property
     def neutral(self) -> Mapping[str, Neutral]:
@@ -100,6 +91,14 @@ class Readings:
         batch = self.neutral["plain"].batch
         same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
+
+    @cached_property
+    def lifted(self) -> Tensor:
+        """The same where the current policy is a nat above the proximal one, and that a nat above the sampler."""
+        batch = self.neutral["plain"].batch
+        return self.loss.policy_gradient(
+            {**batch, **{name: batch[name] - low for name, low in zip(POLICIES, (2, 3, 4), strict=True)}}
+        )
 
     @cached_property
     def aggregation(self) -> tuple[str, float]:
@@ -167,42 +166,25 @@ class Readings:
         if (probe, tokens) not in self._bends:
             found = {}
             for positive, advantage in SIGNS.items():
-                up = probe.within(POINTS)
-                weights = self._read(probe, positive, tokens)
-                for direction, points, values in ((1, up, weights[: len(up)]), (-1, -POINTS, weights[len(up) :])):
-                    curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
-                    found[positive, direction] = find_bends(curve, points, values)
+                curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
+                for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
+                    found[positive, direction] = find_bends(curve, points)
             self._bends[probe, tokens] = found
         return self._bends[probe, tokens]
 
-    def _read(self, probe: Probe, positive: bool, tokens: int = 0) -> Tensor:
-        """Returns the weights at `POINTS` up to the highest of the probe, and at -`POINTS`."""
-        key = probe, positive, tokens
-        if key not in self._weights:
-            points = torch.cat([probe.within(POINTS), -POINTS])
-            self._weights[key] = self.weights(probe, points, SIGNS[positive], tokens)
-        return self._weights[key]
-
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `SHIFTS`, of which a probe may reach only some: 0 beyond its highest."""
-        result = {}
-        for probe in PROBES:
-            up = len(probe.within(POINTS))
-            places = [round(abs(x) / 0.025) + (up if x < 0 else 0) for x in SHIFTS.tolist()]
-            reached = torch.tensor([x <= probe.highest for x in SHIFTS.tolist()])
-            for positive in SIGNS:
-                values = self._read(probe, positive)[
-                    [place if ok else 0 for place, ok in zip(places, reached, strict=True)]
-                ]
-                result[probe, positive] = torch.where(reached, values, 0.0)
-        return result
+        """The weights at `SHIFTS`, or at the highest shift of a probe."""
+        return {
+            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
+            for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
+        }
 
     @cached_property
     def far(self) -> Mapping[bool, Tensor]:
         """The weights at log-ratios of -`FAR` and `FAR`."""
         shifts = torch.tensor([-FAR, FAR]).double()
-        return {positive: self.weights(DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
+        return {positive: self.weights(probes.DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
 
     @cached_property
     def padding(self) -> Mapping[tuple[str, str], str]:
@@ -213,7 +195,7 @@ class Readings:
         for name in (*POLICIES, "reference"):
             for kind, value in (("nan", torch.nan), ("counted", -0.7)):
                 after = self.loss.read({**batch, name: torch.where(batch["mask"], batch[name], value)})
-                change = _change(before, after)
+                change = abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())
                 if kind == "nan" and math.isnan(change):
                     result[name, kind] = "loss and gradient" if math.isnan(after.loss) else "the gradient"
                 elif kind == "counted" and change > 1e-9:
@@ -256,7 +238,7 @@ class Readings:
     def pull(self) -> Tensor:
         """The gradient at A = 0 where a whole response has moved: current by four shifts, then the sampler."""
         shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
-        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (DRIFT_ALL, MISMATCH_ALL)]
+        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL)]
         return torch.cat([values[1:5] - values[0] for values in found])
 
     def _at_zero(self, batch: Batch) -> Tensor:
@@ -285,21 +267,53 @@ class Readings:
         return {**changed, "entropy": before.by_entropy.flatten() / self.scale}
 
     @cached_property
-    def foreign(self) -> float:
-        """The largest relative change of the gradient of a response when two others drift."""
-        batch = of_rows(3, 1.0, RARE)
-        batch["advantage"] = torch.tensor([[1.0], [0.8], [-0.5]]).double()
-        batch["current"] = batch["current"] + STEP / 10
-        drifted = {**batch, "current": batch["current"].clone()}
-        drifted["current"][1:] += 0.4
-        before, after = (self.loss.read(one).gradient[0] for one in (batch, drifted))
-        return float((before - after).abs().max() / before.abs().max())
+    def neighbors(self) -> Mapping[tuple[float, bool, Probe], Tensor]:
+        """The gradients of three responses when the second, or a token of it, drifts, over those before: (3, tokens).
+
+        By shift in nats, whether A > 0, and what drifts.
+        """
+        result = {}
+        for x, (positive, advantage), probe in product(NEIGHBOR_SHIFTS, SIGNS.items(), ONES):
+            before, after = (
+                self.loss.policy_gradient(probe.batch(torch.tensor([shift, 0.0]).double(), advantage))
+                for shift in (0.0, x)
+            )
+            result[x, positive, probe] = (after / before)[:, :TOKENS]
+        return result
+
+    @cached_property
+    def curvature(self) -> Mapping[tuple[Probe, bool], float]:
+        """The second derivative of the weight at a ratio of 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
+        shifts = torch.tensor([-5 * STEP, 5 * STEP]).double()
+        return {
+            (probe, positive): float(self.weights(probe, shifts, advantage).sum() - 2) / (5 * STEP) ** 2
+            for probe, (positive, advantage) in product((probes.DRIFT, probes.MISMATCH), SIGNS.items())
+        }
+
+    @cached_property
+    def rounded(self) -> bool:
+        """Whether it computes in 16 bits: gradients have as few digits, or weights change in steps."""
+        gradient = self.random[2].gradient
+        kinds = (torch.bfloat16, torch.float16)
+        if len(gradient.unique()) > 4 and any(torch.equal(gradient.to(kind).double(), gradient) for kind in kinds):
+            return True
+        for probe in (probes.DRIFT, probes.MISMATCH):
+            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), UP).diff().abs() > 1e-9
+            if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
+                return True
+        return False
+
+    @cached_property
+    def without_counts(self) -> list[tuple[Tensor, Tensor]]:
+        """Gradients by a call without the counts of the update, and with them; empty for a loss that needs them."""
+        if self.loss.without_counts is None:
+            return []
+        loss, shifts = Loss(self.loss.name, self.loss.without_counts), torch.tensor([3.0, -3.0]).double()
+        batches = [probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()]
+        batches += [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
+        return [(loss.read(batch).gradient, self.loss.read(batch).gradient) for batch in batches]
 
     @cached_property
     def random(self) -> list[Reading]:
         """The readings of a random batch for each of `SPREADS`."""
-        return [self.loss.read(random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]
-
-
-def _change(before: Reading, after: Reading) -> float:
-    return abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())
+        return [self.loss.read(probes.random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]

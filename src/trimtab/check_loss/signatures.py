@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.check_loss import stand_ins
-from trimtab.check_loss.loss_function import Loss, Update
-from trimtab.check_loss.probe_batches import Batch, of_lengths
+from trimtab.check_loss.probes import Batch, Loss, Update, of_lengths
 from trimtab.errors import TrimtabError, did_you_mean
 
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -67,24 +67,24 @@ def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | Non
     """
     label = name or getattr(function, "__name__", "loss")
     with stand_ins.float_means_double():
-        call, inputs = _call(function, dict(arguments or {}))
+        call, inputs, defaults = _call(function, dict(arguments or {}))
 
-    def scalar(batch: Batch, update: Update) -> Tensor:
+    def scalar(batch: Batch, update: Update, call: stand_ins.Call = call) -> Tensor:
         with stand_ins.float_means_double():
             return _scalar(call(batch, update), label)
 
-    return Loss(label, scalar, inputs)
+    return Loss(label, scalar, inputs, partial(scalar, call=defaults) if defaults else None)
 
 
-def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
-    """Returns how a function is called, in code and in words."""
+def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str, stand_ins.Call | None]:
+    """Returns how a function is called, in code and in words, and how without counts of the update."""
     names = list(inspect.signature(function).parameters)
     if names[:1] == ["self"]:
-        return stand_ins.trl(function, given), "log-probs on a stand-in of its TRL trainer"
+        return stand_ins.trl(function, given), "log-probs on a stand-in of its TRL trainer", None
     if {"args", "batch", "logits", "sum_of_sample_mean"} <= set(names):
-        return stand_ins.slime(function, _of_object("args", given)), "a batch of slime or Miles"
+        return stand_ins.slime(function, _of_object("args", given)), "a batch of slime or Miles", None
     if "inputs" in names and not set(names) & {"current", *TENSORS["current"]}:
-        return stand_ins.prime_rl(function, given), "the inputs of prime-rl"
+        return stand_ins.prime_rl(function, given), "the inputs of prime-rl", None
     return _by_names(function, given)
 
 
@@ -96,8 +96,7 @@ def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
-    """Returns how to call it, in code and in words."""
+def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str, stand_ins.Call | None]:
     config = _of_object("config", given)
     parameters = inspect.signature(function).parameters
     tensors, counts, values = _meanings(parameters, given)
@@ -108,7 +107,7 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stan
             f"the function has no parameter `config`, which --arguments config.{next(iter(config))} sets"
         )
 
-    def call(batch: Batch, update: Update, form: tuple[torch.dtype, str]) -> Any:
+    def call(batch: Batch, update: Update, form: tuple[torch.dtype, str], counts: Mapping[str, str] = counts) -> Any:
         dtype, shape = form
         own = dict(values)
         if "config" in own and own["config"] is None:
@@ -127,7 +126,9 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stan
     form = _form(call, function)
     shapes = {"mask": f" ({str(form[0]).removeprefix('torch.')})", "advantage": f" {form[1]}"}
     said = [f"{parameter} = {name}{shapes.get(name, '')}" for parameter, name in (tensors | counts).items()]
-    return (lambda batch, update: call(batch, update, form)), ", ".join(said)
+    required = {name: count for name, count in counts.items() if parameters[name].default is inspect.Parameter.empty}
+    defaults = partial(call, form=form, counts=required) if len(required) < len(counts) else None
+    return partial(call, form=form), ", ".join(said), defaults
 
 
 def _meanings(

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.check_loss.loss_function import Update
-from trimtab.check_loss.probe_batches import Batch
+from trimtab.check_loss.probes import Batch, Update
 from trimtab.errors import TrimtabError, did_you_mean
 
 Call = Callable[[Batch, Update], Any]
@@ -135,13 +134,13 @@ def trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
     def call(batch: Batch, update: Update) -> Tensor:
         stand_in = _trl_stand_in(trainer, args, batch, update)
         mask = batch["mask"].double()
-        advantages = batch["advantage"]
+        takes_columns = "advantages.dim() == 1" in inspect.getsource(method)  # as TRL's newer losses
         inputs = {
             "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
             "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
             "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
             "completion_mask": mask,
-            "advantages": advantages if _takes_columns(method) else advantages[:, 0],
+            "advantages": batch["advantage"] if takes_columns else batch["advantage"][:, 0],
             "old_per_token_logps": batch["proximal"].detach(),
             "old_logps": (batch["proximal"].detach() * mask).sum(1),
             "ref_per_token_logps": batch["reference"],
@@ -154,11 +153,6 @@ def trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
         return value if "current_gradient_accumulation_steps" in inspect.getsource(method) else value / update.parts
 
     return call
-
-
-def _takes_columns(method: Callable[..., Any]) -> bool:
-    """Whether it reads advantages of (batch, 1) or (batch, time) too, as TRL's newer losses."""
-    return "advantages.dim() == 1" in inspect.getsource(method)
 
 
 def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:

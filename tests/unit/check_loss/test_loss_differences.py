@@ -40,6 +40,12 @@ def grpo(
     return (torch.where(mask, loss, 0.0) / lengths).sum() / num_sequences
 
 
+def with_default(
+    logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int | None = None
+) -> Tensor:
+    return grpo(logps, old_logps, mask, advantages, len(mask) if num_sequences is None else num_sequences)
+
+
 def found(loss: Callable[..., Any], name: str = "grpo", **keywords: Any) -> list[tuple[str, str]]:
     answer = check(of_function(loss), trimtab.objective(name, **keywords), spec=name)
     return [(one.kind, one.text) for one in answer.differences]
@@ -56,6 +62,7 @@ def planted(**changes: Any) -> Callable[..., Tensor]:
 
 def test_a_right_loss_is_equal() -> None:
     assert_loss(grpo, "grpo")
+    assert_loss(with_default, "grpo")
     assert_loss(planted(high=1.28), trimtab.objective("grpo", clip_high=0.28))
     k3 = {"kl": lambda d: d.exp() - 1 - d}
     assert_loss(planted(**k3), "grpo", kl="k3", kl_coef=0.04)
@@ -123,6 +130,49 @@ def test_padding() -> None:
         assert_loss(product, "grpo")
 
 
+LAST = "mask = mask & (mask.flip(1).cumsum(1).flip(1) > 1)\n    zero = torch"
+FIRST = "mask = mask & (mask.cumsum(1) > 1)\n    zero = torch"
+POSITIVE = "torch.where(mask, advantage, zero).clamp(min=0)"
+ROUNDED = "log_ratio = (current.bfloat16() - proximal.bfloat16()).to(current.dtype)"
+ROUNDED_WEIGHT = "log_rho = (proximal.half() - behavior.half()).double()"
+OF_KEPT = "tokens = tokens * keep.sum() / mask.sum()\n    return torch.where("
+OF_KEPT_IN_ROW = "length = (mask & (weight > 0)).sum(1, keepdim=True).clamp(min=1)"
+NORMALIZED = "weight = weight / weight[mask].mean()\n    losses ="
+EXP = ".clamp(-20, 20).exp()"
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "kind", "said"),
+    [
+        ("grpo", "torch.where(mask, advantage, zero)", POSITIVE, "dropped", "tokens with A < 0 get no gradient"),
+        ("gspo", "zero = torch", LAST, "dropped", "the last trained token of a response gets no gradient"),
+        ("icepop", "zero = torch", FIRST, "dropped", "the first trained token of a response gets no gradient"),
+        ("grpo", "ratio = log_ratio" + EXP, "ratio = 1 + log_ratio", "log-ratio", "exp of the log-ratio missing"),
+        ("cispo", "ratio = log_ratio" + EXP, "ratio = 1 + log_ratio", "log-ratio", "with log r, not with r"),
+        ("token-tis", "rho = log_rho" + EXP, "rho = log_rho", "log-ratio", "no gradient where all policies are equal"),
+        ("seq-mis", "log_rho.sum(1, ", "log_rho.sum(0, ", "batch-statistics", "over the wrong axis"),
+        ("geo-mask", "log_rho.sum(1, keepdim=True)", "log_rho.sum()", "batch-statistics", "over the wrong axis"),
+        ("token-tis", "losses =", NORMALIZED, "batch-statistics", "divided by their mean over the batch"),
+        ("geo-mask", "return torch.where(", OF_KEPT, "denominator", "tokens that the mask rejects are not counted"),
+        ("icepop", "length = mask.sum(1, keepdim=True).clamp(min=1)", OF_KEPT_IN_ROW, "denominator", "1.333 times"),
+        ("geo-mask", "tokens = mask.sum()", "tokens = keep.sum()", "default", "has 3 times the gradient with them"),
+        ("token-tis", "tokens = mask.sum()", "tokens = 2 * mask.sum()", "default", "the count of the batch"),
+        ("grpo", "log_ratio = current - proximal", ROUNDED, "rounding", "compute in float32"),
+        ("token-tis", "log_rho = proximal - behavior", ROUNDED_WEIGHT, "rounding", "compute in float32"),
+        ("token-tis", "-weight * ", "-weight * weight * ", "policy", "the weight is applied twice"),
+        ("token-tis", "rho.clamp(max=2)", "torch.where(rho <= 2, rho, 0.0)", "weight", "do not set it to 0"),
+    ],
+)
+def test_a_slip_in_printed_code_is_named_by_its_cause(name: str, right: str, wrong: str, kind: str, said: str) -> None:
+    text = trimtab.objective(name).code()
+    names: dict[str, Any] = {}
+    assert right in text
+    exec(text.replace(right, wrong), names)  # noqa: S102  what Trimtab prints
+    differences = found(next(value for key, value in names.items() if key.endswith("_loss")), name)
+    assert (differences[0][0], said in differences[0][1]) == (kind, True)
+    assert not any(" nan " in text for _, text in differences)
+
+
 def test_a_difference_that_no_probe_is_made_for_is_found_on_random_batches() -> None:
     def odd(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int) -> Tensor:
         # Reads whether a response has two neighbors beyond 0.3 nats, as no probe does.
@@ -138,7 +188,7 @@ def test_bends_behind_bends_and_the_exponents_between() -> None:
         return torch.where(x > 1.0, 0.0, torch.where(x > 0.5, 2.0, ratio.clamp(max=1.5)))
 
     points = torch.cat([torch.tensor([1e-4]), 0.03 * torch.arange(1, 100)]).double()
-    bends = find_bends(curve, points, curve(points))
+    bends = find_bends(curve, points)
     assert [bend.kind for bend in bends] == ["constant", "constant", "zero"]
     assert [bend.x for bend in bends] == pytest.approx([0.4054651, 0.5, 1.0], abs=1e-6)
-    assert find_bends(torch.exp, -points, torch.exp(-points)) == ()
+    assert find_bends(torch.exp, -points) == ()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import trimtab
-from trimtab.check_loss.loss_function import Update, of_objective
-from trimtab.check_loss.probe_batches import random_batch
+from trimtab.check_loss.probes import Update, of_objective, random_batch
 from trimtab.check_loss.signatures import of_function
 from trimtab.errors import TrimtabError
 
