@@ -105,7 +105,7 @@ def examine(out: Path) -> None:
             assert one.proximal_version is not None
             old = one.proximal_version - one.trajectory.completion.policy_version
             ages.update(dict(zip(*(part.tolist() for part in np.unique(old, return_counts=True)), strict=True)))
-    books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["feed"]
+    books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["source"]
     twice = [group for group, times in groups.items() if times > 1]
     pending = len(books["ready"] + books["unfinished"])
     lost = books["drawn"] - books["consumed"] - sum(books["dropped"].values()) - pending

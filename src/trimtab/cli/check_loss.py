@@ -11,7 +11,6 @@ import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, echo, only_json, print_json
 from trimtab.errors import TrimtabError
-from trimtab.plugins import require_extra
 
 Target = Annotated[
     str,
@@ -70,7 +69,6 @@ def check_loss(
     denominators and micro-batches. Parameters are known by their names, as verl, TRL, slime, Miles, prime-rl and
     Trimtab call them.
     """
-    require_extra("diagnose", "trimtab check-loss")
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     place, _, function = target.rpartition(":")

@@ -28,7 +28,7 @@ COMMANDS = {
     "export": CommandFacts("train"),
     "preflight": CommandFacts("train"),
     "rescore": CommandFacts("train"),
-    "check-loss": CommandFacts("train"),
+    "check-loss": CommandFacts(),
     "diagnose": CommandFacts(),
     "report": CommandFacts(),
     "recipes": _PRINTS,

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trimtab.cli import starting
 from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
@@ -55,7 +56,8 @@ class Command(TyperCommand):
     """A command that is refused where a package it needs is missing. Its `--help` needs none."""
 
     def invoke(self, ctx: Any) -> Any:
-        require_extra(COMMANDS.get(str(ctx.info_name), CommandFacts()).extra, ctx.command_path)
+        with starting.guarded():  # looking for packages may import some
+            require_extra(COMMANDS.get(str(ctx.info_name), CommandFacts()).extra, ctx.command_path)
         return super().invoke(ctx)
 
 

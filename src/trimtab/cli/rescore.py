@@ -12,7 +12,6 @@ import typer
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
 from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError
-from trimtab.plugins import require_extra
 
 if TYPE_CHECKING:
     from trimtab.preflight.rescoring import OnProgress
@@ -68,7 +67,6 @@ def rescore(
     with a column logp_rescored; `trimtab diagnose` on it says whether sampler, trainer or both differ from the
     checkpoint.
     """
-    require_extra("train", "trimtab rescore")
     if out.suffix not in SUFFIXES:
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
