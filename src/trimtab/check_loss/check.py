@@ -51,7 +51,8 @@ class Answer:
     """What was found.
 
     spec: the objective that was asked for, "" without one. objective: the name of that which was compared.
-    nearest: where none was asked for, what the loss is or is nearest to. inputs: how the function was called.
+    nearest: where none was asked for, what the loss is or is nearest to. inputs: how the function was called. ignored:
+    kinds of differences that were found and do not count; what they hide is not probed.
     """
 
     function: str
@@ -62,6 +63,7 @@ class Answer:
     inputs: str
     curves: Sequence[Curve]
     seconds: float
+    ignored: Sequence[str] = ()
 
     @property
     def equal(self) -> bool:
@@ -71,6 +73,8 @@ class Answer:
     def verdict(self) -> str:
         """One line."""
         name = self.spec or self.objective.replace("composed", "a composition of parts")
+        if self.equal and self.ignored:
+            return f"{self.function} is {name} but for what is ignored ({', '.join(self.ignored)}), which may hide more"
         if self.equal:
             return f"{self.function} is {name}: gradients are equal in all probes and on random batches"
         count = len(self.differences)
@@ -124,17 +128,18 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
     with torch.random.fork_rng(devices=[]):
         if objective is None:
             candidates = identify(readings)
-            found = _counted(candidates[0].differences, ignore)
+            whole = candidates[0].differences
             shown = [one for one in candidates if not _counted(one.differences, ignore)] or candidates[:1]
             nearest = [Nearest(one.settings, _counted(one.differences, ignore)) for one in shown]
             objective = candidates[0].objective
         else:
-            found = _counted(Comparison(readings, reference(objective), objective.name).differences(), ignore)
+            whole = Comparison(readings, reference(objective), objective.name).differences()
+        found = _counted(whole, ignore)
         theirs = reference(objective)
         curves = [_curve(readings, theirs, probe, positive) for probe in (DRIFT, MISMATCH) for positive in SIGNS]
-    return Answer(
-        loss.name, spec, objective.name, found, tuple(nearest), loss.inputs, tuple(curves), time.perf_counter() - began
-    )
+    ignored = tuple(sorted({one.kind for one in whole} & set(ignore)))
+    seconds = time.perf_counter() - began
+    return Answer(loss.name, spec, objective.name, found, tuple(nearest), loss.inputs, tuple(curves), seconds, ignored)
 
 
 def _counted(differences: Sequence[Difference], ignore: Sequence[str]) -> tuple[Difference, ...]:

@@ -126,6 +126,12 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stan
     form = _form(call, function)
     shapes = {"mask": f" ({str(form[0]).removeprefix('torch.')})", "advantage": f" {form[1]}"}
     said = [f"{parameter} = {name}{shapes.get(name, '')}" for parameter, name in (tensors | counts).items()]
+    left = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name not in {**tensors, **counts, **values}
+    ]
+    said += [f"left at their defaults: {', '.join(left)}"] if left else []
     required = {name: count for name, count in counts.items() if parameters[name].default is inspect.Parameter.empty}
     defaults = partial(call, form=form, counts=required) if len(required) < len(counts) else None
     return partial(call, form=form), ", ".join(said), defaults

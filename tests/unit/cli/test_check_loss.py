@@ -87,3 +87,11 @@ def test_the_expected_objective_loads_no_code(file: Path, tmp_path: Path, capsys
     assert main.run(["check-loss", f"{file}:right", "--as", f'os:mkdir:path="{made}"']) == 2
     assert "--allow-code" in capsys.readouterr().err
     assert not made.exists()
+
+
+def test_what_may_hide_more_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(LOSS.replace("mask, advantage, responses)", "mask, advantage, responses, ref=None, beta=0.1)"))
+    assert main.run(["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.3", "--ignore", "clip"]) == 0
+    printed = capsys.readouterr().out
+    assert "but for what is ignored (clip), which may hide more" in printed
+    assert "left at their defaults: ref, beta" in printed
