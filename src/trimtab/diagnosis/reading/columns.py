@@ -26,8 +26,8 @@ from trimtab.errors import Finding, TrimtabError, did_you_mean
 COSTS: Mapping[str, str] = read_table("texts.toml")["missing"]
 """What each column that files lack would allow."""
 _MAX_LISTED = 12
-_METRIC = re.compile(r".+/.+|_step|global_step|log_history|Wall time")
-"""Names that loggers give to metrics, which have one number a step."""
+_METRIC = re.compile(r"[^.]+/.+|_step|global_step|log_history|Wall time")
+"""Names that loggers give to metrics, which have one number a step; below a structure they are a checkpoint's."""
 _IDS = {name for layout in LAYOUTS.values() for name in layout.columns["response_ids"]}
 
 

@@ -377,6 +377,9 @@ def test_a_file_of_metrics_names_the_option_for_it(tmp_path: Path, content: str)
     assert f"--scalars {path}" in refused(path)
     tokens = lines(tmp_path / "b.jsonl", {"reward/acc": 1.0, "response_ids": [1]})
     assert "--scalars" not in refused(tokens)
+    state = tmp_path / "meta.json"  # of a checkpoint
+    state.write_text(json.dumps({"step": 80, "measured": {"mismatch/k3": 0.1}}))
+    assert "--scalars" not in refused(state)
 
 
 def test_another_spelling_of_a_known_column_is_suggested(tmp_path: Path) -> None:
