@@ -104,12 +104,12 @@ PLANS = {
         FEW_PROBLEMS, needs=("icepop",), says=r"avg@2.*arithmetic|arithmetic.*avg@2"
     ),
     "trimtab eval smollm2-135m-instruct runs/icepop runs/icepop/checkpoints/step-000010 --task arithmetic "
-    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 32 --greedy --out eval/icepop": Plan(
-        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 32 --greedy": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), says="gsm8k-test"
     ),
     "trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic "
-    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop": Plan(
-        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), says="gsm8k-test"
     ),
     "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
     "trimtab diagnose runs/mine --out mine.html": Plan(needs=("runs/mine",), leaves=("mine.html",), says="(?m)^causes"),

@@ -57,10 +57,6 @@ Limit = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues."),
-]
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
@@ -75,7 +71,7 @@ def register(app: typer.Typer) -> None:
         "eval",
         cls=Command,
         epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
-        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
+        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy[/bold]",
     )(evaluate)
 
 
@@ -92,7 +88,6 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
-    out: Out = None,
     markdown: Markdown = None,
     scores: Scores = None,
     trusted: AllowCode = False,
@@ -119,12 +114,11 @@ def evaluate(
         dtype=dtype_of(dtype, choices, task_choices),
     )
     count = len(choices) * len(task_choices) * len(settings.modes())
-    with _interruptible(out), _progress(count) as progress:
+    with _progress(count) as progress:
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
-            out=out,
             progress=progress,
             notes=notes_on_tools(choices, task_choices),
         )
@@ -175,16 +169,6 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
         from trimtab.runs.atomic import write_text
 
         write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-@contextmanager
-def _interruptible(out: Path | None) -> Iterator[None]:
-    """On Ctrl-C, adds to the message whether finished batches were kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
-        raise KeyboardInterrupt(kept) from None
 
 
 @contextmanager

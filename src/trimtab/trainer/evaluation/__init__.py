@@ -1,8 +1,7 @@
 """Evaluation without a trainer: avg@n and pass@k on tasks.
 
 `suite` measures models on tasks, `evaluator` one model on one task, which training does too; `eval_results` has the
-numbers of one model on one task, `eval_tables` those of several, `result_store` the files from which an interrupted
-evaluation continues.
+numbers of one model on one task, `eval_tables` those of several.
 """
 
 from trimtab.trainer.evaluation.eval_results import EvalResult, pass_at_k

@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
 from trimtab.trainer.environments.episode import EpisodeCounts
 
-ERRORS_KEPT = 5
+ERRORS_SHOWN = 5
 
 
 @lru_cache(maxsize=1 << 16)
@@ -50,22 +50,6 @@ class ProblemResult:
 
 
 @dataclass(frozen=True)
-class BatchCounts:
-    """The counts of one batch of problems. Its samples themselves are not kept."""
-
-    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
-    answers: int  # samples
-    cut: int  # samples that ended at the length limit
-    tokens: int  # response tokens of all samples
-    failures: int  # samples whose reward failed
-    errors: tuple[str, ...]
-    seconds: float
-    # Problems whose prompt did not fit: in `problems` with every sample wrong, and in no other count.
-    too_long: int = 0
-    episodes: EpisodeCounts | None = None  # None without an environment
-
-
-@dataclass(frozen=True)
 class EvalResult:
     """The result of one model on one task. Accuracy is the mean over problems of correct / scored (avg@n)."""
 
@@ -74,41 +58,13 @@ class EvalResult:
     temperature: float
     seed: int
     problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
-    failures: int  # samples whose reward failed, failed episodes included: they are in no other number
-    errors: tuple[str, ...]
+    errors: tuple[str, ...]  # of samples whose reward failed, failed episodes included: they are in no other number
     truncated: float  # share of samples cut by the length limit
     tokens: float  # mean number of response tokens
     seconds: float
     too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
     prompt: str  # its style
     episodes: EpisodeCounts | None = None  # None without an environment
-
-    @classmethod
-    def of(
-        cls, parts: Sequence[BatchCounts], *, task: str, samples: int, temperature: float, seed: int, prompt: str
-    ) -> EvalResult:
-        """Returns the sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
-        problems = tuple(problem for part in parts for problem in part.problems)
-        errors = tuple(error for part in parts for error in part.errors)
-        if not problems:
-            raise TrimtabError(f"task {task!r}: not one sample could be scored; the first failure: {errors[0]}")
-        answers = sum(part.answers for part in parts)
-        episodes = [part.episodes for part in parts if part.episodes is not None]
-        return cls(
-            task=task,
-            samples=samples,
-            temperature=temperature,
-            seed=seed,
-            problems=problems,
-            failures=sum(part.failures for part in parts),
-            errors=errors[:ERRORS_KEPT],
-            truncated=sum(part.cut for part in parts) / answers,
-            tokens=sum(part.tokens for part in parts) / answers,
-            seconds=sum(part.seconds for part in parts),
-            too_long=sum(part.too_long for part in parts),
-            prompt=prompt,
-            episodes=sum(episodes, EpisodeCounts()) if episodes else None,
-        )
 
     @property
     def accuracy(self) -> float:
@@ -170,8 +126,8 @@ class EvalResult:
             "pass_low": {str(k): estimate.low for k, estimate in passes},
             "pass_high": {str(k): estimate.high for k, estimate in passes},
             "reward": self.reward,
-            "failures": self.failures,
-            "errors": list(self.errors),
+            "failures": len(self.errors),
+            "errors": list(self.errors[:ERRORS_SHOWN]),
             "truncated": self.truncated,
             "tokens": self.tokens,
             "episodes": None if self.episodes is None else self.episodes.as_dict(),

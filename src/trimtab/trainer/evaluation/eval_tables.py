@@ -154,7 +154,7 @@ class Results:
             row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
             row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
             row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
-            rows.append([*row, str(result.failures), f"{result.seconds:.1f}"])
+            rows.append([*row, str(len(result.errors)), f"{result.seconds:.1f}"])
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
 
 

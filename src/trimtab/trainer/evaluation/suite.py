@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
-from trimtab.runs import atomic
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.trainer.evaluation.eval_results import EvalResult
 from trimtab.trainer.evaluation.eval_tables import Results
 from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
-from trimtab.trainer.evaluation.result_store import PartFile, results_folder
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
@@ -89,7 +84,6 @@ class _PreparedTask:
     """A built task with its problems and scorer."""
 
     label: str
-    spec: TaskSpec
     task: Task
     problems: list[Problem]
     scorer: Scorer
@@ -103,7 +97,6 @@ class _Sampler:
     label: str
     engine: Engine
     tokenizer: Any
-    weights: str  # where batches are kept: a hash of weights and config, which decide its responses
     context: int | None  # largest number of tokens of a prompt and its response; None: no limit
 
 
@@ -112,7 +105,6 @@ def compare(
     specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
-    out: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     notes: Sequence[str] = (),
 ) -> Results:
@@ -121,44 +113,35 @@ def compare(
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         specs: names of tasks or `TaskSpec`s.
-        out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
 
     Raises:
-        TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
+        TrimtabError: a task twice, tasks or models that cannot be used.
     """
     modes = settings.modes()
-    model_specs = [_model_spec(model) for model in models]
+    model_specs = [
+        ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
+    ]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
-    shown_settings = {**asdict(settings), "temperature": settings.sampling_temperature}
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
-        if out is not None:
-            # A greedy column may be added later.
-            shared = {key: value for key, value in shown_settings.items() if key != "greedy"}
-            stack.enter_context(results_folder(out, shared))
         for spec in model_specs:
-            sampler = _open_model(spec, settings, out)
+            sampler = _open_model(spec, settings)
             for prepared in prepared_tasks:
                 for mode in modes:
-                    result = _measure(sampler, prepared, settings, mode, out, progress)
+                    result = _measure(sampler, prepared, settings, mode, progress)
                     measured[spec.label, prepared.label, mode] = result
             del sampler  # before the next model is loaded
-        results = Results(
-            models=tuple(spec.label for spec in model_specs),
-            tasks=tuple(prepared.label for prepared in prepared_tasks),
-            settings=shown_settings,
-            measured=measured,
-            notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
-        )
-        if out is not None:
-            text = json.dumps(results.as_dict(), indent=1, ensure_ascii=False)
-            atomic.write_text(out / "results.json", text + "\n")
-            atomic.write_text(out / "results.md", results.markdown())
-    return results
+    return Results(
+        models=tuple(spec.label for spec in model_specs),
+        tasks=tuple(prepared.label for prepared in prepared_tasks),
+        settings={**asdict(settings), "temperature": settings.sampling_temperature},
+        measured=measured,
+        notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
+    )
 
 
 def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
@@ -180,7 +163,7 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
             stack.callback(environment.close)
             refuse_unused_rewards(environment, "[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
-        prepared_tasks.append(_PreparedTask(label, spec, adapted, problems, scorer, environment))
+        prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
     _require_distinct("task", [prepared.label for prepared in prepared_tasks])
     return prepared_tasks
 
@@ -191,11 +174,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _model_spec(model: ModelSpec | str) -> ModelSpec:
-    return ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model
-
-
-def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampler:
+def _open_model(spec: ModelSpec, settings: Settings) -> _Sampler:
     with spec.folder() as folder:
         import torch
 
@@ -206,24 +185,8 @@ def _open_model(spec: ModelSpec, settings: Settings, out: Path | None) -> _Sampl
         loaded = models.load(folder, dtype=dtype)
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
-        weights = _fingerprint(engine, loaded.model) if out is not None else ""
         context = getattr(loaded.model.config, "max_position_embeddings", None)
-        return _Sampler(spec.label, engine, loaded.tokenizer, weights, context)
-
-
-def _fingerprint(engine: Engine, model: Any) -> str:
-    """Returns a short hash of what decides a model's responses: weights, config, generation config and device."""
-    import torch
-
-    digest = hashlib.sha256(str(model.device.type).encode())
-    for part in (model.config, model.generation_config):
-        settings = {} if part is None else part.to_dict()
-        named = {key: value for key, value in settings.items() if key not in ("_name_or_path", "transformers_version")}
-        digest.update(json.dumps(named, sort_keys=True, default=str).encode())
-    for name, tensor in engine.named_weights():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+        return _Sampler(spec.label, engine, loaded.tokenizer, context)
 
 
 def _measure(
@@ -231,21 +194,15 @@ def _measure(
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    out: Path | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
-    samples = 1 if mode == "greedy" else settings.samples
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
         max_tokens=prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
-    store = None
-    if out is not None:
-        header = _header(sampler, prepared, samples, sampling, settings)
-        store = PartFile(out, f"{sampler.label} {prepared.label} {mode}", header)
     episodes = None
     if prepared.environment is not None:
         longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
@@ -261,51 +218,11 @@ def _measure(
         prepared.task,
         prepared.scorer,
         problems=prepared.problems,
-        samples=samples,
+        samples=1 if mode == "greedy" else settings.samples,
         sampling=sampling,
         seed=settings.seed,
         progress=on_batch,
-        store=store,
         context=sampler.context,
         episodes=episodes,
     )
     return replace(result, task=prepared.label)
-
-
-def _header(
-    sampler: _Sampler, prepared: _PreparedTask, samples: int, sampling: SamplingParams, settings: Settings
-) -> dict[str, Any]:
-    """Returns everything that the counts of one model, task and mode depend on."""
-    digest = hashlib.sha256()
-    for problem in prepared.problems:
-        ids = tasks.encode(prepared.task, problem, sampler.tokenizer).ids.tolist()
-        extra = json.dumps(problem.extra, sort_keys=True, default=str)
-        digest.update(json.dumps([problem.id, problem.answer, extra, ids]).encode())
-    environment = prepared.spec.environment
-    return {
-        "model": {"weights": sampler.weights},
-        "task": {
-            "options": _as_text(prepared.spec.options),
-            "rewards": [
-                f"{_name(spec)} weight={spec.weight} {dict(spec.options)}"
-                for spec in (prepared.spec.reward or prepared.task.rewards)
-            ],
-            "problems": digest.hexdigest()[:16],
-            "environment": None
-            if environment is None
-            else {item.name: getattr(environment, item.name) for item in fields(environment)}
-            | {"name": _name(environment), "options": _as_text(environment.options)},
-        },
-        "samples": samples,
-        **asdict(sampling),
-        "seed": settings.seed,
-        "dtype": settings.dtype,
-    }
-
-
-def _name(spec: EnvironmentSpec | RewardSpec) -> str:
-    return spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
-
-
-def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in options.items()}
