@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -60,10 +59,6 @@ Dtype = Annotated[
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
-Scores = Annotated[
-    Path | None,
-    typer.Option("--scores", metavar="FILE", help="Write the mean score of each problem, for `scores` of a task."),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +84,6 @@ def evaluate(
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
     markdown: Markdown = None,
-    scores: Scores = None,
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +92,7 @@ def evaluate(
         allow_code()
     from trimtab.trainer.evaluation import Settings, compare
 
-    _check_files(models, task or [], markdown, scores, as_json)
+    _check_files(markdown, as_json)
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
@@ -123,32 +117,14 @@ def evaluate(
             notes=notes_on_tools(choices, task_choices),
         )
     _show(results, markdown, as_json)
-    if scores is not None:
-        _write_scores(results, scores)
 
 
-def _check_files(
-    models: Sequence[str], tasks: Sequence[str], markdown: str | None, scores: Path | None, as_json: bool
-) -> None:
+def _check_files(markdown: str | None, as_json: bool) -> None:
     """Raises `TrimtabError` where what is to be written cannot be, before a long evaluation."""
     if as_json and markdown == STANDARD_OUTPUT:
         raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
     if markdown is not None and markdown != STANDARD_OUTPUT and (problem := unwritable(Path(markdown))):
         raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
-    if scores is not None and (problem := unwritable(scores)):
-        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
-    if scores is not None and (len(models) > 1 or len(tasks) > 1):
-        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
-
-
-def _write_scores(results: Results, path: Path) -> None:
-    """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
-    from trimtab.runs.atomic import write_text
-
-    mode = "sampled" if "sampled" in results.modes else results.modes[0]
-    measured = results.measured[results.models[0], results.tasks[0], mode]
-    rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
-    write_text(Path(os.path.realpath(path)), "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _show(results: Results, markdown: str | None, as_json: bool) -> None:

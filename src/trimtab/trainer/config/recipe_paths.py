@@ -14,7 +14,6 @@ from trimtab.errors import TrimtabError
 PATH_KEYS = {
     "task.path": (),
     "task.test_path": (),
-    "task.scores": (),
     "demonstrations.path": ("gold",),
     "engine.server.folder": (),
 }

@@ -31,7 +31,7 @@ class File(RowOptions):
         problems = read_problems(read_rows(path), self, str(path), path.stem)
         if other is None:
             return build_task(path.stem, self, problems, None, str(path))
-        held_out = read_problems(read_rows(other), self.for_test_split, str(other), other.stem)
+        held_out = read_problems(read_rows(other), self, str(other), other.stem)
         return build_task(other.stem, self, problems, held_out, str(path))
 
 
@@ -45,12 +45,12 @@ class HuggingFace(RowOptions):
     )
 
     def build(self) -> BuiltTask:
-        held_out = None if self.test_split is None else self._problems(self.test_split, self.for_test_split)
-        problems = self._problems(self.split, self)
+        held_out = None if self.test_split is None else self._problems(self.test_split)
+        problems = self._problems(self.split)
         name = self.dataset.rstrip("/").rpartition("/")[2]
         return build_task(name, self, problems, held_out, f"dataset {self.dataset!r}")
 
-    def _problems(self, split: str, options: RowOptions) -> list[Problem]:
+    def _problems(self, split: str) -> list[Problem]:
         import datasets
 
         where = f"dataset {self.dataset!r}, split {split!r}"
@@ -61,7 +61,7 @@ class HuggingFace(RowOptions):
             raise TrimtabError(
                 f"{where}: cannot load it: {reason}; check the names, or the network and HF_HUB_OFFLINE"
             ) from None
-        return read_problems(enumerate(rows, start=1), options, where, split)
+        return read_problems(enumerate(rows, start=1), self, where, split)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -14,8 +14,7 @@ from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.trainer.tasks.answers import AnswerFormat, extract
-from trimtab.trainer.tasks.selection import SelectionOptions, mean_score, select
-from trimtab.trainer.tasks.style import build_template, limits, split_shots
+from trimtab.trainer.tasks.style import StyleOptions, build_template, limits, split_shots
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat, Template
 from trimtab.types import Problem, RewardSpec
@@ -82,7 +81,7 @@ SCHEMAS: dict[SchemaName, Schema] = {
 }
 
 
-class RowOptions(SelectionOptions):
+class RowOptions(StyleOptions):
     schema_: SchemaName | None = Field(None, alias="format", description="a known layout: sets the next four")
     question: str | None = Field(
         None,
@@ -98,6 +97,11 @@ class RowOptions(SelectionOptions):
     extra: tuple[str, ...] = Field((), description="columns that rewards get as problem.extra")
     holdout: float = Field(
         0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all, and none for worked examples"
+    )
+
+    drop_duplicates: bool = Field(
+        False,
+        description="leave out training rows whose question, apart from case and spaces, an earlier or a test row has",
     )
 
     @field_validator("question")
@@ -121,11 +125,6 @@ class RowOptions(SelectionOptions):
         if groups != 1:
             raise ValueError(f"write one group (...) around the answer, not {groups}; others are written (?:...)")
         return pattern
-
-    @property
-    def for_test_split(self) -> RowOptions:
-        """The options for the rows of another source, which are all tested on."""
-        return self.model_copy(update={"score_column": None})
 
     @property
     def columns(self) -> Schema:
@@ -155,8 +154,6 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
             )
         seen[name] = number
         extra = {column: _json(_column(row, column, "extra", location), column, location) for column in options.extra}
-        if (column := options.score_column) is not None:
-            extra[column] = mean_score(_column(row, column, "score_column", location), column, location)
         problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
     if not problems:
         raise TrimtabError(f"{where}: no rows; give a file with at least one problem")
@@ -171,9 +168,11 @@ def build_task(
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
-    train, selected = select(train, test, options, where)
+    given, notes = len(train), []
+    if options.drop_duplicates and len(train := _distinct(train, test)) < given:
+        notes.append(f"{where}: {len(train):,} of {given:,} training rows are kept, the others repeat a question")
     worked = () if options.columns.rows_first and train else options.columns.worked
-    options, notes = _choose_style(options, worked, train, where)
+    options, note = _choose_style(options, worked, train, where)
     shots, train = split_shots(options, worked, train, where)
     template = build_template(options, shots, BOXED)
     stop, max_tokens = limits(options, template, shots, [problem.answer for problem in (*train, *test)], where)
@@ -185,7 +184,7 @@ def build_task(
         rewards=(_reward(options, template),),
         stop=stop,
         max_tokens=max_tokens,
-        notes=(*selected, *notes),
+        notes=(*notes, *note),
     )
 
 
@@ -263,6 +262,13 @@ def _split(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[P
         [problem for problem in problems if problem.question not in tested],
         [problem for problem in problems if problem.question in tested],
     )
+
+
+def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
+    """Returns the first training row of each question that no test row has, apart from case and spaces."""
+    by_question = {" ".join(problem.question.casefold().split()): problem for problem in reversed([*test, *train])}
+    kept = {id(problem) for problem in by_question.values()}
+    return [problem for problem in train if id(problem) in kept]
 
 
 def _without_overlap(train: Sequence[Problem], test: Sequence[Problem], where: str) -> list[Problem]:

@@ -93,13 +93,13 @@ def test_a_missing_home_directory_is_one_line() -> None:
         load_config("laboratory", ["model.path=~nobody-of-this-name/model"])
 
 
-def test_paths_of_scores_and_of_evaluated_tasks_are_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_paths_of_evaluated_tasks_are_relative_to_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text(
-        'base = "laboratory"\n[task]\nname = "file"\npath = "a.jsonl"\nscores = "s.jsonl"\nscore_min = 0.2\n'
+        'base = "laboratory"\n[task]\nname = "file"\npath = "a.jsonl"\n'
         '[[eval.task]]\nname = "file"\npath = "b.jsonl"\ntest_path = "c.jsonl"\n[[eval.task]]\nname = "sort"\n'
     )
     config = load_config(recipe)
-    assert config.task.keywords["scores"] == str(tmp_path / "s.jsonl")
+    assert config.task.keywords["path"] == str(tmp_path / "a.jsonl")
     assert config.eval.task[0].keywords == {"path": str(tmp_path / "b.jsonl"), "test_path": str(tmp_path / "c.jsonl")}
     assert config.eval.task[1].keywords == {}

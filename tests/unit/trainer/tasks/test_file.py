@@ -64,13 +64,6 @@ def test_jsonl_parquet_and_csv_give_the_same_task(file, tmp_path):
     assert all((list(one.train), list(one.test)) == (list(other.train), list(other.test)) for other in others)
 
 
-def test_scores_in_a_csv_are_numbers_and_an_empty_cell_is_none(tmp_path):
-    (tmp_path / "s.csv").write_text("question,answer,score\nq0,a,0.1\nq1,a,0.5\nq2,a,\nq3,a,1\n")
-    options = {"score_column": "score", "score_min": 0.3, "score_max": 0.9, "holdout": 0, "examples": 0}
-    task = tasks.build("file", path=tmp_path / "s.csv", **options)
-    assert [problem.question for problem in task.train] == ["q1"]
-
-
 def test_a_data_set_folder_gives_the_same_task(file, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "folder").mkdir()
@@ -87,6 +80,20 @@ def test_repeated_questions_stay_on_one_side(tmp_path):
     task = tasks.build("file", path=path, style="plain", holdout=0.5)
     assert len(task.train) == len(task.test) == 30
     assert not {p.question for p in task.train} & {p.question for p in task.test}
+
+
+def test_training_rows_that_repeat_a_question_can_be_dropped(tmp_path):
+    questions = ["two plus two", "three  plus one", "Two Plus two", "five plus one", "six plus one"]
+    rows = jsonl(tmp_path / "rows.jsonl", [{"question": text, "answer": "4"} for text in questions])
+    test = jsonl(tmp_path / "test.jsonl", [{"question": "FIVE plus  one", "answer": "6"}])
+    options = {"path": rows, "style": "chat"}
+    task = tasks.build("file", holdout=0, drop_duplicates=True, **options)
+    assert [problem.id for problem in task.train] == ["rows-1", "rows-2", "rows-4", "rows-5"]
+    assert task.notes == (f"{rows}: 4 of 5 training rows are kept, the others repeat a question",)
+    assert len(tasks.build("file", test_path=test, **options).train) == 5
+    task = tasks.build("file", test_path=test, drop_duplicates=True, **options)
+    assert [problem.id for problem in task.train] == ["rows-1", "rows-2", "rows-5"]
+    assert len(tasks.build("file", holdout=1, drop_duplicates=True, **options).test) == 5
 
 
 def test_a_test_file_wins_over_the_training_file(file, tmp_path):
