@@ -74,7 +74,7 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     """
     config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
     if run is not None:
-        task = run.task if run.task.name in (config.task.name, "program", "mixture") else config.task
+        task = run.task if run.task.name in (config.task.name, "mixture") else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
     recipe = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
     key = sha256(f"{version('trimtab')} {CACHE_FORMAT} {recipe}".encode()).hexdigest()[:12]

@@ -19,7 +19,6 @@ _KINDS = {
     "file": ("data_sets", "File"),
     "hf": ("data_sets", "HuggingFace"),
     "mixture": ("mixture", "MixtureOptions"),
-    "program": ("laboratory_tasks", "Program"),
     "reasoning-gym": ("reasoning_gym", "ReasoningGym"),
     "sort": ("laboratory_tasks", "Sort"),
     "swap-sort": ("laboratory_tasks", "SwapSort"),

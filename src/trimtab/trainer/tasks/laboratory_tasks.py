@@ -1,14 +1,14 @@
-"""The tasks of the laboratory's models, "QUESTION=" -> "ANSWER." in digits: `sort`, `swap-sort` and `program`.
+"""The tasks of the laboratory's models, "QUESTION=" -> "ANSWER." in digits: `sort` and `swap-sort`.
 
-`Problem.answer` is the whole response with its final stop ".", as a warm start teaches it. The training splits of
-`sort` and `program` are computed from (seed, index); nothing is stored.
+`Problem.answer` is the whole response with its final stop ".", as a warm start teaches it. The training split of
+`sort` is computed from (seed, index); nothing is stored.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
@@ -19,14 +19,6 @@ from trimtab.types import Problem, RewardSpec
 
 TRAIN_SIZE = 1_000_000
 DIGITS = "0123456789"
-# What the symbols of `program` mean; run against the tests of a problem.
-PROGRAM = """\
-code, printed = '{code}', ''
-for place in range(0, len(code), 2):
-    printed = printed + int(code[place]) * code[place + 1]
-"""
-LONGEST_RUN = 4
-EXACT = RewardSpec("exact")
 
 
 class Sort(TaskOptions):
@@ -51,8 +43,22 @@ class Sort(TaskOptions):
             answer = insertions(text) if self.steps else "".join(sorted(text))
             return Problem(id=f"sort-{name}", question=text, answer=f"{answer}.")
 
+        test: dict[str, None] = {}
+        for index in itertools.count():
+            test[draw("test", index)] = None
+            if len(test) == self.holdout:
+                break
+
+        def train(index: int) -> Problem:
+            text, redraw = draw("train", index), 0
+            while text in test:
+                redraw += 1
+                text = draw(f"train-again-{redraw}", index)
+            return make(text, f"train-{index}")
+
+        held_out = [make(text, f"test-{index}") for index, text in enumerate(test)]
         rows = self.digits - 1 if self.steps else 1
-        return _task("sort", *_drawn_splits(draw, make, self.holdout), rows * (self.digits + 1))
+        return _task("sort", Procedural(TRAIN_SIZE, train), held_out, rows * (self.digits + 1))
 
 
 class SwapSort(TaskOptions):
@@ -81,63 +87,16 @@ class SwapSort(TaskOptions):
         return _task("swap-sort", train, test, (self.digits - 1) * (self.digits + 4) + 2)
 
 
-class Program(TaskOptions):
-    """A program that prints the digits: "5557700000=" -> "352750.", pairs of how often to print, and what.
-
-    Many programs print the same, as "152527" prints 55577 too: a response is judged by running it in a sandbox.
-    """
-
-    digits: int = Field(5, ge=4, le=20, description="how many digits a program must print")
-    holdout: int = Field(512, ge=1, le=1000, description="test problems")
-    seed: int = Field(0, description="draws the problems")
-
-    def build(self) -> BuiltTask:
-        def draw(split: str, index: int) -> str:
-            rng = random.Random(f"program/{self.seed}/{split}/{index}")
-            text = ""
-            while len(text) < self.digits:
-                text += rng.choice(DIGITS) * rng.randint(1, LONGEST_RUN)
-            return text[: self.digits]
-
-        reward = RewardSpec("python-tests", timeout=30.0, options={"program": PROGRAM})
-        splits = _drawn_splits(draw, program_problem, self.holdout)
-        return _task("program", *splits, 2 * self.digits + 1, reward)
-
-
-def _task(
-    name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int, reward: RewardSpec = EXACT
-) -> BuiltTask:
+def _task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int) -> BuiltTask:
     return BuiltTask(
         name=name,
         train=train,
         test=test,
         template=Plain("{question}="),
-        rewards=(reward,),
+        rewards=(RewardSpec("exact"),),
         stop=(".",),
         max_tokens=max_tokens,
     )
-
-
-def _drawn_splits(
-    draw: Callable[[str, int], str], make: Callable[[str, str], Problem], holdout: int
-) -> tuple[Procedural, list[Problem]]:
-    """Returns a million training problems, computed on access, and `holdout` test problems that are not among them.
-
-    `draw(split, index)` returns a random question, and `make(question, name)` its problem.
-    """
-    test: dict[str, None] = {}
-    for index in range(100 * holdout):
-        if len(test) < holdout:
-            test[draw("test", index)] = None
-
-    def train(index: int) -> Problem:
-        text, redraw = draw("train", index), 0
-        while text in test:
-            redraw += 1
-            text = draw(f"train-again-{redraw}", index)
-        return make(text, f"train-{index}")
-
-    return Procedural(TRAIN_SIZE, train), [make(text, f"test-{index}") for index, text in enumerate(test)]
 
 
 def insertions(text: str) -> str:
@@ -167,16 +126,3 @@ def transcript(row: str) -> str:
         digits[first - 1], digits[second - 1] = digits[second - 1], digits[first - 1]
         text += f"{first}{second}?{''.join(digits)}="
     return text + "=."
-
-
-def program_problem(text: str, name: str) -> Problem:
-    """Returns the problem of printing `text`; its answer is one of the programs that do."""
-    runs = [(len(list(run)), digit) for digit, run in itertools.groupby(text)]
-    # Counts have one digit, so that a run of more than 9 is printed in parts.
-    parts = [(min(9, count - done), digit) for count, digit in runs for done in range(0, count, 9)]
-    return Problem(
-        id=f"program-{name}",
-        question=text,
-        answer="".join(f"{count}{digit}" for count, digit in parts) + ".",
-        extra={"tests": [f"assert printed == '{text}'"]},
-    )

@@ -55,7 +55,7 @@ def test_arithmetic_splits_share_no_problem_not_even_mirrored(options):
     assert not {frozenset(pair) for pair in worked} & (sides[0] | sides[1])
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "sort", "swap-sort", "program"])
+@pytest.mark.parametrize("name", ["arithmetic", "sort", "swap-sort"])
 def test_same_seed_same_problems(name):
     one, two, other = (tasks.build(name, seed=seed) for seed in (1, 1, 2))
     assert one.train[:50] == two.train[:50]
@@ -126,7 +126,7 @@ def test_sequences_behave_like_sequences():
         (
             "zzz",
             {},
-            "unknown task 'zzz' (known: arithmetic, file, hf, mixture, program, reasoning-gym, sort, swap-sort)",
+            "unknown task 'zzz' (known: arithmetic, file, hf, mixture, reasoning-gym, sort, swap-sort)",
         ),
         ("sort", {"digit": 4}, "unknown option 'digit' (did you mean 'digits'?)"),
         ("sort", {"digits": "many"}, "digits: Input should be a valid integer"),
