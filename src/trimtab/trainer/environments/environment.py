@@ -38,6 +38,8 @@ from trimtab.trainer.environments.background import EnvironmentFailed
 from trimtab.trainer.environments.formats import Call, ToolError
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
+JSON_SCHEMA = "json_schema"
+"""An attribute of a tool that has its schema, which is otherwise made from type hints and docstring."""
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
@@ -116,6 +118,8 @@ def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
     Raises:
         TrimtabError: a parameter has no type hint, or the docstring does not describe it.
     """
+    if (schema := getattr(method, JSON_SCHEMA, None)) is not None:
+        return schema
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Union
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 from trimtab.trainer.environments.background import in_background
-from trimtab.trainer.environments.environment import NOT_TOOLS
+from trimtab.trainer.environments.environment import JSON_SCHEMA, NOT_TOOLS
 
 CONNECT_SECONDS = 10.0
 MAX_MESSAGE = 64 * 2**20  # bytes
-_TYPES: dict[str, Any] = {
-    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": None,
-}  # fmt: skip
 
 
 class Options(BaseModel):
@@ -211,51 +208,28 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
 def method_of(
     name: str, description: str, schema: Mapping[str, Any], action: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Callable[..., Any]:
-    """Returns a tool with the signature and docstring of a JSON schema."""
+    """Returns a tool whose parameters are those of a JSON schema. The server checks their values."""
     properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
-    required = set(schema.get("required", ()))
-    kinds = {key: _type_of(value) for key, value in properties.items()}
-    names = sorted(properties, key=lambda key: key not in required)  # parameters with a default come last
-    parameters = [
-        inspect.Parameter(
-            key,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if key in required else properties[key].get("default"),
-            annotation=kinds[key],
-        )
-        for key in names
-    ]
+    required = [key for key in properties if key in schema.get("required", ())]
+    names = [*required, *(key for key in properties if key not in required)]  # those with a default come last
 
     async def tool(self: OpenEnv, *values: Any, **named: Any) -> str:
         return await self._step(action(dict(zip(names, values, strict=False)) | named))  # pyright: ignore[reportPrivateUsage]
 
-    lines = [f"    {key}: {_one_line(properties[key].get('description') or key)}" for key in properties]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {key: inspect.Parameter.empty if key in required else properties[key].get("default") for key in names}
+    parameters = [inspect.Parameter(key, kind, default=default) for key, default in defaults.items()]
     tool.__name__ = tool.__qualname__ = name
-    tool.__doc__ = "\n".join([_one_line(description), "", *(["Args:", *lines] if lines else [])])
-    tool.__annotations__ = {**kinds, "return": str}
-    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    tool.__signature__ = inspect.Signature([owner, *parameters], return_annotation=str)  # pyright: ignore[reportFunctionMemberAccess]
+    tool.__signature__ = inspect.Signature([inspect.Parameter("self", kind), *parameters])  # pyright: ignore[reportFunctionMemberAccess]
+    described = {
+        key: {word: part for word, part in value.items() if word != "title"} | {"description": _description(value, key)}
+        for key, value in properties.items()
+    }
+    arguments = {**schema, "type": "object", "properties": described, "required": required}
+    function = {"name": name, "description": " ".join(description.split()), "parameters": arguments}
+    setattr(tool, JSON_SCHEMA, {"type": "function", "function": function})
     return tool
 
 
-def _type_of(schema: Mapping[str, Any]) -> Any:
-    """Returns the type hint of a parameter. The server checks what it does not say."""
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        return _any_of([_type_of(choice) for choice in choices])
-    values = schema.get("enum")
-    if values:
-        simple = all(value is None or isinstance(value, str | int | float) for value in values)
-        return Literal[tuple(values)] if simple else Any
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return _any_of([_type_of({**schema, "type": option}) for option in kind])
-    return _TYPES.get(str(kind), Any)
-
-
-def _any_of(kinds: Sequence[Any]) -> Any:
-    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # of a number of types known only here
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _description(schema: Mapping[str, Any], name: str) -> str:
+    return " ".join(str(schema.get("description") or name).split())
