@@ -216,9 +216,9 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the type and the text of an exception, whatever its text is."""
+    """Returns the type and the text of an exception."""
     try:
         text = str(error)
-    except (Exception, SystemExit):
+    except Exception:  # of a class with a faulty __str__
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -15,7 +15,6 @@ from trimtab.plugins import load_function
 from trimtab.trainer.environments.environment import (
     check_class,
     describe_tool,
-    refuse_positional_only,
     required_parameters,
     tool_names,
 )
@@ -91,7 +90,7 @@ class BuiltEnvironment:
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
             description = ""
             if isinstance(form, Tag | Fence) and not self.spec.instructions:
-                description = form.describe(self._descriptions())
+                description = form.describe(self.schemas())
             adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions, description)
         inside = [stop for stop in task.stop if stop in shape]
         if inside:
@@ -127,17 +126,10 @@ class BuiltEnvironment:
 
     def _text_format(self) -> Format:
         multi_argument = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
-        for tool in multi_argument:
-            refuse_positional_only(self.kind, tool)
         return build_format(self.spec.format, self.tools, multi_argument)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Returns the JSON schemas of the tools. Raises `TrimtabError` for one that takes no named arguments."""
-        for tool in self.tools:
-            refuse_positional_only(self.kind, tool)
-        return self._descriptions()
-
-    def _descriptions(self) -> tuple[dict[str, Any], ...]:
+        """Returns the JSON schemas of the tools."""
         return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 

@@ -43,7 +43,6 @@ JSON_SCHEMA = "json_schema"
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
-_SCALARS = (str, int, float, type(None))
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
@@ -94,16 +93,6 @@ def required_parameters(kind: Any, tool: str) -> list[str]:
     """Returns the names of the parameters of a tool without a default, but for `self`."""
     empty = inspect.Parameter.empty
     return [item.name for item in _parameters(kind, tool) if item.default is empty and item.kind not in _COLLECTED]
-
-
-def refuse_positional_only(kind: Any, tool: str) -> None:
-    """Raises `TrimtabError` for a tool that cannot be called with named arguments."""
-    for parameter in _parameters(kind, tool):
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise TrimtabError(
-                f"tool {tool!r}: parameter {parameter.name!r} is positional only, and calls name "
-                "their arguments: take the / out"
-            )
 
 
 def _parameters(kind: Any, tool: str) -> list[inspect.Parameter]:
@@ -161,10 +150,8 @@ def call_tool(environment: Any, call: Call) -> Any:
 
 def _bind_text(signature: inspect.Signature, text: str) -> inspect.BoundArguments:
     """Binds a text to the first parameter; a blank one to none."""
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or not text.strip():
-        return signature.bind()
-    return signature.bind(**{first.name: text}) if first.kind is first.KEYWORD_ONLY else signature.bind(text)
+    first = next(iter(signature.parameters), None)
+    return signature.bind(**({first: text} if first is not None and text.strip() else {}))
 
 
 def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments, *, as_json: bool) -> None:
@@ -201,16 +188,12 @@ def _reason(parameter: str, error: ValidationError) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of JSON: arrays and sets become lists, other objects and keys their text."""
-    if isinstance(value, _SCALARS):
-        return value
+    """Returns a value of JSON: arrays and sets become lists, other objects their text."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, _SCALARS) else _own_text(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value), key=json.dumps)  # the order of a set differs from process to process
-    return _plain(value.tolist()) if hasattr(value, "tolist") else _own_text(value)
+        return dict(value)
+    if isinstance(value, set | frozenset):  # whose order differs from process to process
+        return sorted(value, key=lambda item: json.dumps(item, default=_plain))
+    return value.tolist() if hasattr(value, "tolist") else _own_text(value)
 
 
 def _own_text(value: Any) -> str:
@@ -225,15 +208,12 @@ def _own_text(value: Any) -> str:
 def text_of(value: Any) -> str:
     """Returns the result of a tool as text: a string as it is, None as nothing, containers as JSON, others by `str`.
 
-    Raises:
-        EnvironmentFailed: a generator, whose items are not known, or an object whose text has an address in memory.
+    Raises `EnvironmentFailed` for an object whose text has an address in memory.
     """
-    if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        raise EnvironmentFailed("returned a generator: return a text or a list")
     if isinstance(value, str):
         return value
     if value is None:
         return ""
     if isinstance(value, Mapping | list | tuple | set | frozenset | bool):
-        return json.dumps(_plain(value), ensure_ascii=False)
+        return json.dumps(value, default=_plain, ensure_ascii=False)
     return _own_text(value)

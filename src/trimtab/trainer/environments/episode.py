@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from trimtab.errors import TrimtabWarning
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, describe
 from trimtab.trainer.environments.environment import call_tool, row_for, text_of
 from trimtab.trainer.environments.formats import Call
-from trimtab.types import MAX_REWARD, EpisodeOutcome, IntArray, Prompt, TurnResult
+from trimtab.trainer.sandbox.function_worker import checked
+from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Episode:
         """Begins `get_reward`, whose value is a usable reward; None without it, and for an episode that failed."""
         if self.failure is not None or not _has(self.environment, "get_reward"):
             return None
-        return self._start(partial(_call, self.environment, "get_reward"), _finite)
+        return self._start(partial(_call, self.environment, "get_reward"), _usable)
 
     def start_close(self) -> BackgroundCall | None:
         """Begins `close`; None for a class without it.
@@ -139,16 +139,11 @@ def _call(environment: Any, method: str) -> Any:
     return getattr(environment, method)()
 
 
-def _finite(value: Any) -> float:
-    try:
-        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
-    except Exception:
-        number = float("nan")
-    if not np.isfinite(number):
-        raise EnvironmentFailed(f"returned {reprlib.repr(value)}, not a finite number")
-    if abs(number) > MAX_REWARD:
-        raise EnvironmentFailed(f"returned {number}, above {MAX_REWARD:g}")
-    return number
+def _usable(value: Any) -> float:
+    outcome = checked(value)
+    if outcome.value is None:
+        raise EnvironmentFailed(outcome.error)
+    return outcome.value
 
 
 @dataclass(frozen=True)

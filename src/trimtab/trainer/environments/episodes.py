@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import reprlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -241,19 +240,12 @@ class Episodes:
     def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
         try:
-            call = self._runner.form.parse(self._last_turn(completion))
+            return self._runner.form.parse(self._last_turn(completion))
         except ToolError as error:
             return error
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             episode.failure = f"parse() of the format raised {describe(error)}"
             return None
-        if call is None or (isinstance(call, Call) and isinstance(call.arguments, str | Mapping)):
-            return call
-        episode.failure = (
-            f"parse() of the format returned {reprlib.repr(call)}, neither None nor a Call whose arguments are a text "
-            "or a mapping"
-        )
-        return None
 
     def _last_turn(self, completion: Completion) -> str:
         """Returns the text of the last turn, with its special tokens."""
@@ -296,7 +288,7 @@ class Episodes:
             ids = self._runner.encoder.observation(text)
         except TrimtabError:
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             episode.failure = f"render() of the format raised {describe(error)}"
             return TurnResult.end("stop")
         if len(ids) == 0:

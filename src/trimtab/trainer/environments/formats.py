@@ -260,14 +260,7 @@ def _load_format(name: str) -> Format:
     missing = [part for part in ("stop", "parse", "render") if not hasattr(call_format, part)]
     if missing:
         raise TrimtabError(f"format {name!r} has no {missing[0]!r}: it needs stop, parse(text) and render(result)")
-    for part, verb in (("stop", "end"), ("begin", "begin")):
-        strings = getattr(call_format, part, ())
-        if (
-            isinstance(strings, str)
-            or not isinstance(strings, Sequence)
-            or not all(isinstance(text, str) and text for text in strings)
-        ):
-            raise TrimtabError(
-                f"format {name!r}: {part} = {strings!r} must be a tuple of strings: those that {verb} a call"
-            )
+    for part in ("stop", "begin"):
+        if isinstance(strings := getattr(call_format, part, ()), str):
+            raise TrimtabError(f"format {name!r}: {part} = {strings!r} must be a tuple of strings")
     return call_format

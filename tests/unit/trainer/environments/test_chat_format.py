@@ -146,21 +146,6 @@ def test_prompts_show_the_tools(appending: Any) -> None:
     assert adapted.stop == ("\n", "</search>")
 
 
-def test_a_tool_without_names_for_its_arguments_is_refused() -> None:
-    class Positional(Search):
-        def search(self, text: str, /) -> str:
-            """Searches.
-
-            Args:
-                text: what is searched for.
-            """
-            return text
-
-    spec = environments.EnvironmentSpec(Positional, format="chat")
-    with pytest.raises(TrimtabError, match=r"tool 'search': parameter 'text' is positional only, .*: take the / out"):
-        environments.build(spec).adapt(chat_task())
-
-
 @pytest.mark.parametrize(("before", "void"), [("", True), ("so 5 ", False)])
 def test_a_call_without_its_end_is_not_an_answer(appending: Any, before: str, void: bool) -> None:
     limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
