@@ -18,15 +18,13 @@ import queue
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
-from trimtab.trainer.sandbox.code_result import GRACE, LOST, CodeResult, Limits
+from trimtab.trainer.sandbox.code_result import CodeResult, Limits
 from trimtab.trainer.sandbox.container import Container, ContainerError, Request, Setup, Started
 from trimtab.trainer.sandbox.container_command import container_command
 from trimtab.trainer.sandbox.seccomp import container_filter, supported
-from trimtab.trainer.sandbox.slots import Slots
 
 STARTER = "trimtab.trainer.sandbox.container_starter"
 START_ATTEMPTS = 3
@@ -54,14 +52,15 @@ class BubblewrapSandbox:
             raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
         self._limits = limits
         self._stateful = stateful
-        self._running = Slots(range(workers), START_ATTEMPTS * READY_TIMEOUT + limits.timeout + 2 * GRACE)
+        self._running = threading.Semaphore(workers)
         self._sessions: dict[int, Container] = {}  # those with a session's variables
         command = container_command(limits, packages, stateful=stateful)
         self._starter = _Starter(Setup(command, container_filter(platform.machine())), count=workers)
         self._starter.fill()
 
     def run(self, session: int, code: str) -> CodeResult:
-        return self._running.use(lambda _: self._run(session, code))
+        with self._running:
+            return self._run(session, code)
 
     def _run(self, session: int, code: str) -> CodeResult:
         container = self._sessions.get(session)
@@ -76,9 +75,7 @@ class BubblewrapSandbox:
                 result, ended = container.run(code, self._limits)
             except ContainerError as error:
                 result = CodeResult("", str(error), error.timed_out)
-            if ended and self._stateful:
-                return replace(result, error=f"{result.error}; {LOST}")
-            return result
+            return result.with_lost_variables() if ended and self._stateful else result
         finally:  # also where the caller gives up: the next run must not receive the answer of this one
             if container is not None and not ended:
                 self._sessions[session] = container
@@ -120,28 +117,19 @@ class _Starter:
             return
         if self._process is None:
             try:
-                self._start()
+                self._process = self._start()
             except OSError as error:  # the machine has no process, or this process no file, left to give
                 self._ready.put((number, ContainerError(str(error))))
                 return
-        assert self._process is not None
-        try:
-            self._missing.add(number)
-            self._send(self._process, Request(number, start=True))
-        except BaseException:  # the caller gives up: perhaps it was not sent
-            self._missing.discard(number)
-            raise
+        self._missing.add(number)
+        self._send(self._process, Request(number, start=True))
 
-    def _start(self) -> None:
+    def _start(self) -> WorkerProcess:
         process = WorkerProcess(STARTER)
-        try:
-            with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
-                process.send(self._setup)
-            threading.Thread(target=self._receive, args=(process,), daemon=True).start()
-            self._process = process
-        except BaseException:
-            process.kill()
-            raise
+        with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
+            process.send(self._setup)
+        threading.Thread(target=self._receive, args=(process,), daemon=True).start()
+        return process
 
     def take(self) -> Container:
         """Returns a container that is ready. Raises `ContainerError` if none can be started."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 MAX_CODE = 100_000  # characters
@@ -35,6 +35,9 @@ class CodeResult:
     output: str
     error: str | None = None
     timed_out: bool = False
+
+    def with_lost_variables(self) -> CodeResult:
+        return replace(self, error=f"{self.error}; {LOST}")
 
 
 class Sandbox(Protocol):

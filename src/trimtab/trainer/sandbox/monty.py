@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import queue
 import threading
 from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.sandbox.code_result import GRACE, LOST, CodeResult, Limits, took_too_long
-from trimtab.trainer.sandbox.slots import Slots
 
 WORKER = "trimtab.trainer.sandbox.monty_worker"
-RESTART = 30.0  # seconds in which a process is ended and another one started, on a busy machine
 
 
 class Request(NamedTuple):
@@ -34,9 +33,7 @@ class Request(NamedTuple):
 class Answer(NamedTuple):
     """The result of a request; `lost` if variables of the session did not survive it."""
 
-    output: str
-    error: str | None = None
-    timed_out: bool = False
+    result: CodeResult
     lost: bool = False
 
 
@@ -48,13 +45,19 @@ class MontySandbox:
             raise TrimtabError('the sandbox "monty" needs a package that is not installed: pip install pydantic-monty')
         self._stateful = stateful
         self._workers = [_Worker(limits) for _ in range(workers)]
-        self._free = Slots(self._workers, limits.timeout + GRACE + RESTART)
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()  # without variables
+        for worker in self._workers:
+            self._free.put(worker)
         self._assigning = threading.Lock()
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
         if not self._stateful:
-            return self._free.use(lambda worker: worker.run(session, code, keep=False))
+            worker = self._free.get()
+            try:
+                return worker.run(session, code, keep=False)
+            finally:
+                self._free.put(worker)
         worker = self._worker(session)
         with worker.lock:
             return worker.run(session, code, keep=True)
@@ -75,10 +78,8 @@ class MontySandbox:
         with self._assigning:
             worker = self._assigned.get(session)
             if worker is None:
-                counts = {id(worker): 0 for worker in self._workers}
-                for used in self._assigned.values():
-                    counts[id(used)] += 1
-                worker = self._assigned[session] = min(self._workers, key=lambda worker: counts[id(worker)])
+                used = list(self._assigned.values())
+                worker = self._assigned[session] = min(self._workers, key=used.count)
             return worker
 
 
@@ -91,36 +92,31 @@ class _Worker:
         self._sessions: set[int] = set()  # with variables in the process
         self._lost: set[int] = set()  # whose variables another session's failure took
         self._closed = False
-        self._ready = False  # whether the process waits for a request
         self._start()
 
     def run(self, session: int, code: str, *, keep: bool) -> CodeResult:
-        # It was killed while it had nothing to do, or a caller gave up and then was kept from replacing it.
-        if not self._ready or self.process.process.poll() is not None:
-            self._lost |= self._sessions
+        if self.process.process.poll() is not None:  # it was killed while it had nothing to do
             self._restart()
         if session in self._lost:
             self._lost.remove(session)
             return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
-        self._ready = False
         try:
             self.process.send(Request(session, code, keep))
             message = self.process.receive(self._limits.timeout + GRACE)
         except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
-            return self._replace(session, Answer("", error.rstrip(",")), keep=keep)
+            return self._replace(session, CodeResult("", error.rstrip(",")), keep=keep)
         except BaseException:  # the caller gives up: the next run must not receive the answer of this one
-            self._lose_others(session)
+            self._restart()
             raise
         if message is None:
-            return self._replace(session, Answer("", took_too_long(self._limits), timed_out=True), keep=keep)
-        self._ready = True
+            return self._replace(session, CodeResult("", took_too_long(self._limits), timed_out=True), keep=keep)
         answer: Answer = message.content
         if keep and not answer.lost:
             self._sessions.add(session)
         else:
             self._sessions.discard(session)
-        return _result(answer, lost=keep and answer.lost)
+        return answer.result.with_lost_variables() if keep and answer.lost else answer.result
 
     def end(self, session: int) -> None:
         self._lost.discard(session)
@@ -137,25 +133,17 @@ class _Worker:
         self.process = WorkerProcess(WORKER)
         with contextlib.suppress(OSError):  # it has died already: the first run reports that
             self.process.send(self._limits)
-        self._ready = True
 
-    def _replace(self, session: int, answer: Answer, *, keep: bool) -> CodeResult:
-        self._lose_others(session)
-        return _result(answer, lost=keep)
-
-    def _lose_others(self, session: int) -> None:
-        """Replaces the process; the other sessions learn of it at their next run."""
-        self._lost |= self._sessions - {session}
+    def _replace(self, session: int, result: CodeResult, *, keep: bool) -> CodeResult:
         self._restart()
+        self._lost.discard(session)
+        return result.with_lost_variables() if keep else result
 
     def _restart(self) -> None:
-        self._ready = False
-        self.process.kill()
+        """Replaces the process; its sessions learn of it at their next run."""
+        self._lost |= self._sessions
         self._sessions.clear()
+        self.process.kill()
         self._start()
         if self._closed:  # by another thread, which may have ended the process before this one
             self.process.kill()
-
-
-def _result(answer: Answer, *, lost: bool) -> CodeResult:
-    return CodeResult(answer.output, f"{answer.error}; {LOST}" if lost else answer.error, answer.timed_out)

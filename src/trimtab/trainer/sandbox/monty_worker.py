@@ -17,7 +17,13 @@ from typing import Any
 from pydantic_monty import Monty, MontyCrashedError, MontyError, MontyRuntimeError, MontySession, MontySyntaxError
 
 from trimtab.trainer.processes import Message, Parent
-from trimtab.trainer.sandbox.code_result import Limits, printed_too_much, took_too_long, used_too_much_memory
+from trimtab.trainer.sandbox.code_result import (
+    CodeResult,
+    Limits,
+    printed_too_much,
+    took_too_long,
+    used_too_much_memory,
+)
 from trimtab.trainer.sandbox.monty import Answer, Request
 
 SHOW_VALUE = "_ = ("  # written before a last expression
@@ -60,39 +66,35 @@ class _Interpreters:
                 os_policy={"sleep": "zero"},  # code that sleeps would only block a worker
             ).__enter__()
         output = _Output(self._limits.max_output)
-        answer = Answer("")
+        error, timed_out, lost = None, False, False
         try:
             interpreter.feed_run(showing_value(code), print_callback=output.add)
-        except MontyError as error:
-            answer = self._describe(error)
+        except MontyError as raised:
+            error, lost = self._describe(raised)
+            timed_out = lost and error == took_too_long(self._limits)
         if output.full:
-            answer = answer._replace(error=printed_too_much(self._limits), timed_out=False, lost=True)
-        if answer.lost or not keep:
+            error, timed_out, lost = printed_too_much(self._limits), False, True
+        if lost or not keep:
             self.end(session)
-        return answer._replace(output=output.text())
+        return Answer(CodeResult(output.text(), error, timed_out), lost)
 
     def end(self, session: int) -> None:
         if (interpreter := self._open.pop(session, None)) is not None:
             with contextlib.suppress(MontyError, RuntimeError):  # its process has ended already
                 interpreter.__exit__(None, None, None)
 
-    def _describe(self, error: MontyError) -> Answer:
+    def _describe(self, error: MontyError) -> tuple[str, bool]:
+        """Returns the error of a run, and whether the variables of its session are lost."""
         if isinstance(error, MontyCrashedError):
-            if error.timed_out:
-                return Answer("", took_too_long(self._limits), timed_out=True, lost=True)
-            return Answer("", "ended the interpreter's process", lost=True)
-        if isinstance(error, MontySyntaxError):
-            return Answer("", _traceback(error))
-        assert isinstance(error, MontyRuntimeError)
-        if error.traceback():
-            return Answer("", _traceback(error))
+            return took_too_long(self._limits) if error.timed_out else "ended the interpreter's process", True
+        assert isinstance(error, MontySyntaxError | MontyRuntimeError)
+        if isinstance(error, MontySyntaxError) or error.traceback():
+            return _traceback(error), False
         # Without a traceback the code could not catch it: a limit ended it, and its variables are in an unknown state.
         message = error.display("type-msg")
         if message.startswith("TimeoutError"):
-            return Answer("", took_too_long(self._limits), timed_out=True, lost=True)
-        if message.startswith("MemoryError"):
-            return Answer("", used_too_much_memory(self._limits), lost=True)
-        return Answer("", message, lost=True)
+            return took_too_long(self._limits), True
+        return used_too_much_memory(self._limits) if message.startswith("MemoryError") else message, True
 
 
 class _Output:
