@@ -75,7 +75,7 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
     options = {"path": benchmark_data / "mawps-singleop.jsonl", "format": "mawps", "holdout": 0.5}
     result = measured(evaluation.TaskSpec("file", options), problems=48)
     assert len(result.problems) == 48
-    assert result.failures == 0
+    assert result.errors == ()
     # A quarter in one rounding; others change single answers. Were all new, a binomial of 48 would leave this range
     # less than once in 10^4.
     assert 0 < result.accuracy <= 0.6

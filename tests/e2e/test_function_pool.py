@@ -1,6 +1,5 @@
 """Functions that hang, raise, eat memory or leave fail their own call, and the next call works again."""
 
-import contextlib
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.trainer.sandbox import function_pool
 from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
 from trimtab.trainer.sandbox.function_worker import HEADER, Outcome
 
@@ -95,13 +93,6 @@ def test_a_batch_keeps_its_order_around_failures(pool):
     assert [o.error is None for o in outcomes] == [o.value is not None for o in outcomes]
 
 
-def test_arguments_that_are_not_json_fail_alone(pool):
-    first, second = pool.run([Call(1, {"x": {1, 2}}, 60.0), Call(1, {"x": 1}, 60.0)])
-    assert first.value is None
-    assert "JSON" in (first.error or "")
-    assert second == Outcome(2.0)
-
-
 def test_large_batches_do_not_deadlock(pool):
     calls = [Call(1, {"x": index}, 60.0) for index in range(500)]
     calls += [Call(0, {"word": "x" * 200_000}, 60.0)] * 20
@@ -163,63 +154,6 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
     assert pool.run([Call(0, {}, 3.0)])[0].error == "took longer than 3 s"
     pool.close()
     assert gone(int(note.read_text()))
-
-
-@pytest.fixture
-def stopped(tmp_path):
-    """The ids of a supervisor that is stopped, its worker, and a process that the function started; and their pool."""
-
-    def starts_a_child():
-        child = subprocess.Popen(["sleep", "3600"])
-        (tmp_path / "child").write_text(str(child.pid))
-        return os.getpid()
-
-    pool = FunctionPool([starts_a_child, os.getppid], workers=1)
-    worker, supervisor = (int(o.value or 0) for o in pool.run([Call(0, {}, 60.0), Call(1, {}, 60.0)]))
-    os.kill(supervisor, signal.SIGSTOP)
-    yield [supervisor, worker, int((tmp_path / "child").read_text())], pool
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(supervisor, signal.SIGKILL)  # a failure must not leave it, nor `close` waiting for it
-
-
-def test_a_stopped_supervisor_ends_with_all_that_it_started(stopped):
-    pids, pool = stopped
-    closing = threading.Thread(target=pool.close, daemon=True)
-    closing.start()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert all(gone(pid) for pid in pids)
-
-
-def test_a_batch_of_a_stopped_supervisor_is_lost_and_the_next_one_is_not(stopped, monkeypatch):
-    pids, pool = stopped
-    monkeypatch.setattr(function_pool, "SUPERVISOR_TIMEOUT", 0.1)
-    answers = []
-    asking = threading.Thread(target=lambda: answers.extend(pool.run([Call(1, {}, 0.1)])), daemon=True)
-    asking.start()
-    asking.join(60)
-    assert "was lost" in answers[0].error
-    assert all(gone(pid) for pid in pids)
-    monkeypatch.undo()
-    assert pool.run([Call(1, {}, 60.0)])[0].value not in (None, pids[0])
-    pool.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker outlives its killed supervisor")
-def test_a_supervisor_that_is_stopped_again_and_again_is_killed(monkeypatch):
-    def stops_it():
-        while True:
-            os.kill(os.getppid(), signal.SIGSTOP)
-            time.sleep(1e-4)
-
-    pool = FunctionPool([os.getpid, os.getppid, stops_it], workers=1)
-    pids = [int(o.value or 0) for o in pool.run([Call(0, {}, 60.0), Call(1, {}, 60.0)])]
-    monkeypatch.setattr(function_pool, "SUPERVISOR_TIMEOUT", 0.1)
-    asking = threading.Thread(target=lambda: pool.run([Call(2, {}, 0.1)]), daemon=True)
-    asking.start()
-    asking.join(60)
-    assert not asking.is_alive()
-    assert all(gone(pid) for pid in pids)
 
 
 def pipe_and_number():

@@ -23,7 +23,6 @@ _BUILT_IN = {
     "numeric": ("builtin", "Numeric"),
     "math": ("math_equal", "MathEqual"),
     "format": ("builtin", "Format"),
-    "length": ("builtin", "Length"),
     "overlong": ("builtin", "Overlong"),
     "reasoning-gym": ("gym_scorer", "GymScore"),
     "python-tests": ("python_tests", "PythonTests"),

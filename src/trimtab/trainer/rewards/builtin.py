@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the text: `exact`, `numeric`, `format`, `length` and `overlong`."""
+"""Rewards that need nothing but the text: `exact`, `numeric`, `format` and `overlong`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.rewards.reward import Built, Response, Reward
@@ -56,25 +56,6 @@ class Format(Reward):
             return float(match(response.body(stops)) is not None)
 
         return Built(form, isolated=True)  # a pattern can backtrack for hours
-
-
-class Length(Reward):
-    """1 if the number of tokens is inside [min, max], else 0."""
-
-    min: int = Field(0, ge=0, description="fewest tokens that are allowed")
-    max: int = Field(ge=1, description="most tokens that are allowed")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Length:
-        if self.min > self.max:
-            raise ValueError(f"min = {self.min} is above max = {self.max}; swap them")
-        return self
-
-    def build(self, task: Task) -> Built:
-        def length(response: Response, problem: Problem) -> float:
-            return float(self.min <= response.tokens <= self.max)
-
-        return Built(length, isolated=False)
 
 
 class Overlong(Reward):

@@ -51,7 +51,7 @@ MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
 SUPERVISOR_TIMEOUT = 30.0  # seconds the supervisor may take in addition to all timeouts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """A function call: index of the function, JSON keyword arguments, and the seconds it may take."""
 
@@ -73,12 +73,9 @@ class FunctionPool:
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Returns the outcome of every call, in order. Never raises for what a function does."""
-        encoded, outcomes = _encode(calls)
-        if not encoded:
-            return outcomes
-        for request, answer in zip(encoded, self._ask(encoded), strict=True):
-            outcomes[request["index"]] = Outcome(answer.get("value"), answer.get("error"))
-        return outcomes
+        requests = [{**vars(call), "arguments": json.dumps(call.arguments)} for call in calls]
+        answers = self._ask(requests) if requests else []
+        return [Outcome(answer.get("value"), answer.get("error")) for answer in answers]
 
     def _ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if self._socket is None:
@@ -118,27 +115,12 @@ class FunctionPool:
         self._stop = weakref.finalize(self, _end, connection, pid, os.getpid())
 
 
-def _encode(calls: Sequence[Call]) -> tuple[list[dict[str, Any]], list[Outcome]]:
-    """Returns the requests to send, and an outcome for each call (an error where its arguments are not JSON)."""
-    requests: list[dict[str, Any]] = []
-    outcomes = [Outcome(error="not run")] * len(calls)
-    for index, call in enumerate(calls):
-        try:
-            arguments = json.dumps(call.arguments)
-        except (TypeError, ValueError) as error:
-            outcomes[index] = Outcome(error=f"cannot be given its arguments, which must be JSON: {error}")
-            continue
-        requests.append({"index": index, "function": call.function, "arguments": arguments, "timeout": call.timeout})
-    return requests, outcomes
-
-
 def _end(connection: socket.socket, pid: int, owner: int) -> None:
     connection.close()
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end its parent's supervisor
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGCONT)  # a stopped process ends itself and its workers once it continues
         if wait(pid) is None:
             os.kill(pid, signal.SIGKILL)  # its workers end with it, see `_bind_to`
             os.waitpid(pid, 0)

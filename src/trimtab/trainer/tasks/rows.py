@@ -28,14 +28,13 @@ SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a known data set. `worked` are its worked examples; with `rows_first` only if no row is left."""
+    """The columns of a known data set; `worked` are its worked examples."""
 
     question: str = "question"
     answer: str = "answer"
     answer_format: AnswerFormat = "text"
     id: str | None = None
     worked: tuple[Problem, ...] = ()
-    rows_first: bool = False
 
 
 # MAWPS rows hold the bare result; a small model gets 3% of them that way and 20% when it may write the sum.
@@ -46,34 +45,8 @@ _MAWPS = (
     Problem("divide", "Ann shares 12 sweets among 4 friends. How many sweets does each friend get?", "12 / 4 = 3"),
 )
 
-# Rows of GSM8K show the bare result too; these are for test files, which have none to spare.
-_GSM8K = (
-    Problem(
-        "bakery",
-        "A baker sells 12 loaves a day for $5 each. How many dollars does she take in 3 days?",
-        "12 * 5 = 60 a day. 60 * 3 = 180",
-    ),
-    Problem(
-        "marbles",
-        "Ben has 40 marbles. He gives a quarter of them to Ann and 6 to Tom. How many marbles does Ben keep?",
-        "40 / 4 = 10 for Ann. 40 - 10 - 6 = 24",
-    ),
-    Problem(
-        "pages",
-        "Mia reads 15 pages on Monday and twice as many on Tuesday. How many pages does she read on both days?",
-        "15 * 2 = 30 on Tuesday. 15 + 30 = 45",
-    ),
-    Problem(
-        "trip",
-        "A class of 24 children and 4 teachers goes on a trip in cars of 4 seats. A car costs $36, and the school pays "
-        "half of it all. How many dollars do the parents of each child pay?",
-        "24 + 4 = 28 people. 28 / 4 = 7 cars. 7 * 36 = 252 for all cars. 252 / 2 = 126 are left to the parents. "
-        "126 / 24 = 5.25",
-    ),
-)
-
 SCHEMAS: dict[SchemaName, Schema] = {
-    "gsm8k": Schema(answer_format="gsm8k", worked=_GSM8K, rows_first=True),
+    "gsm8k": Schema(answer_format="gsm8k"),
     "mawps": Schema("input", "target", "number", worked=_MAWPS),
     "aime": Schema("problem", "answer", "number", "id"),
     "amc": Schema("problem", "answer", "number", "id"),
@@ -171,7 +144,7 @@ def build_task(
     given, notes = len(train), []
     if options.drop_duplicates and len(train := _distinct(train, test)) < given:
         notes.append(f"{where}: {len(train):,} of {given:,} training rows are kept, the others repeat a question")
-    worked = () if options.columns.rows_first and train else options.columns.worked
+    worked = options.columns.worked
     options, note = _choose_style(options, worked, train, where)
     shots, train = split_shots(options, worked, train, where)
     template = build_template(options, shots, BOXED)

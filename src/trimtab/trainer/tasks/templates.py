@@ -2,6 +2,9 @@
 
 A template is ordinary text with the words `{question}` and (few-shot) `{answer}`. Only these two are replaced, in one
 pass, so braces of LaTeX in a template or in a question mean nothing special.
+
+Of each template `prompt` returns the whole prompt, special tokens included, `target` the continuation that states an
+answer, without its ending, and `style` is a description for reports.
 """
 
 from __future__ import annotations
@@ -9,28 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import chat_template
 from trimtab.types import Problem
 
 FEW_SHOT = "Question: {question}\nAnswer: {answer}\n\n"
-
-
-class Template(Protocol):
-    def prompt(self, problem: Problem, tokenizer: Any) -> str:
-        """Returns the whole prompt, special tokens included."""
-        ...
-
-    def target(self, answer: str) -> str:
-        """Returns the continuation that states `answer`, without its ending."""
-        ...
-
-    @property
-    def style(self) -> str:
-        """A description of the prompt's style for reports."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,9 +36,7 @@ class Plain:
     def target(self, answer: str) -> str:
         return answer
 
-    @property
-    def style(self) -> str:
-        return "plain"
+    style = "plain"
 
 
 @dataclass(frozen=True)
@@ -120,9 +106,10 @@ class Chat:
     def target(self, answer: str) -> str:
         return fill(self.answer, answer=answer)
 
-    @property
-    def style(self) -> str:
-        return "chat"
+    style = "chat"
+
+
+Template = Plain | FewShot | Chat
 
 
 def fill(template: str, **values: str) -> str:

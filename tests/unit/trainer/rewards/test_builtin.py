@@ -22,8 +22,8 @@ SORT = tasks.build("sort")
 def test_observations_do_not_count_in_the_length_of_a_response():
     response = Response.of(multi_turn(0, "ab...c").completion)
     assert response.tokens == 3
-    with rewards.build([("length", 1.0, 20.0, {"max": 3})], SUM) as scorer:
-        assert scorer.score([(Problem("p", "q", "1"), response)])[0].total == 1.0
+    with rewards.build([("overlong", 1.0, 20.0, {"max_tokens": 4, "cache": 4})], SUM) as scorer:
+        assert scorer.score([(Problem("p", "q", "1"), response)])[0].total == -3 / 4
 
 
 def pay(name, text, answer, *, task=SUM, finish="stop", tokens=5, **options):
@@ -172,10 +172,6 @@ def test_format_runs_outside_so_that_a_bad_pattern_costs_its_sample_only():
     assert fine.total == 1.0
 
 
-def test_length():
-    assert [pay("length", "", "", tokens=n, min=2, max=4).total for n in (1, 2, 4, 5)] == [0.0, 1.0, 1.0, 0.0]
-
-
 def test_overlong_is_dapos_penalty():
     """L_max 20480, cache 4096: free up to 16384, half the penalty at 18432, all of it at 20480."""
     paid = [
@@ -195,7 +191,6 @@ def test_overlong_is_dapos_penalty():
         (("format", 1.0, 5.0, {"pattern": "("}), "not a regular expression"),
         (("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 5}), "cache = 5 is longer than max_tokens = 4"),
         (("overlong", 1.0, 5.0, {"cache": 10**6}), "cache = 1000000 is longer than max_tokens ="),
-        (("length", 1.0, 5.0, {"min": 3, "max": 2}), "min = 3 is above max = 2"),
         (("exact", float("nan"), 5.0, {}), "weight must be a finite number"),
         (("exact", 1.0, 0.0, {}), "timeout must be a positive number of seconds"),
         (("nowhere_to_be_found:f", 1.0, 5.0, {}), "cannot import 'nowhere_to_be_found'"),

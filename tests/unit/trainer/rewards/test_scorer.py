@@ -23,10 +23,10 @@ def test_total_is_the_weighted_sum_of_unweighted_parts():
     def bonus(completion, problem):
         return len(completion) + problem.extra["bonus"]
 
-    specs = [RewardSpec("exact", 2.0), RewardSpec(bonus, -0.5), RewardSpec("length", 1.0, 5.0, {"max": 3})]
+    specs = [RewardSpec("exact", 2.0), RewardSpec(bonus, -0.5), RewardSpec("format", 1.0, 5.0, {"pattern": "x"})]
     with rewards.build(specs, SUM) as scorer:
         score = scorer.score([ITEM])[0]
-    assert dict(score.parts) == {"exact": 1.0, "bonus": 6.0, "length": 0.0}
+    assert dict(score.parts) == {"exact": 1.0, "bonus": 6.0, "format": 0.0}
     assert next(iter(score.parts)) == "exact"
     assert score.total == 2.0 - 3.0
 

@@ -13,7 +13,7 @@ from tests.unit.trainer.tasks.test_file import jsonl
 
 from trimtab.cli import evaluate
 from trimtab.errors import TrimtabError
-from trimtab.trainer import rewards, tasks
+from trimtab.trainer import tasks
 from trimtab.trainer.config import load_config
 
 TABLE = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text().partition("### Published files")[2]
@@ -116,7 +116,7 @@ def test_every_row_of_the_table(build, name: str, tmp_path: Path) -> None:
 def test_every_real_row_with_the_options_of_the_table(benchmark_data, name, file, count, first) -> None:
     task = on_the_command_line(table()[name], benchmark_data / file)
     assert (len(task.test), task.test[0].answer, len(task.train)) == (count, first, 0)
-    assert task.prompt_style == ("few-shot, 4 examples" if name in ("GSM8K", "MAWPS") else "chat")
+    assert task.prompt_style == ("few-shot, 4 examples" if name == "MAWPS" else "chat")
     for problem in task.test:
         assert problem.question == problem.question.strip() != ""
         assert problem.answer
@@ -177,22 +177,6 @@ def test_test_rows_alone_use_a_chat_prompt_and_a_message_says_so(tmp_path: Path)
     assert "test_path=TEST" in note
 
 
-def test_gsm8k_test_rows_alone_are_asked_with_worked_examples_of_the_format(tmp_path: Path) -> None:
-    task = tasks.build("file", path=jsonl(tmp_path / "rows.jsonl", ROWS["GSM8K"]), format="gsm8k", holdout=1)
-    assert (task.prompt_style, [spec.name for spec in task.rewards], task.stop) == (
-        "few-shot, 4 examples", ["numeric"], ("\n",)
-    )  # fmt: skip
-    [note] = task.notes
-    assert "those of the format are shown" in note
-    examples = re.findall(r"^Answer: (.+)$", task.prompt_text(task.test[0], None), re.MULTILINE)
-    assert [line.rpartition("= ")[2] for line in examples] == ["180", "24", "45", "5.25"]
-    for step in re.findall(r"([\d.+*/ -]+) = ([\d.]+)", "\n".join(examples)):
-        assert eval(step[0].lstrip(". ")) == float(step[1])  # noqa: S307
-    with rewards.build([], task) as scorer:
-        scores = scorer.score([(task.test[0], rewards.Response(text, "stop", 9)) for text in (" 16 - 7 = 9", " 9 - 2")])
-    assert [score.total for score in scores] == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("options", "style"),
     [
@@ -201,7 +185,7 @@ def test_gsm8k_test_rows_alone_are_asked_with_worked_examples_of_the_format(tmp_
         ({"style": "chat"}, "chat"),
         ({"template": "Q {question} A {answer};", "examples": 0}, "few-shot, 0 examples"),
         ({"format": "mawps", "style": "few-shot"}, "few-shot, 4 examples"),
-        ({"format": "gsm8k", "examples": 2}, "few-shot, 2 examples"),
+        ({"format": "mawps", "examples": 2}, "few-shot, 2 examples"),
         ({"holdout": 0.2}, "few-shot, 4 examples"),
     ],
 )

@@ -58,7 +58,7 @@ def test_each_problem_has_the_prompt_the_gold_answer_and_the_rewards_of_its_task
 
 def test_rewards_by_task_add_up_with_their_weights() -> None:
     built = tasks.build("mixture", part=[SUM, PRODUCT])
-    exact, short = {"name": "exact"}, {"name": "length", "max": 3, "weight": 0.5}
+    exact, short = {"name": "exact"}, {"name": "format", "pattern": ".+", "weight": 0.5}
     specs = [rewards.RewardSpec("by-task", options={"rewards": {"sum": [exact, short], "product": [short]}})]
     with rewards.build(specs, built) as scorer:
         items = [(problem, Response(f" {problem.answer}\n", "stop", 3)) for problem in built.test[:2]]
