@@ -3,8 +3,7 @@
     .venv/bin/python benchmarks/sandbox.py [--workers 2] [--seconds 5] [--packages sympy numpy]
 
 Threads run `1 + 1` at the same time, four a worker. "One session" keeps its session for all calls, "a session a call"
-opens one for each, as an episode with a single call does. Target on two cores: 200 a second with monty, 40 with
-bubblewrap, stateless and stateful. The time of a single call is a median over one thread.
+opens one for each, as an episode with a single call does. The time of a single call is a median over one thread.
 """
 
 from __future__ import annotations
@@ -30,27 +29,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--packages", nargs="*", default=[], help="for bubblewrap")
     options = parser.parse_args()
-    print("| sandbox | variables | start, s | one call, ms | calls/s, one session | calls/s, a session a call |")
-    print("|---|---|---|---|---|---|")
+    print("| sandbox | start, s | one call, ms | calls/s, one session | calls/s, a session a call |")
+    print("|---|---|---|---|---|")
     for sandbox in get_args(SandboxName):
         if missing := sandbox_unavailable(sandbox):
             print(f"{sandbox}: {missing}")
             continue
         packages = options.packages if sandbox == "bubblewrap" else []
-        for stateful in (False, True):
-            print(row(sandbox, packages, options.workers, options.seconds, stateful=stateful), flush=True)
+        print(row(sandbox, packages, options.workers, options.seconds), flush=True)
 
 
-def row(sandbox: SandboxName, packages: Sequence[str], workers: int, seconds: float, *, stateful: bool) -> str:
+def row(sandbox: SandboxName, packages: Sequence[str], workers: int, seconds: float) -> str:
     begin = time.perf_counter()
-    with PythonPool(sandbox, workers=workers, packages=packages, timeout=60.0, stateful=stateful) as pool:
+    with PythonPool(sandbox, workers=workers, packages=packages, timeout=60.0) as pool:
         start = time.perf_counter() - begin
         with pool.session() as session:
             single = statistics.median(timed_call(session) for _ in range(SINGLE_CALLS))
         threads = THREADS_PER_WORKER * workers
         kept, fresh = (rate(pool, threads, seconds, keep=keep) for keep in (True, False))
-    state = "stateful" if stateful else "stateless"
-    return f"| {sandbox} | {state} | {start:.2f} | {1000 * single:.1f} | {kept:.0f} | {fresh:.0f} |"
+    return f"| {sandbox} | {start:.2f} | {1000 * single:.1f} | {kept:.0f} | {fresh:.0f} |"
 
 
 def timed_call(session: PythonSession) -> float:

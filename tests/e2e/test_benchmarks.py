@@ -112,7 +112,7 @@ ROWS = {
     ),
     "routing_cost": Row("--rounds 2", "update with replay and agreement / without: "),
     "sampling_masks": Row("--models laboratory --tokens 4", "mean ratio"),
-    "sandbox": Row("--workers 1 --seconds 0.1", "monty .*stateful"),
+    "sandbox": Row("--workers 1 --seconds 0.1", r"monty \|"),
     "survival": Row("--steps 3", "no token was older than 4 updates"),
     "trainer_step": Row(
         "--trl-python $BENCH --model $TINY --tokens 4 --rounds 1 "

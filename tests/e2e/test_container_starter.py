@@ -112,7 +112,7 @@ def test_a_trainer_without_a_file_left_gets_an_error_and_goes_on_later() -> None
 
 
 def test_a_stopped_container_ends_with_its_run() -> None:
-    with PythonPool("bubblewrap", workers=1, timeout=1.0, stateful=True) as pool, pool.session() as session:
+    with PythonPool("bubblewrap", workers=1, timeout=1.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
         processes = psutil.Process().children(recursive=True)
         [process_1] = [one for one in processes if one.parent().name() == "bwrap" and one.children()]  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from tests.support.processes import gone
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.sandbox.code_result import CodeResult
-from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -48,10 +48,10 @@ def pool(sandbox: SandboxName) -> Iterator[PythonPool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def stateful(sandbox: SandboxName) -> Iterator[PythonPool]:
-    with PythonPool(sandbox, workers=2, timeout=20.0, stateful=True) as pool:
-        yield pool
+@pytest.fixture
+def session(pool: PythonPool) -> Iterator[PythonSession]:
+    with pool.session() as session:
+        yield session
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def stateful(sandbox: SandboxName) -> Iterator[PythonPool]:
         ("def f():\n    return '''a\nb'''\nprint(f())", "a\nb\n"),
     ],
 )
-def test_output_is_that_of_the_interactive_interpreter(pool: PythonPool, code: str, output: str) -> None:
-    assert pool.session().run(code) == CodeResult(output)
+def test_output_is_that_of_the_interactive_interpreter(session: PythonSession, code: str, output: str) -> None:
+    assert session.run(code) == CodeResult(output)
 
 
-def test_an_exception_is_a_short_traceback_after_what_was_printed(pool: PythonPool) -> None:
-    result = pool.session().run("def half(x):\n    return x / 0\n\nprint('before')\nhalf(1)")
+def test_an_exception_is_a_short_traceback_after_what_was_printed(session: PythonSession) -> None:
+    result = session.run("def half(x):\n    return x / 0\n\nprint('before')\nhalf(1)")
     lines = [line for line in (result.error or "").splitlines() if not set(line) <= set(" ^~")]
     assert lines == [
         "Traceback (most recent call last):",
@@ -90,30 +90,23 @@ def test_an_exception_is_a_short_traceback_after_what_was_printed(pool: PythonPo
         "    return x / 0",
         "ZeroDivisionError: division by zero",
     ]
-    assert (result.output, result.timed_out) == ("before\n", False)
+    assert (result.output, result.timed_out, result.lost) == ("before\n", False, False)
 
 
-def test_without_state_every_run_starts_fresh(pool: PythonPool) -> None:
-    with pool.session() as session:
-        assert session.run("x = 5") == CodeResult("")
-        assert "NameError" in (session.run("x").error or "")
-
-
-def test_with_state_variables_live_on_in_their_session_alone(stateful: PythonPool) -> None:
-    with stateful.session() as one, stateful.session() as other:
+def test_variables_live_on_in_their_session_alone(pool: PythonPool) -> None:
+    with pool.session() as one, pool.session() as other:
         assert one.run("def double(y): return 2 * y\nx = 21") == CodeResult("")
         assert other.run("x = 1\nx") == CodeResult("1\n")
         assert "ZeroDivisionError" in (one.run("1 / 0").error or "")
         assert one.run("double(x)") == CodeResult("42\n")
-    with stateful.session() as third:
+    with pool.session() as third:
         assert "NameError" in (third.run("x").error or "")
 
 
 def test_a_limit_takes_the_variables_and_says_so(sandbox: SandboxName) -> None:
-    with PythonPool(sandbox, workers=1, timeout=2.0, stateful=True) as pool, pool.session() as session:
+    with PythonPool(sandbox, workers=1, timeout=2.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
-        lost = CodeResult("", "took longer than 2 s; the variables of this session are lost", timed_out=True)
-        assert session.run(LOOP) == lost
+        assert session.run(LOOP) == CodeResult("", "took longer than 2 s", timed_out=True, lost=True)
         assert "NameError" in (session.run("x").error or "")
         assert session.run("x = 2\nx") == CodeResult("2\n")
 
@@ -121,18 +114,19 @@ def test_a_limit_takes_the_variables_and_says_so(sandbox: SandboxName) -> None:
 def test_printing_too_much_keeps_the_first_part(sandbox: SandboxName) -> None:
     with PythonPool(sandbox, workers=1, timeout=20.0, max_output=10) as pool, pool.session() as session:
         assert session.run("print('é' * 10, end='')") == CodeResult("é" * 10)
-        assert session.run("print('é' * 11, end='')") == CodeResult("é" * 10, "printed more than 10 characters")
+        cut = session.run("print('é' * 11, end='')")
+        assert (cut.output, cut.error) == ("é" * 10, "printed more than 10 characters")
         long = session.run("raise ValueError('x' * 10**5)").error or ""
         assert long.startswith("Traceback")
         assert long.endswith("xxx")
         assert len(long) < 2100
 
 
-def test_more_threads_than_workers_get_their_own_answers(stateful: PythonPool, pool: PythonPool) -> None:
+def test_more_threads_than_workers_get_their_own_answers(pool: PythonPool) -> None:
     def episode(number: int) -> list[str]:
-        with stateful.session() as session, pool.session() as other:
+        with pool.session() as session:
             session.run(f"x = {number}")
-            return [session.run("x").output, other.run(f"{number} * 2").output, session.run("x * 3").output]
+            return [session.run(code).output for code in ("x", "x * 2", "x * 3")]
 
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(episode, range(24)))
@@ -143,12 +137,11 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-@pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("direct", [True, False])
-def test_killed_processes_cost_their_run_alone(sandbox: SandboxName, direct: bool, state: bool) -> None:
+def test_killed_processes_cost_their_run_alone(sandbox: SandboxName, direct: bool) -> None:
     """A child of this process is killed, or what runs below one."""
     before = set(processes())
-    with PythonPool(sandbox, workers=1, timeout=LONG, stateful=state) as pool, pool.session() as session:
+    with PythonPool(sandbox, workers=1, timeout=LONG) as pool, pool.session() as session:
         for _ in range(2):
             assert session.run("x = 1") == CodeResult("")
             with ThreadPoolExecutor(1) as thread:
@@ -163,37 +156,39 @@ def test_killed_processes_cost_their_run_alone(sandbox: SandboxName, direct: boo
             result = run.result()
             assert result.error
             assert not result.timed_out
-            assert ("are lost" in result.error) == state
+            assert result.lost
             assert session.run("1 + 1") == CodeResult("2\n")
 
 
 def test_a_dead_idle_pool_is_started_again(sandbox: SandboxName) -> None:
     before = set(processes())
-    with PythonPool(sandbox, workers=6, timeout=20.0) as pool, pool.session() as session:
+    with PythonPool(sandbox, workers=6, timeout=20.0) as pool:
         started = set(processes()) - before
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         assert all(gone(process.pid) for process in started)
-        assert [session.run("1 + 1") for _ in range(7)] == [CodeResult("2\n")] * 7
+        for _ in range(7):
+            with pool.session() as session:
+                assert session.run("1 + 1") == CodeResult("2\n")
 
 
 def test_a_session_learns_that_another_one_lost_its_process() -> None:
     """Only Monty's workers serve several sessions."""
     before = set(processes())
-    with PythonPool("monty", workers=1, stateful=True) as pool, pool.session() as one, pool.session() as other:
+    with PythonPool("monty", workers=1) as pool, pool.session() as one, pool.session() as other:
         one.run("x = 1")
         other.run("x = 2")
         [worker] = [process for process in set(processes()) - before if process.ppid() == os.getpid()]
         worker.kill()
-        assert (one.run("x").error or "").endswith("the variables of this session are lost")
-        assert (other.run("x").error or "").endswith("the variables of this session are lost")
+        for result in (one.run("x"), other.run("x")):
+            assert result.lost or (result.error or "").endswith("the variables of this session are lost")
         assert [one.run("1 + 1"), other.run("1 + 1")] == [CodeResult("2\n")] * 2
 
 
 def test_closing_a_pool_ends_its_runs_and_its_processes(sandbox: SandboxName) -> None:
     before = set(processes())
-    pool = PythonPool(sandbox, workers=2, timeout=LONG, stateful=True)
+    pool = PythonPool(sandbox, workers=2, timeout=LONG)
     with ThreadPoolExecutor(1) as thread:
         pool.session().run("x = 1")
         run = thread.submit(pool.session().run, LOOP)
@@ -209,7 +204,7 @@ def test_closing_a_pool_ends_its_runs_and_its_processes(sandbox: SandboxName) ->
 
 def test_ending_a_session_frees_its_container(bubblewrap: None) -> None:  # noqa: ARG001
     before = set(processes())
-    with PythonPool("bubblewrap", workers=1, timeout=20.0, stateful=True) as pool:
+    with PythonPool("bubblewrap", workers=1, timeout=20.0) as pool:
         for _ in range(20):
             with pool.session() as session:
                 assert "NameError" in (session.run("x").error or "")
@@ -244,7 +239,7 @@ def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None, befo
         threading.Thread(target=tick, daemon=True).start()
     """
     with (
-        PythonPool("bubblewrap", workers=1, timeout=20.0, stateful=True) as pool,
+        PythonPool("bubblewrap", workers=1, timeout=20.0) as pool,
         pool.session() as session,
         pool.session() as other,
     ):
@@ -254,13 +249,12 @@ def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None, befo
     assert float(result.output) > 0.9
 
 
-@pytest.mark.parametrize("state", ["stateful", "stateless"])
 @pytest.mark.parametrize("code", [LOOP, "1 + 1", "import time\nwhile True: time.sleep(1)"])
-def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: str, state: str) -> None:
+def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: str) -> None:
     program = """
         import sys, threading, time
         from trimtab.trainer.sandbox.python_pool import PythonPool
-        pool = PythonPool(sys.argv[1], workers=2, timeout=3600, stateful=sys.argv[3] == "stateful")
+        pool = PythonPool(sys.argv[1], workers=2, timeout=3600)
         session = pool.session()
         session.run("1")
         threading.Thread(target=session.run, args=(sys.argv[2],)).start()
@@ -268,7 +262,7 @@ def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: s
         time.sleep(3600)
     """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), sandbox, code, state], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(program), sandbox, code], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "running\n"
@@ -279,8 +273,8 @@ def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: s
     assert all(gone(process.pid) for process in children)
 
 
-def test_a_forked_copy_of_this_process_neither_uses_nor_ends_the_pool(stateful: PythonPool) -> None:
-    with stateful.session() as session:
+def test_a_forked_copy_of_this_process_neither_uses_nor_ends_the_pool(pool: PythonPool) -> None:
+    with pool.session() as session:
         assert session.run("x = 7") == CodeResult("")
         pid = os.fork()
         if pid == 0:
@@ -290,16 +284,16 @@ def test_a_forked_copy_of_this_process_neither_uses_nor_ends_the_pool(stateful: 
             except TrimtabError as error:
                 refused = "make another one after a fork" in str(error)
             session.close()
-            stateful.close()
+            pool.close()
             os._exit(refused)
         _, status = os.waitpid(pid, 0)
-        assert stateful._end.alive
+        assert pool._end.alive
         assert session.run("x") == CodeResult("7\n")
         assert os.waitstatus_to_exitcode(status) == 1
 
 
 def test_a_thread_that_ends_does_not_take_a_container_along(bubblewrap: None) -> None:  # noqa: ARG001
-    with PythonPool("bubblewrap", workers=1, timeout=20.0, stateful=True) as pool:
+    with PythonPool("bubblewrap", workers=1, timeout=20.0) as pool:
         session = pool.session()
         thread = threading.Thread(target=session.run, args=("x = 7",))
         thread.start()

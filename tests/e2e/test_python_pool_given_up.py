@@ -29,9 +29,9 @@ def sandbox(request: pytest.FixtureRequest) -> SandboxName:
     return request.param
 
 
-@pytest.fixture(params=[True, False], ids=["with variables", "without"])
-def pool(request: pytest.FixtureRequest, sandbox: SandboxName) -> Iterator[PythonPool]:
-    with PythonPool(sandbox, workers=1, timeout=20.0, stateful=request.param) as pool:
+@pytest.fixture
+def pool(sandbox: SandboxName) -> Iterator[PythonPool]:
+    with PythonPool(sandbox, workers=1, timeout=20.0) as pool:
         yield pool
 
 
@@ -57,26 +57,25 @@ def give_up() -> None:
 
 
 def test_an_answer_that_nobody_took_is_not_that_of_the_next_run(
-    pool: PythonPool, sandbox: SandboxName, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    pool: PythonPool, sandbox: SandboxName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pool.session() as session, pool.session() as other:
         assert [session.run("x = 1"), other.run("x = 2")] == [CodeResult("")] * 2
         once_sent(monkeypatch, sandbox, give_up)
         with pytest.raises(GaveUp):
             session.run("x = 3; 'first'")
-        if "with variables" in request.node.name:
-            assert session.run("x") == GIVEN_UP
-            # In Monty it shared a worker, in bubblewrap it has a container of its own.
-            assert other.run("x") in (CodeResult("2\n"), CodeResult("", LOST_WORKER))
+        assert session.run("x") == GIVEN_UP
+        # In Monty it shared a worker, in bubblewrap it has a container of its own.
+        assert other.run("x") in (CodeResult("2\n"), CodeResult("", LOST_WORKER))
         assert "NameError" in (session.run("x").error or "")
         assert session.run("'second'") == CodeResult("'second'\n")
         assert other.run("'third'") == CodeResult("'third'\n")
 
 
 def test_a_session_that_was_given_up_after_its_answer_has_lost_its_variables_too(
-    sandbox: SandboxName, monkeypatch: pytest.MonkeyPatch
+    pool: PythonPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with PythonPool(sandbox, workers=1, timeout=20.0, stateful=True) as pool, pool.session() as session:
+    with pool.session() as session:
         with monkeypatch.context() as patch:
             patch.setattr("trimtab.trainer.sandbox.python_pool.clean", lambda _: give_up())
             with pytest.raises(GaveUp):
@@ -90,7 +89,7 @@ def test_a_session_closed_during_its_run_leaves_nothing_for_others(
 ) -> None:
     """As an episode is whose tool took longer than `environment.timeout`."""
     before = set(psutil.Process().children(recursive=True))
-    with PythonPool(sandbox, workers=1, timeout=2.0, stateful=True) as pool:
+    with PythonPool(sandbox, workers=1, timeout=2.0) as pool:
         sent = threading.Event()
         once_sent(monkeypatch, sandbox, sent.set)
         session = pool.session()

@@ -150,11 +150,6 @@ class EnvironmentThread:
         """Whether a call is in progress."""
         return self._last is not None and not self._last.done
 
-    def start_behind(self, call: BackgroundCall) -> None:
-        """Runs the call in the thread of the one in progress, once that has returned."""
-        assert self._calls is not None
-        self._calls.put(call)
-
     def cancel(self) -> bool:
         """Keeps a call that has not begun from running; returns whether none is in progress."""
         return not self.is_busy or (self._last is not None and self._last.cancel())

@@ -161,7 +161,7 @@ def _python(spec: EnvironmentSpec) -> BuiltEnvironment:
 
     options = _options(Options, spec)
     pool = build_pool(options, spec.timeout)
-    factory = functools.partial(PythonEnvironment, pool)
+    factory = functools.partial(PythonEnvironment, pool, stateful=options.stateful)
     return BuiltEnvironment(spec, PythonEnvironment, factory, pool.close, concurrent_calls=options.workers)
 
 

@@ -81,24 +81,10 @@ class Episode:
         return self._start(partial(_call, self.environment, "get_reward"), _usable)
 
     def start_close(self) -> BackgroundCall | None:
-        """Begins `close`; None for a class without it.
-
-        Also None where another method than a tool was given up, such as a constructor or `reset`, and may still open
-        what is to be closed: `close` then runs behind it, in the same thread.
-        """
-        tool_hangs = self.call is not None and not self.call.done
-        if self.thread.is_busy and not tool_hangs:
-            self.thread.start_behind(BackgroundCall(self._close_late, float("inf")))
-            return None
+        """Begins `close`; None for a class without it. Where a call hangs it runs in a new thread."""
         if not _has(self.environment, "close"):
             return None
         return self._start(partial(_call, self.environment, "close"))
-
-    def _close_late(self) -> None:
-        if _has(self.environment, "close"):
-            call = BackgroundCall(partial(_call, self.environment, "close"), self.timeout)
-            call.run()
-            warn_of_failed_close(call)
 
     def value(self, call: BackgroundCall, method: str) -> Any:
         """Returns the value of a call that must not fail, once it has ended; None where it fails, the `failure`."""

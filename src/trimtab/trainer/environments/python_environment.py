@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.formats import ToolError
-from trimtab.trainer.sandbox.code_result import GRACE
+from trimtab.trainer.sandbox.code_result import GRACE, LOST
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
 
 
@@ -50,23 +50,22 @@ def build_pool(options: Options, timeout: float) -> PythonPool:
             timeout=options.seconds,
             memory_mb=options.memory_mb,
             max_output=options.max_output,
-            stateful=options.stateful,
         )
     except TrimtabError as error:
         raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {error}") from None
 
 
 class PythonEnvironment:
-    """A Python interpreter as a tool. Its state between calls, if any, is that of one episode."""
+    """A Python interpreter as a tool. With `stateful` the calls of an episode share variables."""
 
-    def __init__(self, pool: PythonPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: PythonPool, *, stateful: bool) -> None:
+        self._pool, self._stateful = pool, stateful
         self._session: PythonSession | None = None
 
     def reset(self, **row: Any) -> None:
         del row
         self.close()
-        self._session = self._pool.session()
+        self._session = self._pool.session() if self._stateful else None
 
     def python(self, code: str) -> str:
         """Runs Python code. Returns what it prints, and the value of its last line.
@@ -74,12 +73,16 @@ class PythonEnvironment:
         Args:
             code: the code.
         """
-        assert self._session is not None
-        # Blanks around the code in a tag are not indentation.
-        result = self._session.run(textwrap.dedent(code).strip())
+        code = textwrap.dedent(code).strip()  # blanks around it in a tag are not indentation
+        if self._session is not None:
+            result = self._session.run(code)
+        else:
+            with self._pool.session() as session:
+                result = session.run(code)
         text = result.output.rstrip("\n")
         if result.error is not None:
-            raise ToolError(f"{text}\n{result.error}" if text else result.error)
+            error = f"{result.error}; {LOST}" if result.lost and self._stateful else result.error
+            raise ToolError(f"{text}\n{error}" if text else error)
         return text
 
     def close(self) -> None:

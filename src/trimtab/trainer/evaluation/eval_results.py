@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,8 +22,7 @@ ERRORS_SHOWN = 5
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of P(at least one of k samples is right) from n samples of which c are (Chen et al. 2021).
 
-    1 - C(n-c, k) / C(n, k), by min(c, k) factors of which those after the smallest share are not needed. Raises
-    `TrimtabError` unless 0 <= c <= n and 1 <= k <= n: for k > n it is undefined.
+    1 - C(n-c, k) / C(n, k). Raises `TrimtabError` unless 0 <= c <= n and 1 <= k <= n: for k > n it is undefined.
     """
     if not 0 <= c <= n:
         raise TrimtabError(f"pass@k: {c} correct of {n} samples is impossible")
@@ -31,12 +30,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise TrimtabError(
             f"pass@{k} needs at least {k} samples per problem and k >= 1, there are {n}; draw more samples"
         )
-    missed = 1.0
-    for drawn in range(min(c, k)):
-        missed *= max(0, n - max(c, k) - drawn) / (n - drawn)
-        if missed < sys.float_info.epsilon / 4:
-            break
-    return 1.0 - missed
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 @dataclass(frozen=True)

@@ -59,4 +59,4 @@ class PythonTests(Reward):
 
     def _start(self) -> PythonPool:
         limits = {"timeout": self.seconds, "memory_mb": self.memory_mb}
-        return PythonPool(self.sandbox, workers=1, packages=self.packages, stateful=True, **limits)
+        return PythonPool(self.sandbox, workers=1, packages=self.packages, **limits)

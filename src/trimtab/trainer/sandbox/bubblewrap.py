@@ -4,7 +4,7 @@
            |                              ^
            `--(start, end)--> container_starter.py
 
-Containers are started ahead and used once: for one run without variables, or for one session with variables.
+Containers are started ahead and used once, for one session.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ ROOT_WITHOUT_RIGHTS = (
 class BubblewrapSandbox:
     """Runs code in containers, `workers` of them warm."""
 
-    def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> None:
+    def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str]) -> None:
         if not supported(platform.machine()):
             raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
         self._limits = limits
-        self._stateful = stateful
         self._running = threading.Semaphore(workers)
-        self._sessions: dict[int, Container] = {}  # those with a session's variables
-        command = container_command(limits, packages, stateful=stateful)
+        self._sessions: dict[int, Container] = {}
+        command = container_command(limits, packages)
         self._starter = _Starter(Setup(command, container_filter(platform.machine())), count=workers)
         self._starter.fill()
 
@@ -63,25 +62,22 @@ class BubblewrapSandbox:
             return self._run(session, code)
 
     def _run(self, session: int, code: str) -> CodeResult:
-        container = self._sessions.get(session)
-        ended = True
+        container = self._sessions.pop(session, None)  # until it has answered
         try:
-            self._sessions.pop(session, None)  # until it has answered
-            try:
-                container = container or self._starter.take()
-            except ContainerError as error:
-                return CodeResult("", f"the sandbox could not be started: {error}")
-            try:
-                result, ended = container.run(code, self._limits)
-            except ContainerError as error:
-                result = CodeResult("", str(error), error.timed_out)
-            return result.with_lost_variables() if ended and self._stateful else result
+            container = container or self._starter.take()
+        except ContainerError as error:
+            return CodeResult("", f"the sandbox could not be started: {error}")
+        result = None
+        try:
+            result = container.run(code, self._limits)
+        except ContainerError as error:
+            result = CodeResult("", str(error), error.timed_out, lost=True)
         finally:  # also where the caller gives up: the next run must not receive the answer of this one
-            if container is not None and not ended:
-                self._sessions[session] = container
-            elif container is not None:
-                self._sessions.pop(session, None)
+            if result is None or result.lost:
                 container.kill()
+            else:
+                self._sessions[session] = container
+        return result
 
     def end(self, session: int) -> None:
         if (container := self._sessions.pop(session, None)) is not None:

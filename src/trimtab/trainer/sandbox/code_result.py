@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 MAX_CODE = 100_000  # characters
@@ -30,14 +30,13 @@ class CodeResult:
             Control characters are escaped (`\\x1b`), so that it can be printed anywhere.
         error: a traceback, or one line that says which limit ended the run; None if the code ran to its end.
         timed_out: whether the time limit ended it.
+        lost: whether the variables of its session are lost with it.
     """
 
     output: str
     error: str | None = None
     timed_out: bool = False
-
-    def with_lost_variables(self) -> CodeResult:
-        return replace(self, error=f"{self.error}; {LOST}")
+    lost: bool = False
 
 
 class Sandbox(Protocol):

@@ -60,8 +60,8 @@ class Container:
         poll.register(self._connection, select.POLLIN)
         return not poll.poll(0)
 
-    def run(self, code: str, limits: Limits) -> tuple[CodeResult, bool]:
-        """Runs the code; also returns whether the container has ended with it.
+    def run(self, code: str, limits: Limits) -> CodeResult:
+        """Runs the code. The container has ended with it if the result is `lost`.
 
         Raises `ContainerError` where the container dies, hangs or breaks the protocol.
         """
@@ -79,7 +79,7 @@ class Container:
             raise ContainerError(took_too_long(limits), timed_out=True) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
-        return CodeResult(output, error or None, bool(timed_out)), bool(ended)
+        return CodeResult(output, error or None, bool(timed_out), bool(ended))
 
     def kill(self) -> None:
         """Ends all processes of the container. `run` in another thread then raises."""

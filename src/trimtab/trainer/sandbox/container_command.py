@@ -46,7 +46,7 @@ ENVIRONMENT = {
 }
 
 
-def container_command(limits: Limits, packages: Sequence[str], *, stateful: bool) -> list[str]:
+def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
     """Returns the arguments of `bwrap`, to which the option `--seccomp` is to be added.
 
     Raises `TrimtabError` if bubblewrap or a package is missing.
@@ -73,7 +73,7 @@ def container_command(limits: Limits, packages: Sequence[str], *, stateful: bool
         *("--remount-ro", "/"),
         *("--", f"{PYTHON}/bin/python", "-s", "-S", "-B", "-P", "-X", "utf8", SCRIPT),
         *(str(limits.timeout), str(limits.memory_mb), str(limits.max_output)),
-        *("stateful" if stateful else "stateless", code_filter(platform.machine()).hex(), *modules),
+        *(code_filter(platform.machine()).hex(), *modules),
     ]
 
 

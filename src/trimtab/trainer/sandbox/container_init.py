@@ -9,7 +9,7 @@ but not about limits, and it can send nothing to the host. A report says that a 
 
 There is one child, and process 1 ends with it: nothing that the code changes outlasts its container.
 
-Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT STATEFUL FILTER MODULE...
+Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT FILTER MODULE...
 """
 
 import ast
@@ -47,9 +47,7 @@ NOBODY = 65534  # user and group of everything that runs in the container
 HIDDEN = "/hidden"  # a directory without permissions, in which /proc is mounted
 
 
-def main(
-    timeout: float, memory_mb: int, max_output: int, stateful: bool, code_filter: bytes, modules: list[str]
-) -> None:
+def main(timeout: float, memory_mb: int, max_output: int, code_filter: bytes, modules: list[str]) -> None:
     host = socket.socket(fileno=os.dup(0))
     # The starter holds the other end of this pipe: when it is closed, or the starter has ended, so does the container.
     # A signal at the death of a parent would not do: bubblewrap may not send one to a process of another user.
@@ -64,7 +62,7 @@ def main(
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    supervisor = Supervisor(proc, starter, timeout, memory_mb, max_output, stateful, code_filter)
+    supervisor = Supervisor(proc, starter, timeout, memory_mb, max_output, code_filter)
     host.sendall(HEADER.pack(0, 0, 0, 0))  # ready
     while not supervisor.ended and (header := receive(host, starter, LENGTH.size)) is not None:
         if (code := receive(host, starter, *LENGTH.unpack(header))) is not None:
@@ -110,7 +108,6 @@ class Supervisor:
         timeout: float,
         memory_mb: int,
         max_output: int,
-        stateful: bool,
         code_filter: bytes,
     ) -> None:
         self.proc = proc
@@ -118,7 +115,6 @@ class Supervisor:
         self.timeout = timeout
         self.memory_mb = memory_mb
         self.max_output = max_output
-        self.stateful = stateful
         self.code_filter = code_filter
         self.child: Child | None = None
         self.ended = False
@@ -126,7 +122,7 @@ class Supervisor:
         self.address_space, self.memory = int(fields[b"VmSize"]) << 10, memory(fields)  # of the child at its start
 
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
-        """Returns whether it timed out, the output and the error. The child lives on if its variables do."""
+        """Returns whether it timed out, the output and the error. The child lives on, unless a limit ended the run."""
         if self.child is None:
             self.child = Child(self.address_space + (self.memory_mb << 20), self.code_filter)
         else:
@@ -135,10 +131,10 @@ class Supervisor:
         run = Run(self, self.child, code)
         ended = run.watch()
         output = run.drained()
-        if self.stateful and not ended:
-            os.kill(self.child.pid, signal.SIGSTOP)  # threads left behind do not go on between two runs
-        else:
+        if ended:
             self.ended = True
+        else:
+            os.kill(self.child.pid, signal.SIGSTOP)  # threads left behind do not go on between two runs
         return run.timed_out, output, ended or run.error()
 
     def status(self, process: str) -> dict[bytes, bytes]:
@@ -235,12 +231,7 @@ class Run:
         return LENGTH.size + min(MAX_REPORT, LENGTH.unpack_from(self.report)[0])
 
     def exit_reason(self) -> bytes:
-        """Returns how the child ended; empty if it had sent its report and is not needed any more."""
-        while self.read_report() and not self.finished():
-            if not select.select([self.child.reports], [], [], 0)[0]:
-                break
-        if self.finished() and not self.supervisor.stateful:
-            return b""
+        """Returns how the child ended."""
         _, status = os.waitpid(self.child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
@@ -380,7 +371,6 @@ if __name__ == "__main__":
         float(sys.argv[1]),
         int(sys.argv[2]),
         int(sys.argv[3]),
-        sys.argv[4] == "stateful",
-        bytes.fromhex(sys.argv[5]),
-        sys.argv[6:],
+        bytes.fromhex(sys.argv[4]),
+        sys.argv[5:],
     )

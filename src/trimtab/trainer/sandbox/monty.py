@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import queue
 import threading
 from typing import NamedTuple
 
@@ -23,44 +22,26 @@ WORKER = "trimtab.trainer.sandbox.monty_worker"
 
 
 class Request(NamedTuple):
-    """Code to run in a session, whose variables are kept if `keep`. No code: the session ends."""
+    """Code to run in a session; its answer is a `CodeResult`. No code: the session ends."""
 
     session: int
     code: str | None
-    keep: bool
-
-
-class Answer(NamedTuple):
-    """The result of a request; `lost` if variables of the session did not survive it."""
-
-    result: CodeResult
-    lost: bool = False
 
 
 class MontySandbox:
     """Runs code in `workers` processes, started at once."""
 
-    def __init__(self, limits: Limits, *, workers: int, stateful: bool) -> None:
+    def __init__(self, limits: Limits, *, workers: int) -> None:
         if importlib.util.find_spec("pydantic_monty") is None:
             raise TrimtabError('the sandbox "monty" needs a package that is not installed: pip install pydantic-monty')
-        self._stateful = stateful
         self._workers = [_Worker(limits) for _ in range(workers)]
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()  # without variables
-        for worker in self._workers:
-            self._free.put(worker)
         self._assigning = threading.Lock()
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        if not self._stateful:
-            worker = self._free.get()
-            try:
-                return worker.run(session, code, keep=False)
-            finally:
-                self._free.put(worker)
         worker = self._worker(session)
         with worker.lock:
-            return worker.run(session, code, keep=True)
+            return worker.run(session, code)
 
     def end(self, session: int) -> None:
         with self._assigning:
@@ -94,36 +75,36 @@ class _Worker:
         self._closed = False
         self._start()
 
-    def run(self, session: int, code: str, *, keep: bool) -> CodeResult:
+    def run(self, session: int, code: str) -> CodeResult:
         if self.process.process.poll() is not None:  # it was killed while it had nothing to do
             self._restart()
         if session in self._lost:
             self._lost.remove(session)
             return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
         try:
-            self.process.send(Request(session, code, keep))
+            self.process.send(Request(session, code))
             message = self.process.receive(self._limits.timeout + GRACE)
         except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
-            return self._replace(session, CodeResult("", error.rstrip(",")), keep=keep)
+            return self._replace(session, CodeResult("", error.rstrip(","), lost=True))
         except BaseException:  # the caller gives up: the next run must not receive the answer of this one
             self._restart()
             raise
         if message is None:
-            return self._replace(session, CodeResult("", took_too_long(self._limits), timed_out=True), keep=keep)
-        answer: Answer = message.content
-        if keep and not answer.lost:
-            self._sessions.add(session)
-        else:
+            return self._replace(session, CodeResult("", took_too_long(self._limits), timed_out=True, lost=True))
+        result: CodeResult = message.content
+        if result.lost:
             self._sessions.discard(session)
-        return answer.result.with_lost_variables() if keep and answer.lost else answer.result
+        else:
+            self._sessions.add(session)
+        return result
 
     def end(self, session: int) -> None:
         self._lost.discard(session)
         if session in self._sessions:
             self._sessions.remove(session)
             with contextlib.suppress(OSError):  # it has died, and the session with it: the next run replaces it
-                self.process.send(Request(session, None, False))
+                self.process.send(Request(session, None))
 
     def close(self) -> None:
         self._closed = True
@@ -134,10 +115,10 @@ class _Worker:
         with contextlib.suppress(OSError):  # it has died already: the first run reports that
             self.process.send(self._limits)
 
-    def _replace(self, session: int, result: CodeResult, *, keep: bool) -> CodeResult:
+    def _replace(self, session: int, result: CodeResult) -> CodeResult:
         self._restart()
         self._lost.discard(session)
-        return result.with_lost_variables() if keep else result
+        return result
 
     def _restart(self) -> None:
         """Replaces the process; its sessions learn of it at their next run."""

@@ -24,7 +24,7 @@ from trimtab.trainer.sandbox.code_result import (
     took_too_long,
     used_too_much_memory,
 )
-from trimtab.trainer.sandbox.monty import Answer, Request
+from trimtab.trainer.sandbox.monty import Request
 
 SHOW_VALUE = "_ = ("  # written before a last expression
 MAX_SESSIONS = 100_000
@@ -47,7 +47,7 @@ def main() -> None:
             if request.code is None:
                 interpreters.end(request.session)
             else:
-                parent.send(interpreters.run(request.session, request.code, keep=request.keep))
+                parent.send(interpreters.run(request.session, request.code))
 
 
 class _Interpreters:
@@ -58,7 +58,7 @@ class _Interpreters:
         self._limits = limits
         self._open: dict[int, MontySession] = {}
 
-    def run(self, session: int, code: str, *, keep: bool) -> Answer:
+    def run(self, session: int, code: str) -> CodeResult:
         interpreter = self._open.get(session)
         if interpreter is None:
             interpreter = self._open[session] = self._monty.checkout(
@@ -74,9 +74,9 @@ class _Interpreters:
             timed_out = lost and error == took_too_long(self._limits)
         if output.full:
             error, timed_out, lost = printed_too_much(self._limits), False, True
-        if lost or not keep:
+        if lost:
             self.end(session)
-        return Answer(CodeResult(output.text(), error, timed_out), lost)
+        return CodeResult(output.text(), error, timed_out, lost)
 
     def end(self, session: int) -> None:
         if (interpreter := self._open.pop(session, None)) is not None:

@@ -42,7 +42,6 @@ class PythonPool:
         timeout: seconds a run may take.
         memory_mb: megabytes a run may use.
         max_output: characters a run may print.
-        stateful: whether variables live on between the runs of one session.
 
     Raises:
         TrimtabError: the sandbox cannot run here; the message says what to install.
@@ -57,14 +56,12 @@ class PythonPool:
         timeout: float = 5.0,
         memory_mb: int = 256,
         max_output: int = 10_000,
-        stateful: bool = False,
     ) -> None:
         self._limits = Limits(timeout, memory_mb, max_output)
-        self._stateful = stateful
         workers = workers or min(8, os.cpu_count() or 1)
         self._sessions = itertools.count()
         self._owner = os.getpid()
-        self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages, stateful=stateful)
+        self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages)
         self._end = weakref.finalize(self, _close, self._sandbox, self._owner)
         with self.session() as session:
             result = session.run(PROBE)
@@ -97,11 +94,11 @@ class PythonPool:
         if error is None and len(output) > self._limits.max_output:
             error = printed_too_much(self._limits)
         error = None if error is None else shorten(clean(error).strip(), MAX_ERROR)
-        return CodeResult(output[: self._limits.max_output], error, result.timed_out)
+        return CodeResult(output[: self._limits.max_output], error, result.timed_out, result.lost)
 
 
 class PythonSession:
-    """The runs of one episode, one at a time."""
+    """The runs of one episode, one at a time, which share variables."""
 
     def __init__(self, pool: PythonPool, number: int) -> None:
         self._pool = pool
@@ -116,7 +113,7 @@ class PythonSession:
         with self._running:
             if self._closed:
                 return CodeResult("", "not run: the session is closed")
-            if self._given_up and self._pool._stateful:
+            if self._given_up:
                 self._pool._sandbox.end(self._number)
                 self._given_up = False
                 return CodeResult("", f"not run: the run before was given up, and {LOST}")
@@ -158,17 +155,17 @@ def protection(name: SandboxName) -> str:
     return f"CPython in bubblewrap as {user}, without network and /proc"
 
 
-def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> Sandbox:
+def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str]) -> Sandbox:
     if name == "monty":
         from trimtab.trainer.sandbox.monty import MontySandbox
 
         if packages:
             raise TrimtabError(f'"monty" cannot import packages ({", ".join(packages)}): use sandbox = "bubblewrap"')
-        return MontySandbox(limits, workers=workers, stateful=stateful)
+        return MontySandbox(limits, workers=workers)
     if name == "bubblewrap":
         from trimtab.trainer.sandbox.bubblewrap import BubblewrapSandbox
 
-        return BubblewrapSandbox(limits, workers=workers, packages=packages, stateful=stateful)
+        return BubblewrapSandbox(limits, workers=workers, packages=packages)
     raise TrimtabError(f"unknown sandbox {name!r}{did_you_mean(name, get_args(SandboxName))}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -113,6 +113,3 @@ class Procedural(Sequence[Problem]):
         if not -self._size <= index < self._size:
             raise IndexError(index)
         return self._make(index % self._size)
-
-    def __iter__(self) -> Iterator[Problem]:
-        return map(self._make, range(self._size))
