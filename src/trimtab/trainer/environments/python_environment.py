@@ -43,14 +43,7 @@ def build_pool(options: Options, timeout: float) -> PythonPool:
             "the sandbox may need to end a call: raise timeout, or lower seconds"
         )
     try:
-        return PythonPool(
-            options.sandbox,
-            workers=options.workers,
-            packages=options.packages,
-            timeout=options.seconds,
-            memory_mb=options.memory_mb,
-            max_output=options.max_output,
-        )
+        return PythonPool(timeout=options.seconds, **options.model_dump(exclude={"seconds", "stateful"}))
     except TrimtabError as error:
         raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {error}") from None
 

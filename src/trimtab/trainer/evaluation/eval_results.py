@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
@@ -78,15 +74,6 @@ class EvalResult:
     def reward(self) -> float:
         return sum(problem.reward for problem in self.problems) / len(self.problems)
 
-    def passes(self, ks: Sequence[int]) -> NDArray[np.float64]:
-        """Returns the unbiased pass@k, (problems, ks). Raises `TrimtabError` if a problem has fewer scored samples."""
-        short = next((problem for problem in self.problems if problem.scored < max(ks)), None)
-        if short is not None:
-            raise TrimtabError(
-                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or fix the reward"
-            )
-        return np.array([[pass_at_k(problem.scored, problem.correct, k) for k in ks] for problem in self.problems])
-
     @property
     def pass_ks(self) -> tuple[int, ...]:
         """Powers of two up to the smallest number of scored samples; none for a single sample."""
@@ -96,10 +83,10 @@ class EvalResult:
     @cached_property
     def pass_estimates(self) -> dict[int, Interval]:
         """pass@k with its interval for every k of `pass_ks`."""
-        if not self.pass_ks:
-            return {}
-        columns = self.passes(self.pass_ks).T
-        return {k: problem_interval(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
+        return {
+            k: problem_interval([pass_at_k(one.scored, one.correct, k) for one in self.problems], self.scored / k)
+            for k in self.pass_ks
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types."""

@@ -24,7 +24,7 @@ from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.sandbox.code_result import CodeResult, Limits
 from trimtab.trainer.sandbox.container import Container, ContainerError, Request, Setup, Started
 from trimtab.trainer.sandbox.container_command import container_command
-from trimtab.trainer.sandbox.seccomp import container_filter, supported
+from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, container_filter
 
 STARTER = "trimtab.trainer.sandbox.container_starter"
 START_ATTEMPTS = 3
@@ -48,7 +48,7 @@ class BubblewrapSandbox:
     """Runs code in containers, `workers` of them warm."""
 
     def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str]) -> None:
-        if not supported(platform.machine()):
+        if platform.machine() not in ARCHITECTURES:
             raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
         self._limits = limits
         self._running = threading.Semaphore(workers)
@@ -67,17 +67,18 @@ class BubblewrapSandbox:
             container = container or self._starter.take()
         except ContainerError as error:
             return CodeResult("", f"the sandbox could not be started: {error}")
-        result = None
+        kept = False
         try:
             result = container.run(code, self._limits)
+            kept = not result.lost
+            return result
         except ContainerError as error:
-            result = CodeResult("", str(error), error.timed_out, lost=True)
+            return CodeResult("", str(error), error.timed_out, lost=True)
         finally:  # also where the caller gives up: the next run must not receive the answer of this one
-            if result is None or result.lost:
-                container.kill()
-            else:
+            if kept:
                 self._sessions[session] = container
-        return result
+            else:
+                container.kill()
 
     def end(self, session: int) -> None:
         if (container := self._sessions.pop(session, None)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 MAX_CODE = 100_000  # characters
 MAX_ERROR = 2000  # characters of an error, whose middle is cut out
@@ -37,22 +36,6 @@ class CodeResult:
     error: str | None = None
     timed_out: bool = False
     lost: bool = False
-
-
-class Sandbox(Protocol):
-    """Runs code of numbered sessions. `run` may be called from several threads, for one session from one at a time."""
-
-    def run(self, session: int, code: str) -> CodeResult:
-        """Never raises for anything that the code does."""
-        ...
-
-    def end(self, session: int) -> None:
-        """Frees what the session holds."""
-        ...
-
-    def close(self) -> None:
-        """Ends all processes."""
-        ...
 
 
 def shorten(text: str, length: int) -> str:

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.text import clean
@@ -17,11 +17,14 @@ from trimtab.trainer.sandbox.code_result import (
     MAX_ERROR,
     CodeResult,
     Limits,
-    Sandbox,
     printed_too_much,
     shorten,
 )
 from trimtab.trainer.sandbox.container_init import NOBODY
+
+if TYPE_CHECKING:
+    from trimtab.trainer.sandbox.bubblewrap import BubblewrapSandbox
+    from trimtab.trainer.sandbox.monty import MontySandbox
 
 SandboxName = Literal["monty", "bubblewrap"]
 # What a trivial run gives in a sandbox that works.
@@ -155,7 +158,7 @@ def protection(name: SandboxName) -> str:
     return f"CPython in bubblewrap as {user}, without network and /proc"
 
 
-def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str]) -> Sandbox:
+def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str]) -> MontySandbox | BubblewrapSandbox:
     if name == "monty":
         from trimtab.trainer.sandbox.monty import MontySandbox
 
@@ -169,6 +172,6 @@ def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str]) 
     raise TrimtabError(f"unknown sandbox {name!r}{did_you_mean(name, get_args(SandboxName))}")
 
 
-def _close(sandbox: Sandbox, owner: int) -> None:
+def _close(sandbox: MontySandbox | BubblewrapSandbox, owner: int) -> None:
     if os.getpid() == owner:  # a forked copy of this process must not end its parent's sandbox
         sandbox.close()

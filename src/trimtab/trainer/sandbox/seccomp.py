@@ -133,11 +133,6 @@ CONDITIONS = [
 THREADS = Condition((56, 220), 0, CLONE_THREAD | CLONE_FILES, CLONE_THREAD | CLONE_FILES)  # clone
 
 
-def supported(machine: str) -> bool:
-    """Whether the calls of this processor architecture are known here."""
-    return machine in ARCHITECTURES
-
-
 def container_filter(machine: str) -> bytes:
     """Returns the filter for everything in a container."""
     column, architecture = ARCHITECTURES[machine]
