@@ -1,4 +1,4 @@
-"""Runs whose caller gives up: no later run gets their answer, and their session says what became of its variables."""
+"""Runs whose caller gives up: no later run gets their answer, and their session begins anew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName, sandbox
 
 pytestmark = pytest.mark.e2e
 
-GIVEN_UP = CodeResult("", "not run: the run before was given up, and the variables of this session are lost")
 CLOSED = CodeResult("", "not run: the session is closed")
 LOST_WORKER = "not run: the process of this sandbox was replaced, and the variables of this session are lost"
 
@@ -64,7 +63,6 @@ def test_an_answer_that_nobody_took_is_not_that_of_the_next_run(
         once_sent(monkeypatch, sandbox, give_up)
         with pytest.raises(GaveUp):
             session.run("x = 3; 'first'")
-        assert session.run("x") == GIVEN_UP
         # In Monty it shared a worker, in bubblewrap it has a container of its own.
         assert other.run("x") in (CodeResult("2\n"), CodeResult("", LOST_WORKER))
         assert "NameError" in (session.run("x").error or "")
@@ -80,7 +78,6 @@ def test_a_session_that_was_given_up_after_its_answer_has_lost_its_variables_too
             patch.setattr("trimtab.trainer.sandbox.python_pool.clean", lambda _: give_up())
             with pytest.raises(GaveUp):
                 session.run("x = 3")
-        assert session.run("x") == GIVEN_UP
         assert "NameError" in (session.run("x").error or "")
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, Self, get_args
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.text import clean
 from trimtab.trainer.sandbox.code_result import (
-    LOST,
     MAX_CODE,
     MAX_ERROR,
     CodeResult,
@@ -107,23 +106,22 @@ class PythonSession:
         self._pool = pool
         self._number = number
         self._running = threading.Lock()
-        self._given_up = self._closed = False
+        self._closed = False
 
     def run(self, code: str) -> CodeResult:
-        """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised."""
+        """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised.
+
+        A run that the caller gives up (Ctrl-C) takes the variables of its session along.
+        """
         if os.getpid() != self._pool._owner:
             raise TrimtabError("this sandbox belongs to the process that made it: make another one after a fork")
         with self._running:
             if self._closed:
                 return CodeResult("", "not run: the session is closed")
-            if self._given_up:
-                self._pool._sandbox.end(self._number)
-                self._given_up = False
-                return CodeResult("", f"not run: the run before was given up, and {LOST}")
             try:
                 return self._pool._run(self._number, code)
             except BaseException:  # of this process, such as KeyboardInterrupt: the code may have run, or not
-                self._given_up = True
+                self._pool._sandbox.end(self._number)
                 raise
 
     def close(self) -> None:
