@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {
         *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
-        *("runs", "intervals"),
+        "intervals",
     },
     "trainer.features": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),

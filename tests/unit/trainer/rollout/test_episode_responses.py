@@ -70,7 +70,7 @@ def test_a_class_names_the_environment_of_a_recipe_without_one() -> None:
 def test_rewards_that_the_environment_would_replace_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"'SwapEnvironment' has get_reward\(\).* so reward= would never be called"):
         check(recipe(), mine, environment=SwapEnvironment)
-    explicit = recipe('reward=[{name="length", max=4}]')
+    explicit = recipe('reward=[{name="format", pattern="x"}]')
     with pytest.raises(
         TrimtabError, match=r"'swap' has get_reward\(\).* so \[\[reward\]\] would never be called: leave"
     ):
@@ -81,9 +81,9 @@ def test_rewards_that_the_environment_would_replace_are_refused() -> None:
 
 def test_rewards_that_nobody_gave_or_that_are_used_are_not() -> None:
     assert names_of(check(recipe())) == ["exact"], "the task's own, which the environment replaces"
-    assert names_of(check(recipe('reward=[{name="length", max=4}]', "reward=[]"))) == ["exact"]
+    assert names_of(check(recipe('reward=[{name="format", pattern="x"}]', "reward=[]"))) == ["exact"]
     assert names_of(check(recipe(), mine, environment=Unscored)) == ["mine"]
-    assert names_of(check(recipe('reward=[{name="length", max=4}]'), environment=Unscored)) == ["length"]
+    assert names_of(check(recipe('reward=[{name="format", pattern="x"}]'), environment=Unscored)) == ["format"]
 
 
 def test_an_evaluation_refuses_them_too() -> None:
