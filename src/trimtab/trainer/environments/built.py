@@ -12,12 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.plugins import load_function
-from trimtab.trainer.environments.environment import (
-    check_class,
-    describe_tool,
-    required_parameters,
-    tool_names,
-)
+from trimtab.trainer.environments.environment import check_class, describe_tool, required_parameters, tool_names
 from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.trainer.environments.formats import END, SHAPE, Chat, Fence, Format, Tag, build_format
 from trimtab.trainer.environments.swap_environment import SwapEnvironment

@@ -99,22 +99,14 @@ class Tag:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
 class Fence:
     """A fenced block of code, ```` ```python ````, answered by a block ```` ```output ````. For one tool only."""
 
-    language: str = "python"
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return ("\n```\n",)
-
-    @property
-    def begin(self) -> tuple[str, ...]:
-        return (f"```{self.language}",)
+    stop = ("\n```\n",)
+    begin = ("```python",)
 
     def parse(self, text: str) -> Call | None:
-        blocks = re.findall(rf"(?:^|\n)```{self.language}[ \t]*\n(.*?)\n```[ \t]*(?:\n|$)", text, re.DOTALL)
+        blocks = re.findall(r"(?:^|\n)```python[ \t]*\n(.*?)\n```[ \t]*(?:\n|$)", text, re.DOTALL)
         return Call(None, blocks[-1]) if blocks else None
 
     def render(self, result: str) -> str:
@@ -124,7 +116,7 @@ class Fence:
         """Returns what a prompt says of the tool, whose JSON schema is given."""
         (schema,) = schemas
         return (
-            f"A tool can be called with a block that begins with ```{self.language} and ends with ```. A call ends the "
+            "A tool can be called with a block that begins with ```python and ends with ```. A call ends the "
             f"turn; its result follows as a block ```output. The tool: {_explanation(schema['function'])}"
         )
 
@@ -186,14 +178,8 @@ class Chat:
             raise TrimtabError(f"{self._label} does not show tools to the model: {_ADVICE}")
         self.render("")
 
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """The end of a call; a message without one ends with the end-of-sequence token."""
-        return (END,)
-
-    @property
-    def begin(self) -> tuple[str, ...]:
-        return (BEGIN,)
+    stop = (END,)  # a message without a call ends with the end-of-sequence token
+    begin = (BEGIN,)
 
     def parse(self, text: str) -> Call | None:
         call = re.search(rf"{BEGIN}(.*?){END}", text, re.DOTALL)

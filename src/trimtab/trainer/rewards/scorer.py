@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 
 from trimtab.trainer.rewards.reward import Built, Response
 from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
@@ -75,9 +74,7 @@ class Scorer:
     def __enter__(self) -> Scorer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _score_outside(self, samples: Sequence[tuple[Problem, Response]]) -> dict[str, list[Outcome]]:
@@ -89,10 +86,8 @@ class Scorer:
             for number, reward in enumerate(self._outside)
             for arguments in packed
         ]
-        outcomes, count = self._pool.run(calls), len(samples)
-        return {
-            reward.name: outcomes[number * count : (number + 1) * count] for number, reward in enumerate(self._outside)
-        }
+        outcomes = iter(self._pool.run(calls))
+        return {reward.name: [next(outcomes) for _ in samples] for reward in self._outside}
 
     def _combine(self, problem: Problem, outcomes: Mapping[str, Outcome]) -> Score:
         parts = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}

@@ -204,16 +204,6 @@ def test_closing_waits_for_a_call_in_progress_and_drops_one_that_waits(tokenizer
     assert runner.slots.acquire(timeout=10.0)
 
 
-def test_a_closed_request_whose_call_hangs_keeps_no_slot(tokenizer: Any) -> None:
-    limits = replace(LIMITS, timeout=0.1)
-    runner = EpisodeRunner(Counter, Tag(("hang",)), limits, tokenizer, 200, encode, concurrent_calls=1)
-    episodes = runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 1, reset_seeds=[0])
-    episodes.submit(0, 0, append(tokenizer, None, "<hang></hang>"))
-    episodes.close()
-    assert runner.slots is not None
-    assert runner.slots.acquire(timeout=10.0)
-
-
 def test_a_call_that_waits_for_a_slot_uses_up_no_time() -> None:
     slots, begun, release = threading.Semaphore(1), threading.Event(), threading.Event()
 
