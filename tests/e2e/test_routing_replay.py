@@ -20,7 +20,7 @@ from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import LoadedModel, load
-from trimtab.trainer.run import LOCAL_BACKENDS, Backends, train
+from trimtab.trainer.run import EngineFactory, train
 from trimtab.trainer.sft import laboratory_folder
 
 pytestmark = pytest.mark.slow
@@ -48,9 +48,9 @@ def comparable(out: Path) -> list[dict[str, Any]]:
     return untimed(out, *APART)
 
 
-def run(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> Path:
+def run(out: Path, *sets: str, engines: EngineFactory | None = None) -> Path:
     torch.set_num_threads(1)
-    train(load_config("laboratory", [*SMALL, *sets]), out=out, backends=makers)
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, engines=engines)
     return out
 
 
@@ -156,7 +156,7 @@ def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_pa
         return [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)]
 
     with pytest.raises(TrimtabError, match=r"a response to problem '.+' comes without the experts of its tokens"):
-        run(tmp_path / "run", ROLLOUT, makers=Backends(forgetful))
+        run(tmp_path / "run", ROLLOUT, engines=forgetful)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from trimtab.runs.directory import read_metrics
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models.load import LoadedModel
-from trimtab.trainer.run import LOCAL_BACKENDS, Backends, train
+from trimtab.trainer.run import EngineFactory, train
 from trimtab.types import Completion, Engine
 
 pytestmark = pytest.mark.e2e
@@ -33,8 +33,8 @@ FLOAT_ERROR = 5e-5
 Change = Callable[[Completion], Completion]
 
 
-def metrics(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> list[dict[str, Any]]:
-    train(load_config("laboratory", [*SMALL, *sets]), out=out, backends=makers)
+def metrics(out: Path, *sets: str, engines: EngineFactory | None = None) -> list[dict[str, Any]]:
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, engines=engines)
     return read_metrics(out / "metrics.jsonl")
 
 
@@ -91,11 +91,11 @@ class Tampered:
         return groups
 
 
-def tampered(change: Change) -> Backends:
+def tampered(change: Change) -> EngineFactory:
     def engines(config: Any, loaded: LoadedModel, folder: Path) -> list[Any]:
         return [Tampered(engine, change) for engine in build_engines(config, loaded, folder)]
 
-    return Backends(engines)
+    return engines
 
 
 def without(completion: Completion, *, own: bool) -> Completion:
@@ -125,13 +125,15 @@ def short(completion: Completion) -> Completion:
 )
 def test_sets_that_are_lost_on_the_way_end_the_run(tmp_path: Path, change: Change, words: str) -> None:
     with pytest.raises(TrimtabError, match=words):
-        metrics(tmp_path / "run", "sampling.top_k=3", "trainer.steps=1", makers=tampered(change))
+        metrics(tmp_path / "run", "sampling.top_k=3", "trainer.steps=1", engines=tampered(change))
 
 
 def test_one_id_less_in_one_set_is_seen_in_the_ratios(tmp_path: Path) -> None:
     """Nothing says which ids a set must hold, but the ratio of its token is no longer 1: the tests above can fail."""
     faulty = tampered(lambda one: without(one, own=False))
-    [row] = metrics(tmp_path / "run", "sampling.top_k=14", "sampling.temperature=2.0", "trainer.steps=1", makers=faulty)
+    [row] = metrics(
+        tmp_path / "run", "sampling.top_k=14", "sampling.temperature=2.0", "trainer.steps=1", engines=faulty
+    )
     assert row["mismatch/abs_diff_max"] > 100 * FLOAT_ERROR
 
 

@@ -52,19 +52,8 @@ from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 RewardFunction = Callable[[str, Problem], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Backends:
-    """Factories of engines and scorer; None builds them on this machine. A run on a Ray cluster has others.
-
-    `engines` takes the recipe, the trained model and the folder with its config and tokenizer. `scorer` takes the
-    recipe, its rewards and its task.
-    """
-
-    engines: Callable[[Config, LoadedModel, Path], Sequence[Engine]] | None = None
-    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] | None = None
-
-
-LOCAL_BACKENDS = Backends()
+EngineFactory = Callable[[Config, LoadedModel, Path], Sequence[Engine]]
+"""Builds the engines of a recipe from the trained model and the folder with its config and tokenizer."""
 TOP_LOGPROBS = 128
 """Most probable ids of each token that centering reads: more than 99.9 % of the mass (arXiv 2609.20807)."""
 
@@ -105,7 +94,7 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
-    backends: Backends = LOCAL_BACKENDS,
+    engines: EngineFactory | None = None,
     stop: Stop | None = None,
     command: str | None = None,
 ) -> TrainResult:
@@ -120,7 +109,7 @@ def train(
         objective, environment: replace those of the recipe; the environment is a class.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
-        backends: factories of engines and scorer; a placement on several machines has its own.
+        engines: builds the engines elsewhere, as on a cluster. Default: on this machine.
         observer, stop: receives the events of the run; ends it when set by another thread. Default: none.
         command: the command line to record in the run's provenance; default: that of this process.
 
@@ -134,7 +123,7 @@ def train(
         torch.set_num_threads(config.threads)
     with out_of_memory_as_user_error(), stop.signals(), join(), ExitStack() as cleanup:
         config, built = custom_objective.resolve(config, objective)
-        parts = check(config, reward, backends, built, environment)
+        parts = check(config, reward, built, environment)
         cleanup.callback(parts.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
@@ -143,7 +132,7 @@ def train(
         loaded = build_model(config)
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = build_trainer(config, parts, loaded, run, observer, backends)
+        trainer = build_trainer(config, parts, loaded, run, observer, engines)
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
@@ -188,7 +177,6 @@ def _report_unfitting(trainer: Trainer) -> None:
 def check(
     config: Config,
     reward: RewardFunction | None = None,
-    backends: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
     environment: type | None = None,
 ) -> RunParts:
@@ -212,12 +200,11 @@ def check(
         specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
         if reward is not None:
             specs = [RewardSpec(reward)]
-        entries = rewards.weighted(specs, task)
+        scorer = rewards.build(specs, task)
+        started.callback(scorer.close)
         sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
         eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
-        check_task(config, task, [entry.name for entry in entries], eval_keys)
-        scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
-        started.callback(scorer.close)
+        check_task(config, task, [entry.name for entry in scorer.rewards], eval_keys)
         parts = RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
         started.pop_all()
         return parts
@@ -229,7 +216,7 @@ def build_trainer(
     loaded: LoadedModel,
     run: RunDirectory,
     observer: Observer,
-    backends: Backends = LOCAL_BACKENDS,
+    factory: EngineFactory | None = None,
 ) -> Trainer:
     """Builds engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
@@ -239,8 +226,8 @@ def build_trainer(
         # The embedded engine copies the model on the device where it finds it.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
     engines: Sequence[Engine] = [AbsentEngine()]
-    if ranks.is_leader and backends.engines is not None:
-        engines = backends.engines(config, loaded, run.model_folder)
+    if ranks.is_leader and factory is not None:
+        engines = factory(config, loaded, run.model_folder)
     elif ranks.is_leader:
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)

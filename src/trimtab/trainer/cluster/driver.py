@@ -19,7 +19,6 @@ import torch
 from trimtab.errors import RESUME, DivergedError, Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.layout import CONFIG
-from trimtab.trainer import rewards
 from trimtab.trainer.cluster.actors import (
     ActorLost,
     ActorSlots,
@@ -30,17 +29,15 @@ from trimtab.trainer.cluster.actors import (
     use_working_directory,
 )
 from trimtab.trainer.cluster.ray_transport import build_engines
-from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.engines.engine_spec import engine_spec
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun
-from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.run import LOCAL_BACKENDS, Backends, TrainResult, check
+from trimtab.trainer.run import TrainResult, check
 from trimtab.trainer.run import train as train_rank
 from trimtab.trainer.stop import Stop
-from trimtab.types import Engine, RewardSpec, Task
+from trimtab.types import Engine
 
 POLL_TIMEOUT = 1.0  # seconds that one poll for events waits at most
 FAILURE_WINDOW = 15.0  # seconds to wait for the other ranks after one has failed
@@ -265,12 +262,16 @@ class TrainerRank:
             use_working_directory(folder)
             self._set_rank_environment(rendezvous)
             torch.set_num_threads(slots.trainers[self._rank].threads)
+
+            def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
+                return build_engines(config, engine_spec(config, files), slots.engines)
+
             result = train_rank(
                 parse_config(tomllib.loads(recipe), "recipe"),
                 out=Path(out),
                 resume=resume,
                 observer=self._events if self._rank == 0 else NullObserver(),
-                backends=_cluster_backends(folder, slots) if self._rank == 0 else LOCAL_BACKENDS,
+                engines=engines if slots.engines else None,
                 stop=self._stop,
                 command=command,
             )
@@ -301,15 +302,3 @@ class TrainerRank:
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
         }
-
-
-def _cluster_backends(folder: str, slots: ActorSlots) -> Backends:
-    """Returns factories of engines and rewards as actors, where there are slots for them."""
-
-    def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
-        return build_engines(config, engine_spec(config, files), slots.engines)
-
-    def scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:
-        return RayScorer(rewards.weighted(specs, task), config, folder, slots.rewards)
-
-    return Backends(engines if slots.engines else None, scorer if slots.rewards else None)

@@ -359,7 +359,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     asked = "environment.name=python sampling.max_tokens=32"
     with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
         check(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
-    assert closed == ["environment"]
+    assert closed == ["scorer", "environment"]
 
     def fail(*_: object) -> None:
         raise TrimtabError("no process")
@@ -367,7 +367,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(run, "eval_tasks", fail)
     with pytest.raises(TrimtabError, match="no process"):
         check(load_config("laboratory", asked.split()))
-    assert closed == ["environment", "scorer", "environment"]
+    assert closed == ["scorer", "environment"] * 2
 
 
 def test_a_task_without_problems_is_refused() -> None:
