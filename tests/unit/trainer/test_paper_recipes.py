@@ -129,7 +129,7 @@ def test_soup_selects_by_the_mean_of_two_tasks() -> None:
 def test_oapl_refreshes_its_sampler_every_fifty_updates() -> None:
     """The first update after a refresh already trains on new responses: no token is 50 updates old."""
     trainer = built("paper-oapl")[0].trainer
-    assert (trainer.sync_every, trainer.max_lag, trainer.in_flight) == (50, 49, "discard")
+    assert (trainer.sync_every, trainer.max_lag) == (50, 49)
 
 
 def test_the_four_configurations_of_miles_add_one_part_each() -> None:
