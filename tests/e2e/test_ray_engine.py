@@ -125,26 +125,9 @@ def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  
     first = publisher.put(shared, 1)
     assert len(first.references) > 2
     assert publisher.put(shared, 1) is first
-    assert publisher.put(share(weights(model)), 1).key != first.key  # equal numbers, but nobody says so
+    assert publisher.put(share(weights(model)), 1).references != first.references  # equal numbers, but nobody says so
     shard = ray.get(publisher.put(shared, 2).references[0])
-    assert shard.version == 2
-    assert sum(array.nbytes for *_, array in shard.tensors) <= 1 << 18
-
-
-def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, prompts, model) -> None:
-    engine = engines[0]
-    engine.update_weights(weights(model), 1)
-    before = rows(engine.generate(prompts, 2, SAMPLING, seed=1))
-    old = engine.transport._publisher.put(weights(model, 0.5), 2)
-    new = engine.transport._publisher.put(weights(model, 2.0), 3)
-    mixed = type(new)(new.key, new.version, (*new.references[:-1], old.references[-1]))
-    engine.transport._publisher = type("Planted", (), {"put": lambda *_: mixed})()
-    try:
-        with pytest.raises(TrimtabError, match="mixed them up"):
-            engine.update_weights([], 3)
-    finally:
-        engine.transport._publisher = engines[1].transport._publisher
-    assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
+    assert sum(array.nbytes for *_, array in shard) <= 1 << 18
 
 
 def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompts, model) -> None:
