@@ -79,7 +79,7 @@ def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
 
 def test_resources_that_are_not_there_are_named(seats: ActorSlots, config: Config) -> None:  # noqa: ARG001  # connected
     large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "start_timeout": 0.5})})
-    message = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU; 2 rewards of 1 CPU.*it has 8 CPU, 0 GPU in all"
+    message = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU.*it has 8 CPU, 0 GPU in all"
     with pytest.raises(TrimtabError, match=message), reserve_slots(large):
         pass
 

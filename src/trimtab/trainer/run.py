@@ -26,7 +26,7 @@ from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.features import build_features, routing_replay
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
-from trimtab.trainer.held_out import EvalTask, eval_metrics, eval_tasks
+from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.models.load import LoadedModel, check_same_ids
@@ -68,21 +68,17 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded.
+
+    `close` ends the processes of rewards and tools.
+    """
 
     objective: Objective
     task: Task
     scorer: Scorer
     eval_tasks: Sequence[EvalTask]
-    environment: BuiltEnvironment | None = None
-
-    def close(self) -> None:
-        """Ends the processes of rewards and tools."""
-        self.scorer.close()
-        for other in self.eval_tasks[1:]:
-            other.scorer.close()
-        if self.environment is not None:
-            self.environment.close()
+    environment: BuiltEnvironment | None
+    close: Callable[[], None]
 
 
 def train(
@@ -100,8 +96,7 @@ def train(
 ) -> TrainResult:
     """Trains a run and returns its directory and last metrics.
 
-    Ctrl-C, SIGTERM and `stop` end the run after the step in progress, with a checkpoint; a second signal ends it at
-    once.
+    Ctrl-C, SIGTERM and `stop` end it after the step in progress, with a checkpoint; a second signal at once.
 
     Args:
         config: the recipe.
@@ -137,17 +132,16 @@ def train(
         cleanup.callback(trainer.source.close)
         if resume:
             snapshot.resume(trainer)
-        first = trainer.step + 1
-        trainer.sinks = open_sinks(config.log, run.path, first_step=first) if run.writes else ()
-        for sink in trainer.sinks:
-            cleanup.callback(sink.close)
         if run.writes:
-            text, ranks = command or provenance.command(), current_ranks().size
+            first, ranks = trainer.step + 1, current_ranks().size
+            trainer.sinks = open_sinks(config.log, run.path, first_step=first)
+            for sink in trainer.sinks:
+                cleanup.callback(sink.close)
+            text = command or provenance.command()
             start = provenance.record_start(run, config.engine.type, text, started, first_step=first, ranks=ranks)
             cleanup.enter_context(start)
         equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)
-        current_ranks().run_on_all_ranks(partial(_report_unfitting, trainer) if run.writes else lambda: None)
         return TrainResult(run.path, trainer.train())
 
 
@@ -165,13 +159,6 @@ def out_of_memory_as_user_error() -> Iterator[None]:
             f"the memory is full ({reason[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples "
             "or sampling.max_tokens, or set model.gradient_checkpointing"
         ) from error
-
-
-def _report_unfitting(trainer: Trainer) -> None:
-    """Reports held-out problems that do not fit the context."""
-    for held_out in trainer.held_out:
-        for line in held_out.lines():
-            trainer.observer.message(line)
 
 
 def check(
@@ -205,9 +192,10 @@ def check(
         sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
         eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
         check_task(config, task, [entry.name for entry in scorer.rewards], eval_keys)
-        parts = RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
-        started.pop_all()
-        return parts
+        evaluated = eval_tasks(config, task, scorer, others)
+        for other in evaluated[1:]:
+            started.callback(other.scorer.close)
+        return RunParts(built, task, scorer, evaluated, multi_turn, started.pop_all().close)
 
 
 def build_trainer(
@@ -243,7 +231,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
-        eval_tasks=(own, *others),
+        held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
     )
 
 

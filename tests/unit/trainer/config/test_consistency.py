@@ -129,7 +129,7 @@ REFUSED = {
             'objective.name=token-alp perturbation.std=0.1 objective.mask=[{kind="veto"}]',
             '[perturbation] needs masks over the current policy, not veto over the proximal one: set over = "current"',
         ),
-        ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] out"),
+        ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] and"),
         (
             "objective.name=oapl trainer.in_flight=continue trainer.max_lag=2",
             "'oapl' needs one behavior policy per resp",
