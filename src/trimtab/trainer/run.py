@@ -124,10 +124,7 @@ def train(
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
         observer.message(f"loading    {config.model.path}")
-        loaded = build_model(config)
-        if run.writes and not run.model_folder.exists():
-            save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = build_trainer(config, parts, loaded, run, observer, engines)
+        trainer = build_trainer(config, parts, build_model(config), run, observer, engines)
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
@@ -208,6 +205,8 @@ def build_trainer(
 ) -> Trainer:
     """Builds engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
+    if run.writes and not run.model_folder.exists():
+        save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
     if config.routing.replay != "none":
         routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
