@@ -27,7 +27,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
+from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
@@ -108,14 +108,6 @@ def test_pending_records_come_back_bit_for_bit(records: list[np.ndarray | None])
         if one is not None and record is not None:
             assert one.dtype == np.int16
             assert np.array_equal(one, record)
-
-
-def test_a_byte_holds_an_expert_where_experts_are_few() -> None:
-    few, many = np.full((4, 2, 3), 255, dtype=np.int16), np.full((4, 2, 3), 256, dtype=np.int16)
-    small, large = (routed(trajectory(0, [5, 6, 7]), record) for record in (few, many))
-    assert (stored_bytes([small]), stored_bytes([large]), stored_bytes([small, large])) == (24, 48, 72)
-    assert stored_bytes([trajectory(0, [5])]) == 0
-    assert stored_bytes([routed(trajectory(0, [5, 6, 7]), few - 256)]) == 48
 
 
 def test_step_files_leave_the_record_out_and_so_do_runs_that_have_none(tmp_path: Path) -> None:
