@@ -144,7 +144,11 @@ def test_the_four_configurations_of_miles_add_one_part_each() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_the_recipe_uses_every_gpu_once_and_fits(name: str) -> None:
-    config = load_config(name)
+    """Tokens of older weights are only corrected by an objective that reads the behavior policy."""
+    config, objective = built(name)
+    assert config.trainer.max_lag
+    assert "behavior" in objective.needs
+    check_recipe(config, objective, config.ray.trainers)
     longest, context = config.sampling.max_tokens, config.engine.vllm.context
     engines, each, ranks = split(config)
     assert engines * each + ranks == GPUS[name]
@@ -154,15 +158,6 @@ def test_the_recipe_uses_every_gpu_once_and_fits(name: str) -> None:
     assert min(context, config.trainer.micro_batch_tokens) >= 512 + longest
     if config.placement == "ray":
         assert config.ray.engine_gpus == each
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_its_objective_reads_the_behavior_policy(name: str) -> None:
-    """Tokens of older weights are only corrected by an objective that reads the behavior policy; nothing is refused."""
-    config, objective = built(name)
-    assert config.trainer.max_lag
-    assert "behavior" in objective.needs
-    check_recipe(config, objective, config.ray.trainers)
 
 
 MESSAGES = {

@@ -1,5 +1,5 @@
 """A run on a cluster: the driver, which reserves resources, starts the ranks, shows their events and cleans up, and the
-ranks, each an actor with the environment that torchrun would set. Both exchange JSON.
+ranks, each an actor with the environment that torchrun would set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import RESUME, DivergedError, Stopped, TrimtabError
+from trimtab.errors import RESUME, Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.layout import CONFIG
 from trimtab.trainer.cluster.actors import (
@@ -140,8 +140,6 @@ def _rank_result(finished: Any) -> dict[str, Any]:
     result = json.loads(get_result(finished))
     if "stopped" in result:
         raise Stopped(result["stopped"])
-    if "error" in result:
-        raise (DivergedError if result["error"] == DIVERGED else TrimtabError)(result["line"])
     return result["metrics"]
 
 
@@ -221,10 +219,6 @@ def replay_events(events: str, observer: Observer, config: Config) -> bool:
     return any(name == "started" for name, *_ in parsed)
 
 
-DIVERGED = "diverged"
-USER_ERROR = "user_error"
-
-
 class TrainerRank:
     """The actor. Rank 0 also holds the data side of the run: engines, rewards, the run directory."""
 
@@ -253,10 +247,9 @@ class TrainerRank:
         slots: ActorSlots,
         command: str,
     ) -> str:
-        """Trains to the end and returns JSON: `metrics` of the last step, or the kind of an `error` and its `line`, or
-        for a run that was stopped the signal number `stopped`.
+        """Trains to the end and returns JSON: `metrics` of the last step, or the signal number `stopped`.
 
-        `command` is the command line of the driver.
+        `command` is the command line of the driver. Raises what `trimtab.trainer.run.train` raises, except `Stopped`.
         """
         try:
             use_working_directory(folder)
@@ -274,10 +267,6 @@ class TrainerRank:
                 engines=engines if slots.engines else None,
                 stop=self._stop,
                 command=command,
-            )
-        except TrimtabError as error:
-            return json.dumps(
-                {"error": DIVERGED if isinstance(error, DivergedError) else USER_ERROR, "line": str(error)}
             )
         except Stopped as stop:
             return json.dumps({"stopped": stop.signal})

@@ -166,13 +166,6 @@ def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards
     assert oldest(group) == 4
 
 
-def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True, True]))
-    source.collector.responses.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
-    with pytest.raises(TrimtabError, match="sampling masks"):
-        source.take(UPDATES, batches_left=1)
-
-
 @pytest.mark.parametrize(("void", "trained"), [("mask", 2), ("keep", 3)])
 def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
     scorer: rewards.Scorer, void: str, trained: int
