@@ -36,7 +36,7 @@ SMALL = [
 ROLLOUT, PROXIMAL = "routing.replay=rollout", "routing.replay=proximal"
 COARSE = "engine.quantize=int3"
 # What is measured of lanes only, and what only a replay has.
-APART = ("engine/", "lag/share", "lag/length", "routing/")
+APART = ("engine/", "lag/share", "routing/")
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
