@@ -77,8 +77,8 @@ class RunParts:
     task: Task
     scorer: Scorer
     eval_tasks: Sequence[EvalTask]
-    environment: BuiltEnvironment | None
-    close: Callable[[], None]
+    environment: BuiltEnvironment | None = None
+    close: Callable[[], None] = lambda: None
 
 
 def train(
