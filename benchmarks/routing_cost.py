@@ -19,7 +19,7 @@ import torch
 from trimtab.runs import trajectories
 from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
+from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.models.load import MIXTURE, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import router_info
@@ -67,8 +67,9 @@ def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
     bare = [replace(row, completion=replace(row.completion, routed_experts=None)) for row in rows]
     tokens = sum(len(row.prompt.ids) + len(row) - 1 for row in rows)
     whole, without = (len(trajectories.to_bytes(some)) for some in (rows, bare))
-    kind, each = router_info(loaded.model), stored_bytes(rows) / tokens
-    print(f"record, {kind.layers} layers and {kind.chosen} of {kind.experts} experts: {each:g} bytes a token")
+    kind = router_info(loaded.model)
+    each = kind.layers * kind.chosen  # one byte for each choice, two above 256 experts
+    print(f"record, {kind.layers} layers and {kind.chosen} of {kind.experts} experts: {each} bytes a token")
     packed, rest = (whole - without) / tokens, without / tokens
     print(f"in a checkpoint, compressed: {packed:.2f} bytes a token; all other columns {rest:.2f}")
 

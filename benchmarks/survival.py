@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--spread", type=float, default=4.0, help="seconds until the next kill, at most")
-    parser.add_argument("--in-flight", choices=["finish", "continue", "discard"], default="finish")
+    parser.add_argument("--in-flight", choices=["finish", "continue"], default="finish")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

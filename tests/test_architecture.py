@@ -40,10 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         *("corrections", "objectives", "runs"),
     },
     "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
-    "trainer.cluster": {
-        *(f"trainer.{part}" for part in ("config", "engines", "models", "rewards", "sandbox", "tasks")),
-        *("trainer", "runs"),
-    },
+    "trainer.cluster": {"trainer", "trainer.config", "trainer.engines", "trainer.models", "runs"},
     "trainer.config": {"runs"},
     "trainer.engines": {"trainer.config", "trainer.models", "trainer.seeds", "trainer.processes"},
     "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.trainer.config import CanaryConfig, load_config
+from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.rollout.canary import MARGIN, MIN_BOUND, Canary
@@ -96,24 +96,15 @@ def test_half_of_the_contexts_stay_and_half_are_new_at_every_version() -> None:
         assert int(expected.fixed.sum()) == 32
 
 
-def test_contexts_fit_a_short_model() -> None:
+def test_contexts_fit_a_short_model_or_the_context_of_a_recipe() -> None:
     model, tokenizer = laboratory.build(seed=0)
-    watch = Canary.build(load_config("laboratory", ["engine.canary.every=1"]), tokenizer, model)
-    assert watch is not None
-    expected = watch.predict(model, 0)
-    assert expected is not None
-    assert max(len(ids) for ids in expected.contexts) == 63  # and one token after it: 64
-    assert watch.check(EmbeddedEngine(model, tokenizer, torch.float32), expected) < 1e-5
-
-
-def test_contexts_fit_a_context_the_recipe_shortens() -> None:
-    model, tokenizer = laboratory.build(seed=0)
-    words = ["engine.canary.every=1", 'engine.type="vllm"', "engine.vllm.context=40"]
-    watch = Canary.build(load_config("laboratory", words), tokenizer, model)
-    assert watch is not None
-    expected = watch.predict(model, 0)
-    assert expected is not None
-    assert max(len(ids) for ids in expected.contexts) == 39
+    for words, longest in (([], 63), (['engine.type="vllm"', "engine.vllm.context=40"], 39)):
+        watch = Canary.build(load_config("laboratory", ["engine.canary.every=1", *words]), tokenizer, model)
+        assert watch is not None
+        expected = watch.predict(model, 0)
+        assert expected is not None
+        assert max(len(ids) for ids in expected.contexts) == longest  # and one token after it
+        assert watch.check(EmbeddedEngine(model, tokenizer, torch.float32), expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -340,8 +331,3 @@ def test_the_temperature_is_the_runs() -> None:
     watch = Canary.build(config, TOKENIZER, model)
     assert watch is not None
     assert run_canary(watch, engine_of(model), model, 0) < 1e-4
-
-
-def test_prompts_are_at_least_two() -> None:
-    with pytest.raises(ValueError, match="greater than or equal to 2"):
-        CanaryConfig(prompts=1)

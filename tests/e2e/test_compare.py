@@ -131,15 +131,6 @@ def test_a_grid_that_is_stopped_saves_its_runs_and_goes_on_with_them(tmp_path: P
         known = len(steps)
 
 
-def test_more_seeds_are_added_and_a_changed_setting_is_refused(run: Grid, whole: Path) -> None:
-    before = (whole / "results.parquet").read_bytes()
-    other = run(whole, *GRID, *TINY, "--set", "optim.lr=1e-3")
-    assert other.returncode == 2
-    assert "was trained with optim.lr = " in other.stderr
-    assert "choose another --out" in other.stderr
-    assert (whole / "results.parquet").read_bytes() == before
-
-
 def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(run: Grid, tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text(json.dumps({"prompt": "1=", "response": "1."}) + "\n")
     methods = ("dapo", f"luffy:demonstrations.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")

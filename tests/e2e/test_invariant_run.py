@@ -18,7 +18,7 @@ from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.factory import build_engines
-from trimtab.trainer.run import Backends, train
+from trimtab.trainer.run import train
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         return [engine]
 
     with pytest.raises(TrimtabError, match="log-probs are not the sampler's bit for bit"):
-        run(tmp_path / "run", INVARIANT, backends=Backends(engines=engines))
+        run(tmp_path / "run", INVARIANT, engines=engines)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import forked
 
 from trimtab.runs.trajectories import read
 from trimtab.trainer.config import load_config
@@ -88,40 +87,6 @@ def test_prompts_that_do_not_fit_the_context_cost_their_episodes(tmp_path: Path)
     run = train(config, environment=LongRows, out=tmp_path / "run", observer=NullObserver()).run
     [row] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert row["episode/failed"] == row["trajectories/dropped"] == 8
-
-
-SCRIPT = """
-import sys
-import trimtab
-from trimtab.trainer.environments.swap_environment import SwapEnvironment
-
-
-class Half(SwapEnvironment):
-    pass
-
-
-if __name__ == "__main__":
-    out, *changes = sys.argv[1:]
-    trimtab.train("laboratory-tools", environment=Half, overrides=changes, out=out, progress=False)
-"""
-
-
-def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(
-    python: forked.Run, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    trained = python(tmp_path / "mine.py", "run", *SMALL, cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    evaluate = ["-m", "trimtab", "eval", "run", "--problems", "4", "--json"]
-    refused = python(*evaluate, cwd=tmp_path)
-    assert refused.returncode != 0
-    said = " ".join(refused.stderr.split())
-    assert "environment '__main__:Half' was given in Python" in said
-    assert "--set environment.name=MODULE:Half" in said
-    named = python(*evaluate, "--set", "environment.name=mine:Half", cwd=tmp_path)
-    assert named.returncode == 0, named.stderr
-    [result] = json.loads(named.stdout)["results"]
-    assert result["episodes"]["calls"] > 0
 
 
 def check_rows(completion: Any) -> None:

@@ -108,6 +108,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lora: int, tmp_path:
     mine, its = all_tensors(tmp_path / "parts"), all_tensors(tmp_path / "whole")
     assert mine.keys() == its.keys()
     assert [name for name in its if not torch.equal(mine[name], its[name])] == []
+    assert all((".lora_" in name) == bool(lora) for name in its if name.startswith("optimizer/") and "exp_avg" in name)
     kept = {name.partition("/")[0]: name for name in its if name.startswith("proximal")}
     assert sorted(kept) == ["proximal-6"]
     assert all((".lora_" in name) == bool(lora) for name in kept.values())

@@ -69,7 +69,7 @@ class Killer(NullObserver):
 def test_rollout_actors_killed_in_the_middle_are_replaced_and_every_group_is_accounted_for(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.trainers=2", "ray.rewards=1", "ray.shard_mib=1"]
+    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.trainers=2", "ray.shard_mib=1"]
     killer = Killer(cluster)
     result = train(load_config("laboratory", [*SMALL, *places]), out=tmp_path / "run", observer=killer)
     assert len(killer.victims) == 2
@@ -147,7 +147,7 @@ def begin(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def everyone(cluster: Cluster) -> list[psutil.Process]:
-    return [process for kind in ("TrainerRank", "EngineActor", "RewardHost") for process in cluster.actors(kind)]
+    return [process for kind in ("TrainerRank", "EngineActor") for process in cluster.actors(kind)]
 
 
 def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
 
 def test_episodes_over_rollout_actors(cluster: Cluster, tmp_path: Path) -> None:
     """Each turn is a message of the actor that samples; the environments are in the trainer's process."""
-    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.start_timeout=90", "ray.rewards=1"]
+    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.start_timeout=90"]
     sets = ["placement=ray", "trainer.steps=2", "trainer.prompts=4", "trainer.samples=4", "eval.problems=4"]
     config = load_config("laboratory-tools", [*sets, *places, "log.trajectories_every=1", "checkpoint.every=0"])
     run = train(config, out=tmp_path / "run", observer=NullObserver()).run

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import best_checkpoint, checkpoint_folder, list_checkpoints
+from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.reader import read_run
-from trimtab.trainer import export
 from trimtab.trainer.checkpoint import store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.models.perturbation import Perturbation
@@ -106,68 +103,6 @@ def assert_finite(run: Path) -> None:
     assert all(torch.isfinite(weight).all() for part in saved.tensors.values() for weight in part.values())
 
 
-def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
-    train(recipe("trainer.steps=1"), out=tmp_path / "run")
-    result = train(recipe("trainer.steps=2", "eval.every=1"), out=tmp_path / "run", resume=True)
-    assert result.metrics["step"] == 2
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> None:
-    config = recipe("trainer.steps=5", "eval.every=2", "checkpoint.every=0", "eval.best=eval/sort/greedy")
-    train(config, out=tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    scores = {row["step"]: row["eval/sort/greedy"] for row in rows if row["step"] in (2, 4, 5)}
-    best = best_checkpoint(tmp_path / "run" / "checkpoints")
-    assert best is not None
-    assert best.value == max(scores.values())
-    assert best.step == min(step for step, score in scores.items() if score == best.value)
-    assert checkpoint_folder(tmp_path / "run" / "checkpoints", best.step).is_dir()
-
-
-def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
-    out, notes = tmp_path / "run", Messages()
-    train(recipe(), out=out)
-    newest = list_checkpoints(out / "checkpoints")[-1]
-    weights = newest / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(bytes(data))
-    result = train(recipe(), out=out, resume=True, observer=notes)
-    assert any("model.safetensors" in line and "step-000003" in line for line in notes.lines), notes.lines
-    assert result.metrics["step"] == 4
-    assert len(read_metrics(out / "metrics.jsonl")) == 4
-
-
-@contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A real filesystem of that size; skips where mounting is not allowed."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small filesystem cannot be mounted here: {getattr(error, 'stderr', None) or error}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
-    """There is room for about two checkpoints of the laboratory model."""
-    with small_disk(tmp_path / "disk", 14):
-        out = tmp_path / "disk" / "run"
-        with pytest.raises(TrimtabError, match="No space left on device"):
-            train(recipe("checkpoint.keep=9", "trainer.steps=9"), out=out)
-        newest = store.latest(out / "checkpoints")
-        assert newest is not None
-        assert newest.step >= 1
-        del newest  # its tensors are mapped from files on that disk
-        assert not list((out / "checkpoints").glob(".tmp-*"))
-        assert not list(out.glob(".trimtab-*"))
-
-
 def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> None:
     calls = "trimtab_test_reward"
     (tmp_path / f"{calls}.py").write_text(
@@ -187,36 +122,13 @@ def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> Non
     assert any("no zeros please" in line for line in notes.lines)
 
 
-def test_training_from_python_with_a_function_and_export(tmp_path: Path) -> None:
+def test_training_from_python_with_a_function(tmp_path: Path) -> None:
     def reward(completion: str, problem: trimtab.types.Problem) -> float:
         return sum(a == b for a, b in zip(completion, problem.answer, strict=False)) / len(problem.answer)
 
     result = trimtab.train(recipe(), reward=reward, out=tmp_path / "run")
     assert (result.run / "report.html").stat().st_size > 10_000
     assert 0.0 < result.metrics["reward/mean"] < 1.0
-    folder = export.export(result.run, tmp_path / "model")
-    from transformers import AutoModelForCausalLM
-
-    exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    saved = store.latest(result.run / "checkpoints")
-    assert saved is not None
-    for name, weight in saved.tensors["model"].items():
-        assert torch.equal(exported[name], weight)
-
-
-def test_lora_trains_only_adapters_and_exports_merged_weights(tmp_path: Path) -> None:
-    config = recipe("model.lora.rank=4", "optim.lr=1e-2", "optim.warmup=0")
-    result = train(config, out=tmp_path / "run")
-    saved = store.latest(result.run / "checkpoints")
-    assert saved is not None
-    moments = {name for name in saved.tensors["optimizer"] if "exp_avg" in name}
-    assert moments
-    assert all(".lora_" in name for name in moments)
-    folder = export.export(result.run, tmp_path / "model")
-    from transformers import AutoModelForCausalLM
-
-    merged = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert not any("lora" in name for name in merged)
 
 
 def test_the_kl_anchor_is_the_initial_model(tmp_path: Path) -> None:

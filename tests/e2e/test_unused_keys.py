@@ -20,7 +20,7 @@ SMALL = (
 )
 UNUSED = (
     *("engine.vllm.context=7", "engine.vllm.eager=false", "engine.server.concurrency=1"),
-    *("engine.hang_timeout=60.0", "ray.engines=2", "trainer.in_flight=discard", "sharding.offload=true"),
+    *("engine.hang_timeout=60.0", "ray.engines=2", "trainer.in_flight=continue", "sharding.offload=true"),
     *("advantage.value_beta=0.5", "sampling.top_logprobs=8"),
 )
 

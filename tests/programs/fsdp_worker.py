@@ -21,7 +21,6 @@ from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models import sharding
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.ranks import join
-from trimtab.trainer.run import Backends
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 
@@ -65,8 +64,7 @@ def train(job: Mapping[str, Any]) -> None:
 
     torch.manual_seed(0)  # adapters begin with random numbers
     config = load_config("laboratory", job["sets"])
-    makers = Backends() if job["recording"] is None else Backends(engines)
-    run.train(config, out=job["out"], resume=job["resume"], backends=makers)
+    run.train(config, out=job["out"], resume=job["resume"], engines=None if job["recording"] is None else engines)
 
 
 def plant(fault: str | None) -> None:

@@ -106,7 +106,7 @@ def ray_actor(folder: Path) -> Iterator[Subject]:
 
     save_model_files(policy(), tokenizer(), folder / "model")
     with local_cluster() as cluster:
-        places = ["placement=ray", "ray.rewards=1", "ray.start_timeout=60", f"ray.address={cluster.address}"]
+        places = ["placement=ray", "ray.start_timeout=60", f"ray.address={cluster.address}"]
         config = load_config("laboratory", places)
         with connect(config.ray), reserve_slots(config) as slots:
             [engine] = build_engines(config, _embedded_spec(folder), slots.engines)

@@ -36,7 +36,7 @@ class Batch:
     """The data of one step.
 
     Attributes:
-        advantages: (rows, 1).
+        advantages: (rows, 1); where each token has its own, the means over a row's trained tokens.
         dropped: number of trajectories that were left out for proximal log-probs that are not finite.
         seconds: duration of packing and scoring, repetitions after dropped trajectories included.
     """
@@ -83,52 +83,41 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
             break
         dropped += len(bad)
         rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
-    if learner.token_baseline:
-        values = _set_token_advantages(minibatches, rows)
-    elif learner.distills:
-        values = _set_distillation_advantages(minibatches, len(rows))
-    else:
-        values = _advantages(rows, learner)
-        for minibatch in minibatches:
-            for index, micro in enumerate(minibatch):
-                minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
+    per_token = learner.token_baseline or learner.distills
+    values = torch.zeros(len(rows), 1) if per_token else _advantages(rows, learner)
+    for minibatch in minibatches:
+        if learner.token_baseline:
+            scores = _token_advantages(minibatch, rows)
+        elif learner.distills:
+            scores = [_distillation_advantages(micro) for micro in minibatch]
+        else:
+            scores = [values[list(micro.rows)].to(learner.device) for micro in minibatch]
+        for index, (micro, advantage) in enumerate(zip(list(minibatch), scores, strict=True)):
+            minibatch[index] = micro.with_scores(advantage=advantage)
+            if per_token:
+                values[list(micro.rows)] = (advantage.sum(1) / micro.mask.sum(1).clamp(min=1))[:, None].cpu()
     return Batch(rows, minibatches, values, dropped, seconds)
 
 
-def _set_token_advantages(minibatches: Sequence[MiniBatch], rows: Sequence[Trajectory]) -> torch.Tensor:
-    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1).
-
-    A group lies in one mini-batch, and may lie in several micro-batches of it.
-    """
-    means = torch.zeros(len(rows), 1)
-    for minibatch in minibatches:
-        time = max(micro.mask.shape[1] for micro in minibatch)
-        logp, squares, mask = (
-            torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
-            for name in ("proximal", "squares", "mask")
-        )
-        numbers = [row for micro in minibatch for row in micro.rows]
-        rewards = torch.tensor([rows[row].reward for row in numbers], device=mask.device)
-        groups = torch.tensor([rows[row].group for row in numbers], device=mask.device)
-        values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
-        means[numbers] = (values.sum(1) / mask.sum(1).clamp(min=1))[:, None].cpu()
-        parts = values.split([len(micro.rows) for micro in minibatch])
-        for index, (micro, part) in enumerate(zip(list(minibatch), parts, strict=True)):
-            minibatch[index] = micro.with_scores(advantage=part[:, : micro.mask.shape[1]])
-    return means
+def _token_advantages(minibatch: MiniBatch, rows: Sequence[Trajectory]) -> list[torch.Tensor]:
+    """Returns an advantage for each token of each micro-batch; a group may lie in several of them."""
+    time = max(micro.mask.shape[1] for micro in minibatch)
+    logp, squares, mask = (
+        torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
+        for name in ("proximal", "squares", "mask")
+    )
+    numbers = [row for micro in minibatch for row in micro.rows]
+    rewards = torch.tensor([rows[row].reward for row in numbers], device=mask.device)
+    groups = torch.tensor([rows[row].group for row in numbers], device=mask.device)
+    values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
+    parts = values.split([len(micro.rows) for micro in minibatch])
+    return [part[:, : micro.mask.shape[1]] for micro, part in zip(minibatch, parts, strict=True)]
 
 
-def _set_distillation_advantages(minibatches: Sequence[MiniBatch], rows: int) -> torch.Tensor:
-    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1)."""
-    means = torch.zeros(rows, 1)
-    for minibatch in minibatches:
-        for index, micro in enumerate(list(minibatch)):
-            assert micro.reference is not None
-            assert micro.proximal is not None
-            values = distillation_advantages(micro.reference, micro.proximal, micro.mask)
-            means[list(micro.rows)] = (values.sum(1) / micro.mask.sum(1).clamp(min=1))[:, None].cpu()
-            minibatch[index] = micro.with_scores(advantage=values)
-    return means
+def _distillation_advantages(micro: MicroBatch) -> torch.Tensor:
+    assert micro.reference is not None
+    assert micro.proximal is not None
+    return distillation_advantages(micro.reference, micro.proximal, micro.mask)
 
 
 def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:

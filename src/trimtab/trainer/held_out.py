@@ -64,12 +64,11 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """Messages for the user."""
-        total = len(self.problems) + self.too_long
         if not self.too_long:
             return []
         return [
-            f"{self.too_long:,} of {total:,} held-out problems of {self.of.task.name} do not fit the context with "
-            "their response: they count as not solved"
+            f"{self.too_long:,} of {len(self.problems) + self.too_long:,} held-out problems of {self.of.task.name} do "
+            "not fit the context with their response: they count as not solved"
         ]
 
     def measure(self, engine: Engine, collector: Collector) -> dict[str, float]:

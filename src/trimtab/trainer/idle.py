@@ -10,31 +10,28 @@ from trimtab.errors import TrimtabError
 from trimtab.types import Trajectory
 
 MESSAGE_INTERVAL = 10
-"""Steps after which the message of a lasting condition is repeated."""
+"""Steps after which the message is repeated."""
 
 
 class IdleSteps:
-    """Counts consecutive steps without a training signal, and steps in which all responses were truncated."""
+    """Counts consecutive steps without a training signal."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self._truncated = 0
 
     def observe(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor, max_tokens: int) -> str | None:
         """Counts the step of a batch, whose advantages are (rows, 1).
 
-        Returns a message at the first step of a condition and at every tenth after it, else None.
+        Returns a message at the first of such steps and at every tenth after it, else None.
         """
         idle = not any(
             advantage != 0 and trajectory.loss_mask.any()
             for trajectory, advantage in zip(trajectories, advantages[:, 0].tolist(), strict=True)
         )
         self.steps = self.steps + 1 if idle else 0
-        self._truncated = self._truncated + 1 if _all_truncated(trajectories) else 0
-        if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL != 1:
-            return None
-        reason = _reason(trajectories, max_tokens)
-        return f"no training signal: {reason}" if idle else f"{reason}: raise them?"
+        return (
+            f"no training signal: {_reason(trajectories, max_tokens)}" if self.steps % MESSAGE_INTERVAL == 1 else None
+        )
 
     def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
         """Returns the error of a run that ends after too many such steps, the last of which, `step`, is saved."""
@@ -46,15 +43,11 @@ class IdleSteps:
 
 
 def _reason(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
-    """Why a batch has no signal, or why its responses are truncated."""
+    """Why a batch has no signal."""
     if not trajectories:
         return "no response could be used"
-    if _all_truncated(trajectories):
+    sampled = [trajectory for trajectory in trajectories if not trajectory.off_policy]
+    if sampled and all(trajectory.completion.finish_reason == "length" for trajectory in sampled):
         return f"no response ended within its limits (sampling.max_tokens = {max_tokens}, or those of [environment])"
     rewards = [trajectory.reward for trajectory in trajectories]
     return f"the rewards of every group are equal (from {min(rewards):g} to {max(rewards):g})"
-
-
-def _all_truncated(trajectories: Sequence[Trajectory]) -> bool:
-    sampled = [trajectory for trajectory in trajectories if not trajectory.off_policy]
-    return bool(sampled) and all(trajectory.completion.finish_reason == "length" for trajectory in sampled)

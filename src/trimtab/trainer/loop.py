@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from trimtab.errors import DivergedError, Stopped
@@ -33,7 +33,7 @@ from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.engine_spec import weight_quantization
 from trimtab.trainer.features.feature import StepRecord
-from trimtab.trainer.held_out import EvalTask, HeldOut
+from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.lora import named_weights
@@ -53,7 +53,8 @@ class Trainer:
     """The state of one run and its training loop.
 
     `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
-    current step; `initial_metrics` were measured before the first step and are logged with it.
+    current step; `held_out` begins with the problems of the run's own task; `initial_metrics` were measured before the
+    first step and are logged with it.
     """
 
     config: Config
@@ -61,7 +62,7 @@ class Trainer:
     learner: Learner
     run: RunDirectory
     observer: Observer
-    eval_tasks: Sequence[EvalTask] = ()
+    held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
@@ -73,17 +74,14 @@ class Trainer:
     def collector(self) -> Collector:
         return self.source.collector
 
-    @cached_property
-    def held_out(self) -> list[HeldOut]:
-        """The held-out problems of the run's own task, and of every other one that is evaluated."""
-        return [HeldOut.build(evaluated, self.collector) for evaluated in self.eval_tasks]
-
     def train(self) -> dict[str, Any]:
         """Trains to the last step and returns its metrics.
 
         Raises `DivergedError` after updates that were not finite (the message names the last good checkpoint),
         `TrimtabError` after `trainer.max_idle_steps` steps without a training signal, `Stopped` on request.
         """
+        for line in (line for held_out in self.held_out for line in held_out.lines()):
+            self.observer.message(line)
         logged = self.run.metrics()  # a resumed run may already be complete
         metrics: dict[str, Any] = logged[-1] if logged else {}
         if self.step == 0:
@@ -197,8 +195,8 @@ class Trainer:
             },
             weights_altered=weight_quantization(self.config).active,
         )
-        for evaluated in self.eval_tasks:
-            self.observer.evaluated(evaluated.task.name, moment, measured[evaluated.metrics[0]])
+        for held_out in self.held_out:
+            self.observer.evaluated(held_out.of.task.name, moment, measured[held_out.of.metrics[0]])
         return measured
 
     def _is_due(self, every: int) -> bool:

@@ -96,12 +96,12 @@ class RankGroup:
         """
         if self.size == 1:
             return work()
-        result, failure = None, None
+        result, failure, message = None, None, ""
         try:
             result = work()
         except (TrimtabError, OSError) as error:
-            failure = error
-        messages = [part.decode() for part in self.gather(b"" if failure is None else _error_message(failure))]
+            failure, message = error, str(error) or type(error).__name__  # an empty message means success
+        messages = [part.decode() for part in self.gather(message.encode())]
         if failure is not None:
             raise failure
         for rank, message in enumerate(messages):
@@ -194,8 +194,3 @@ def _lost_rank_as_user_error() -> Iterator[None]:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _error_message(error: Exception) -> bytes:
-    """Returns the message of `error`, never empty: an empty message means success."""
-    return (str(error) or type(error).__name__).encode()

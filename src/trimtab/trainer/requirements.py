@@ -51,10 +51,7 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
             '"current" in it'
         )
     if objective.single_behavior and (config.prefix is not None or trainer.unfinished == "continue"):
-        yield (
-            f"objective {name!r} needs one behavior policy per response: leave [prefix] out, and set "
-            'trainer.in_flight to "finish" or "discard"'
-        )
+        yield (f"objective {name!r} needs one behavior policy per response: leave [prefix] and trainer.in_flight out")
     sampled_by = "proximal" if trainer.proximal == "snapshot" else "behavior"
     if trainer.max_lag and not {"behavior", sampled_by} & objective.policy_needs:
         yield (

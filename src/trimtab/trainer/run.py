@@ -26,7 +26,7 @@ from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.features import build_features, routing_replay
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
-from trimtab.trainer.held_out import EvalTask, eval_metrics, eval_tasks
+from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.models.load import LoadedModel, check_same_ids
@@ -52,19 +52,8 @@ from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 RewardFunction = Callable[[str, Problem], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Backends:
-    """Factories of engines and scorer; None builds them on this machine. A run on a Ray cluster has others.
-
-    `engines` takes the recipe, the trained model and the folder with its config and tokenizer. `scorer` takes the
-    recipe, its rewards and its task.
-    """
-
-    engines: Callable[[Config, LoadedModel, Path], Sequence[Engine]] | None = None
-    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] | None = None
-
-
-LOCAL_BACKENDS = Backends()
+EngineFactory = Callable[[Config, LoadedModel, Path], Sequence[Engine]]
+"""Builds the engines of a recipe from the trained model and the folder with its config and tokenizer."""
 TOP_LOGPROBS = 128
 """Most probable ids of each token that centering reads: more than 99.9 % of the mass (arXiv 2609.20807)."""
 
@@ -79,21 +68,17 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded.
+
+    `close` ends the processes of rewards and tools.
+    """
 
     objective: Objective
     task: Task
     scorer: Scorer
     eval_tasks: Sequence[EvalTask]
     environment: BuiltEnvironment | None = None
-
-    def close(self) -> None:
-        """Ends the processes of rewards and tools."""
-        self.scorer.close()
-        for other in self.eval_tasks[1:]:
-            other.scorer.close()
-        if self.environment is not None:
-            self.environment.close()
+    close: Callable[[], None] = lambda: None
 
 
 def train(
@@ -105,14 +90,13 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
-    backends: Backends = LOCAL_BACKENDS,
+    engines: EngineFactory | None = None,
     stop: Stop | None = None,
     command: str | None = None,
 ) -> TrainResult:
     """Trains a run and returns its directory and last metrics.
 
-    Ctrl-C, SIGTERM and `stop` end the run after the step in progress, with a checkpoint; a second signal ends it at
-    once.
+    Ctrl-C, SIGTERM and `stop` end it after the step in progress, with a checkpoint; a second signal at once.
 
     Args:
         config: the recipe.
@@ -120,7 +104,7 @@ def train(
         objective, environment: replace those of the recipe; the environment is a class.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
-        backends: factories of engines and scorer; a placement on several machines has its own.
+        engines: builds the engines elsewhere, as on a cluster. Default: on this machine.
         observer, stop: receives the events of the run; ends it when set by another thread. Default: none.
         command: the command line to record in the run's provenance; default: that of this process.
 
@@ -134,31 +118,27 @@ def train(
         torch.set_num_threads(config.threads)
     with out_of_memory_as_user_error(), stop.signals(), join(), ExitStack() as cleanup:
         config, built = custom_objective.resolve(config, objective)
-        parts = check(config, reward, backends, built, environment)
+        parts = check(config, reward, built, environment)
         cleanup.callback(parts.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
         observer.message(f"loading    {config.model.path}")
-        loaded = build_model(config)
-        if run.writes and not run.model_folder.exists():
-            save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = build_trainer(config, parts, loaded, run, observer, backends)
+        trainer = build_trainer(config, parts, build_model(config), run, observer, engines)
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
             snapshot.resume(trainer)
-        first = trainer.step + 1
-        trainer.sinks = open_sinks(config.log, run.path, first_step=first) if run.writes else ()
-        for sink in trainer.sinks:
-            cleanup.callback(sink.close)
         if run.writes:
-            text, ranks = command or provenance.command(), current_ranks().size
+            first, ranks = trainer.step + 1, current_ranks().size
+            trainer.sinks = open_sinks(config.log, run.path, first_step=first)
+            for sink in trainer.sinks:
+                cleanup.callback(sink.close)
+            text = command or provenance.command()
             start = provenance.record_start(run, config.engine.type, text, started, first_step=first, ranks=ranks)
             cleanup.enter_context(start)
         equation = trainer.learner.objective.equation(config.advantage.kind)
         observer.started(config, equation, config.trainer.steps, run.path)
-        current_ranks().run_on_all_ranks(partial(_report_unfitting, trainer) if run.writes else lambda: None)
         return TrainResult(run.path, trainer.train())
 
 
@@ -178,17 +158,9 @@ def out_of_memory_as_user_error() -> Iterator[None]:
         ) from error
 
 
-def _report_unfitting(trainer: Trainer) -> None:
-    """Reports held-out problems that do not fit the context."""
-    for held_out in trainer.held_out:
-        for line in held_out.lines():
-            trainer.observer.message(line)
-
-
 def check(
     config: Config,
     reward: RewardFunction | None = None,
-    backends: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
     environment: type | None = None,
 ) -> RunParts:
@@ -212,15 +184,15 @@ def check(
         specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
         if reward is not None:
             specs = [RewardSpec(reward)]
-        entries = rewards.weighted(specs, task)
+        scorer = rewards.build(specs, task)
+        started.callback(scorer.close)
         sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
         eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
-        check_task(config, task, [entry.name for entry in entries], eval_keys)
-        scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
-        started.callback(scorer.close)
-        parts = RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
-        started.pop_all()
-        return parts
+        check_task(config, task, [entry.name for entry in scorer.rewards], eval_keys)
+        evaluated = eval_tasks(config, task, scorer, others)
+        for other in evaluated[1:]:
+            started.callback(other.scorer.close)
+        return RunParts(built, task, scorer, evaluated, multi_turn, started.pop_all().close)
 
 
 def build_trainer(
@@ -229,18 +201,20 @@ def build_trainer(
     loaded: LoadedModel,
     run: RunDirectory,
     observer: Observer,
-    backends: Backends = LOCAL_BACKENDS,
+    factory: EngineFactory | None = None,
 ) -> Trainer:
     """Builds engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
+    if run.writes and not run.model_folder.exists():
+        save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
     if config.routing.replay != "none":
         routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
         # The embedded engine copies the model on the device where it finds it.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
     engines: Sequence[Engine] = [AbsentEngine()]
-    if ranks.is_leader and backends.engines is not None:
-        engines = backends.engines(config, loaded, run.model_folder)
+    if ranks.is_leader and factory is not None:
+        engines = factory(config, loaded, run.model_folder)
     elif ranks.is_leader:
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
@@ -256,7 +230,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
-        eval_tasks=(own, *others),
+        held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
     )
 
 

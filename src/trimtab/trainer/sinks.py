@@ -25,16 +25,13 @@ class Sink(NamedTuple):
 
 def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]:
     """Opens the sinks of `[log]`. Raises `TrimtabError` with the pip command if a package is missing."""
-    openers: list[tuple[str | None, Callable[[str, Path], Sink]]] = [
-        ("tensorboard" if log.tensorboard else None, lambda _, folder: _tensorboard(folder, first_step)),
-        (log.wandb, _wandb),
-    ]
     sinks: list[Sink] = []
     with contextlib.ExitStack() as opened:
-        for project, open_one in openers:
-            if project:
-                sinks.append(open_one(project, run_dir))
-                opened.callback(sinks[-1].close)
+        if log.tensorboard:
+            sinks.append(_tensorboard(run_dir, first_step))
+            opened.callback(sinks[0].close)
+        if log.wandb:
+            sinks.append(_wandb(log.wandb, run_dir))
         opened.pop_all()
     return sinks
 

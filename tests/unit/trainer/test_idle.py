@@ -55,15 +55,6 @@ def test_idle_steps_are_reported_first_and_every_tenth_until_a_step_has_a_signal
     assert idle.observe(*batch(0.0, 0.0), 8) is not None
 
 
-def test_truncated_responses_with_different_rewards_are_reported_and_not_counted() -> None:
-    """Idle steps after them are reported at once: both conditions are counted separately."""
-    idle = IdleSteps()
-    assert idle.observe(*batch(0.0, 1.0, finish="length"), 8) == f"{LIMITS}: raise them?"
-    assert idle.observe(*batch(0.0, 1.0, finish="length"), 8) is None
-    assert idle.steps == 0
-    assert idle.observe(*batch(0.0, 0.0, finish="length"), 8) == f"no training signal: {LIMITS}"
-
-
 def test_an_advantage_at_tokens_that_are_not_trained_is_no_signal() -> None:
     rows, advantages = batch(0.0, 1.0)
     masked = [replace(row, loss_mask=np.zeros(1, dtype=np.bool_)) for row in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.ranks import SINGLE_RANK, _error_message, current_ranks, is_follower, join
+from trimtab.trainer.ranks import SINGLE_RANK, current_ranks, is_follower, join
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,3 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(TrimtabError, match="LOCAL_RANK is not: start several ranks with `torchrun"), join():
         pass
     assert current_ranks() is SINGLE_RANK
-
-
-def test_an_error_without_a_message_reaches_the_other_ranks() -> None:
-    assert _error_message(OSError()) == b"OSError"
-    assert _error_message(TrimtabError("full")) == b"full"

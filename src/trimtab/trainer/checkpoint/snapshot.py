@@ -105,7 +105,6 @@ def capture(
         "bad_in_a_row": learner.bad_in_a_row,
         "idle": trainer.idle.steps,
         "source": source_data,
-        "prompts": trainer.source.collector.stream.state(),
         "optimizer": groups,
         "random": generator_data,
     }
@@ -145,7 +144,6 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     for feature in learner.features:
         feature.load_tensors(checkpoint.tensors)
         feature.load_state(learner, meta)
-    trainer.source.collector.stream.restore(meta["prompts"])
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
     trainer.source.restore(checkpoint.tensors, meta["source"], checkpoint.files)

@@ -116,7 +116,6 @@ class ActorSlots:
 
     trainers: tuple[ActorSlot, ...]
     engines: tuple[ActorSlot, ...]
-    rewards: tuple[ActorSlot, ...]
 
 
 @contextmanager
@@ -191,7 +190,7 @@ def reserve_slots(config: Config) -> Iterator[ActorSlots]:
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """Returns the resources to reserve: one bundle per actor, trainers, engines and rewards in this order."""
+    """Returns the resources to reserve: one bundle per actor, trainers, then engines."""
     return [
         {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         for count, cpus, gpus in _requirements(config).values()
@@ -205,5 +204,4 @@ def _requirements(config: Config) -> dict[str, tuple[int, float, float]]:
     return {
         "trainers": (ray.trainers, ray.trainer_cpus, ray.trainer_gpus),
         "engines": (0 if config.engine.type == "server" else ray.engines, ray.engine_cpus, ray.engine_gpus),
-        "rewards": (ray.rewards, ray.reward_cpus, 0.0),
     }

@@ -1,5 +1,5 @@
 """A run on a cluster: the driver, which reserves resources, starts the ranks, shows their events and cleans up, and the
-ranks, each an actor with the environment that torchrun would set. Both exchange JSON.
+ranks, each an actor with the environment that torchrun would set.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import RESUME, DivergedError, Stopped, TrimtabError
+from trimtab.errors import RESUME, Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.layout import CONFIG
-from trimtab.trainer import rewards
 from trimtab.trainer.cluster.actors import (
     ActorLost,
     ActorSlots,
@@ -30,17 +29,15 @@ from trimtab.trainer.cluster.actors import (
     use_working_directory,
 )
 from trimtab.trainer.cluster.ray_transport import build_engines
-from trimtab.trainer.cluster.reward_actors import RayScorer
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.engines.engine_spec import engine_spec
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun
-from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.run import LOCAL_BACKENDS, Backends, TrainResult, check
+from trimtab.trainer.run import TrainResult, check
 from trimtab.trainer.run import train as train_rank
 from trimtab.trainer.stop import Stop
-from trimtab.types import Engine, RewardSpec, Task
+from trimtab.types import Engine
 
 POLL_TIMEOUT = 1.0  # seconds that one poll for events waits at most
 FAILURE_WINDOW = 15.0  # seconds to wait for the other ranks after one has failed
@@ -143,8 +140,6 @@ def _rank_result(finished: Any) -> dict[str, Any]:
     result = json.loads(get_result(finished))
     if "stopped" in result:
         raise Stopped(result["stopped"])
-    if "error" in result:
-        raise (DivergedError if result["error"] == DIVERGED else TrimtabError)(result["line"])
     return result["metrics"]
 
 
@@ -224,10 +219,6 @@ def replay_events(events: str, observer: Observer, config: Config) -> bool:
     return any(name == "started" for name, *_ in parsed)
 
 
-DIVERGED = "diverged"
-USER_ERROR = "user_error"
-
-
 class TrainerRank:
     """The actor. Rank 0 also holds the data side of the run: engines, rewards, the run directory."""
 
@@ -256,27 +247,26 @@ class TrainerRank:
         slots: ActorSlots,
         command: str,
     ) -> str:
-        """Trains to the end and returns JSON: `metrics` of the last step, or the kind of an `error` and its `line`, or
-        for a run that was stopped the signal number `stopped`.
+        """Trains to the end and returns JSON: `metrics` of the last step, or the signal number `stopped`.
 
-        `command` is the command line of the driver.
+        `command` is the command line of the driver. Raises what `trimtab.trainer.run.train` raises, except `Stopped`.
         """
         try:
             use_working_directory(folder)
             self._set_rank_environment(rendezvous)
             torch.set_num_threads(slots.trainers[self._rank].threads)
+
+            def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
+                return build_engines(config, engine_spec(config, files), slots.engines)
+
             result = train_rank(
                 parse_config(tomllib.loads(recipe), "recipe"),
                 out=Path(out),
                 resume=resume,
                 observer=self._events if self._rank == 0 else NullObserver(),
-                backends=_cluster_backends(folder, slots) if self._rank == 0 else LOCAL_BACKENDS,
+                engines=engines if slots.engines else None,
                 stop=self._stop,
                 command=command,
-            )
-        except TrimtabError as error:
-            return json.dumps(
-                {"error": DIVERGED if isinstance(error, DivergedError) else USER_ERROR, "line": str(error)}
             )
         except Stopped as stop:
             return json.dumps({"stopped": stop.signal})
@@ -301,15 +291,3 @@ class TrainerRank:
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
         }
-
-
-def _cluster_backends(folder: str, slots: ActorSlots) -> Backends:
-    """Returns factories of engines and rewards as actors, where there are slots for them."""
-
-    def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
-        return build_engines(config, engine_spec(config, files), slots.engines)
-
-    def scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:
-        return RayScorer(rewards.weighted(specs, task), config, folder, slots.rewards)
-
-    return Backends(engines if slots.engines else None, scorer if slots.rewards else None)

@@ -1,7 +1,6 @@
 """The transport to an engine in a Ray actor; weights go through Ray's object store, in objects of bounded size.
 
-Each object holds whole tensors, and the weight update, version and position it belongs to, so that a receiver detects a
-wrong or stale object. On the receiving node, tensors share the memory of the object store without a copy.
+Each object holds whole tensors. On the receiving node, they share the memory of the object store without a copy.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import secrets
 import tempfile
 import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.errors import EngineDeadError
 from trimtab.trainer.cluster.actors import ActorLost, ActorSlot, convert_ray_errors, get_result, kill_actor
 from trimtab.trainer.config import Config, RayConfig
 from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
@@ -60,11 +57,10 @@ class EngineActor(EngineHost):
         return _pickle(super().generate(engine, *_unpickle(request)))
 
     def update_weights(self, engine: Engine, stored: StoredWeights, as_is: bool) -> None:
-        shards = unpack(fetch_shards(stored.references), stored.key, stored.version)
-        engine.update_weights(shards, stored.version, as_is=as_is)
+        engine.update_weights(unpack(fetch_shards(stored.references)), stored.version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> StoredWeights:
-        return store_shards(pack(engine.named_weights(), "", engine.policy_version, self._shard_size))
+        return store_shards(pack(engine.named_weights(), self._shard_size), engine.policy_version)
 
     def send_turn(self, turn: EndedTurn) -> None:
         self._ended.put(turn)
@@ -153,7 +149,7 @@ class RayTransport:
                 value = _unpickle(value)
             if error is None and self._method == "named_weights":
                 # Objects stay in the store while one of their tensors is used.
-                value = list(unpack(fetch_shards(value.references), value.key, value.version))
+                value = list(unpack(fetch_shards(value.references)))
         return value, error, state
 
     def send_result(self, turn: HandledTurn) -> None:
@@ -203,22 +199,15 @@ def _unpickle(data: bytes) -> Any:
     return ForkingPickler.loads(data)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Shard(NamedTuple):
-    """One object: key and version of the update, position, and (name, dtype, shape, bytes) by tensor."""
+Shard = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
+"""One object: name, dtype (without the prefix "torch."), shape and bytes of each of its tensors."""
 
-    key: str
+
+class StoredWeights(NamedTuple):
+    """References to all objects of one weight update, in order."""
+
     version: int
-    number: int
-    tensors: list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]  # dtypes without the prefix "torch."
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """References to all objects of one weight update, in order; `key` is unique."""
-
-    key: str
-    version: int
-    references: tuple[Any, ...]
+    references: list[Any]
 
 
 class WeightPublisher:
@@ -244,32 +233,26 @@ class WeightPublisher:
         with self._lock:
             if self._last is None or self._last.version != version or self._source is not weights:
                 self._source = self._last = None  # freed before the next update fills the store
-                self._last = store_shards(pack(weights, secrets.token_hex(8), version, self._limit, self._dtype))
+                self._last = store_shards(pack(weights, self._limit, self._dtype), version)
                 self._source = None if isinstance(weights, Iterator) else weights
             return self._last
 
 
-def store_shards(shards: Iterable[Shard]) -> StoredWeights:
+def store_shards(shards: Iterable[Shard], version: int) -> StoredWeights:
     """Puts the objects of one weight update into the store."""
     import ray
 
-    references, last = [], None
-    for last in shards:
-        references.append(ray.put(last))
-    if last is None:
-        raise TrimtabError("nothing to publish: the model has no weights")
-    return StoredWeights(last.key, last.version, tuple(references))
+    return StoredWeights(version, [ray.put(shard) for shard in shards])
 
 
-def pack(
-    weights: Iterable[tuple[str, Tensor]], key: str, version: int, limit: int, dtype: torch.dtype | None = None
-) -> Iterator[Shard]:
+def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
     """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is a separate object).
 
     A tied tensor is stored once, under its first name.
     """
     known: dict[tuple[Any, ...], weakref.ref[Tensor]] = {}
-    shard, size = Shard(key, version, 0, []), 0
+    shard: Shard = []
+    size = 0
     for name, weight in weights:
         identity = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
         # The first tensor must still be alive, since another one may reuse its memory.
@@ -280,28 +263,19 @@ def pack(
         if dtype is not None and tensor.ndim > 1 and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if shard.tensors and size + raw.nbytes > limit:
+        if shard and size + raw.nbytes > limit:
             yield shard
-            shard, size = Shard(key, version, shard.number + 1, []), 0
-        shard.tensors.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
+            shard, size = [], 0
+        shard.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
         size += raw.nbytes
-    if shard.tensors:
+    if shard:
         yield shard
 
 
-def unpack(shards: Iterable[Shard], key: str, version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the named tensors of a weight update. They share memory with the objects and must not be written to.
-
-    Raises:
-        TrimtabError: an object belongs to another update or version, or is out of order.
-    """
-    for number, shard in enumerate(shards):
-        if shard[:3] != (key, version, number):
-            raise TrimtabError(
-                f"object {number} of the weights of version {version} is object {shard.number} of version "
-                f"{shard.version} (update {shard.key}, expected {key}): the object store mixed them up"
-            )
-        for name, dtype, shape, array in shard.tensors:
+def unpack(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the named tensors of a weight update. They share memory with the objects and must not be written to."""
+    for shard in shards:
+        for name, dtype, shape, array in shard:
             yield name, _tensor(array, getattr(torch, dtype), shape)
 
 

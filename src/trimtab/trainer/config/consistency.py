@@ -30,7 +30,6 @@ def contradictions(config: Config) -> Iterator[str]:
     """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
     yield from _batches(config)
     yield from _special_batches(config)
-    yield from _proximal(config)
     yield from _engines(config)
     yield from _tokens(config)
 
@@ -59,6 +58,11 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             "[[eval.task]] is asked without the tools of [environment]: use `trimtab eval` after training, or leave "
             "one of them out"
+        )
+    if trainer.proximal == "snapshot" and config.routing.replay == "proximal":
+        yield (
+            'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
+            '"proximal" replays: set replay = "rollout", or leave one of them out'
         )
 
 
@@ -99,26 +103,6 @@ def _special_batches(config: Config) -> Iterator[str]:
         )
 
 
-def _proximal(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.proximal == "snapshot" and config.routing.replay == "proximal":
-        yield (
-            'trainer.proximal = "snapshot" scores with other weights than those whose experts routing.replay = '
-            '"proximal" replays: set replay = "rollout", or leave one of them out'
-        )
-
-
-def _addresses(config: Config) -> list[str]:
-    """What is wrong with the addresses of servers."""
-    named: list[tuple[str, object, str]] = [
-        ("engine.server.urls", url, SET_AUTHORIZATION) for url in config.engine.server.urls
-    ]
-    if config.environment is not None and config.environment.name == "openenv":
-        named.append(("environment.url", config.environment.keywords.get("url"), NO_CREDENTIALS))
-    found = [address_problem(key, url, instead, path=key == "environment.url") for key, url, instead in named]
-    return [problem for problem in found if problem is not None]
-
-
 def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
     """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is not a text.
 
@@ -145,7 +129,11 @@ def _engines(config: Config) -> Iterator[str]:
     engine, ray = config.engine, config.ray
     if engine.type == "server" and not engine.server.urls:
         yield 'engine.server.urls is empty: name at least one server, e.g. ["http://127.0.0.1:8000"]'
-    yield from _addresses(config)
+    named: list[tuple[str, Any, str]] = [("engine.server.urls", url, SET_AUTHORIZATION) for url in engine.server.urls]
+    if config.environment is not None and config.environment.name == "openenv":
+        named.append(("environment.url", config.environment.keywords.get("url"), NO_CREDENTIALS))
+    found = (address_problem(key, url, instead, path=key == "environment.url") for key, url, instead in named)
+    yield from (problem for problem in found if problem is not None)
     urls = [url.rstrip("/") for url in engine.server.urls]
     if repeated := next((url for url in urls if urls.count(url) > 1), None):
         yield (f"engine.server.urls names {repeated} twice: name each server once and raise engine.server.concurrency")

@@ -128,8 +128,6 @@ class RayConfig(Section):
     trainers: Count = Field(default=1, description="ranks of the trainer; the model is sharded over them (FSDP2)")
     trainer_cpus: NotNegative = Field(default=1.0, description="of one rank")
     trainer_gpus: float = Field(default=0.0, ge=0, le=1, description="a rank uses one device at most")
-    rewards: Whole = Field(default=0, description="actors that score; 0: the trainer's first rank scores")
-    reward_cpus: Positive = Field(default=1.0, description="of one actor that scores")
     shard_mib: Count = Field(default=256, description="size of one object of a weight update")
 
 

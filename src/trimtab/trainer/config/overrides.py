@@ -10,8 +10,6 @@ from trimtab.files import parse_toml
 
 _SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 """A number as Python writes it and TOML does not."""
-_COLON = re.compile(r"""^[^=]*:[^=]*=|^[^=]*=(?!["'\[{]).*:\w[\w.]*=""")
-"""A colon in a keyword, or between a value without quotes or brackets and another keyword."""
 
 
 def parse_override(override: str) -> tuple[str, Any]:
@@ -60,10 +58,6 @@ def split_overrides(text: str, where: str) -> list[str]:
             f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
         )
     options = [part for part in parts if part]
-    if colon := next((part for part in options if _COLON.search(part)), None):
-        raise TrimtabError(
-            f"{where}: separate keywords by commas, as KEY=VALUE,KEY=VALUE, not by the colon in {colon!r}"
-        )
     bad = next((part for part in options if "=" not in part), None)
     if bad is not None:
         raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")

@@ -62,8 +62,7 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
 def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     base, unset, changes = _split_overrides(overrides)
     if isinstance(recipe, Mapping):
-        data = resolve_paths(_mutable_copy(recipe), Path())
-        data = _apply_base(data, base, Path(), ())
+        data = _apply_base(resolve_paths(recipe, Path()), base, Path(), ())
     else:
         data = _read_with_base(recipe, base)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
@@ -229,7 +228,3 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise TrimtabError(f"--set {override!r}: {not_a_section('.'.join(parents[:depth]), section)}")
     section[leaf] = resolve_path(key, value, Path())
-
-
-def _mutable_copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _mutable_copy(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}

@@ -295,8 +295,7 @@ class CompareConfig(Section):
 
     objectives: list[str] = Field(
         min_length=1,
-        description="names of objectives, each with its own defaults, and the masks and the "
-        "advantage that the recipe adds",
+        description="names of objectives; that of the recipe has its keywords and sections, others their defaults",
     )
     seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
     workers: Processes = Field(default=2, description="runs at a time, one process each")

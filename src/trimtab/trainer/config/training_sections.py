@@ -101,7 +101,7 @@ class TrainerConfig(Section):
         default=None,
         description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
-    in_flight: Literal["finish", "discard", "continue"] = Field(
+    in_flight: Literal["finish", "continue"] = Field(
         default="finish",
         description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
@@ -120,7 +120,7 @@ class TrainerConfig(Section):
     )
 
     @property
-    def unfinished(self) -> Literal["finish", "discard", "continue"]:
+    def unfinished(self) -> Literal["finish", "continue"]:
         """What happens to unfinished responses when new weights come; without `max_lag` there are none."""
         return self.in_flight if self.max_lag else "finish"
 

@@ -77,11 +77,7 @@ class MixtureMetrics(Feature):
 
 
 class LagMetrics(Feature):
-    """Asynchronous runs: ages of tokens, lengths of used and of all responses, restarts, aborts, waiting.
-
-    A response counts in the step in which it was consumed or discarded. A response that was discarded before its end
-    counts with its length so far, so `lag/length_generated` is biased low.
-    """
+    """Asynchronous runs: ages of tokens, restarts, aborts, waiting."""
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         stats = record.rollout
@@ -89,12 +85,8 @@ class LagMetrics(Feature):
         ages = [record.version - completion.policy_version[completion.sampled] for completion in completions]
         values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
         total = max(1, sum(len(age) for age in ages))
-        accepted = [completion.sampled_tokens for completion in completions]
-        generated = accepted + stats.discarded_lengths
         return {
             **{f"lag/share/{int(age)}": float(count / total) for age, count in zip(values, counts, strict=True)},
-            "lag/length_accepted": float(np.mean(accepted)) if accepted else 0.0,
-            "lag/length_generated": float(np.mean(generated)) if generated else 0.0,
             "engine/restarts": stats.restarts,
             "engine/interrupted": stats.interrupted,
             "time/wait": stats.seconds_waiting,

@@ -86,19 +86,9 @@ class RoutingReplay(Feature):
         return {"routing/agreed": agreed, "routing/compared": compared}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        """How often routers would have chosen the replayed experts themselves, and the size of the engine's record."""
+        """How often routers would have chosen the replayed experts themselves."""
         agreed, compared = (record.statistics.counts[f"routing/{name}"] for name in ("agreed", "compared"))
-        metrics: dict[str, float] = {"routing/agreement": agreed / compared} if compared else {}
-        if any(trajectory.completion.routed_experts is not None for trajectory in record.trajectories):
-            metrics["routing/bytes"] = stored_bytes(record.trajectories)
-        return metrics
-
-
-def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
-    """Returns the bytes of the routed experts: one for each where all indices of a response fit, else two."""
-    routed = [experts for one in trajectories if (experts := one.completion.routed_experts) is not None]
-    # Seen as unsigned, a negative index is a large one.
-    return sum(routes.size * (1 if routes.view(np.uint16).max(initial=0) < 256 else 2) for routes in routed)
+        return {"routing/agreement": agreed / compared} if compared else {}
 
 
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:

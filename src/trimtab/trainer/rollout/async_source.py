@@ -153,11 +153,11 @@ class AsyncSource:
     def _drop_stale(self) -> None:
         """Drops groups that are too old for every later batch, and aborts their generation.
 
-        With batches in order this happens only after a batch of groups without signal: it advances the version without
-        consuming groups that were generated ahead.
+        This happens only after a batch of groups without signal: it advances the version without consuming groups that
+        were generated ahead.
         """
         state = self._state
-        if state.in_flight != "discard" and not self.collector.config.trainer.dynamic_sampling:
+        if not self.collector.config.trainer.dynamic_sampling:
             return
         state.buffer.expire()
         for thread in self._threads:
@@ -235,7 +235,6 @@ class Scoring:
             )
             buffer.deliver(generated.request, groups, stats)
             return
-        # Too old for every later batch: scores are not needed, but lengths show which responses are discarded.
         lengths = [completion.sampled_tokens for group in generated.completions for completion in group]
-        stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
-        buffer.count(stats)
+        stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths)))
+        buffer.count(stats)  # too old for every later batch: scores are not needed

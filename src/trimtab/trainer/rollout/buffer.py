@@ -40,7 +40,6 @@ class Buffer:
             updates=trainer.updates_per_step,
             max_lag=max_lag,
             ahead=bool(trainer.max_lag),
-            any_order=trainer.unfinished == "discard",
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
         self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
@@ -62,8 +61,6 @@ class Buffer:
                 stats.no_signal += not signal
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
                     self._groups[number] = group
-                else:
-                    stats.discarded_lengths += [trajectory.completion.sampled_tokens for trajectory in group]
             self._stats.add(stats)
             self.changed.notify_all()
 
@@ -95,7 +92,6 @@ class Buffer:
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
                 self._stats.stale += self._samples if group is None else len(group)
-                self._stats.discarded_lengths += [t.completion.sampled_tokens for t in group or ()]
             self.changed.notify_all()
 
     def take(

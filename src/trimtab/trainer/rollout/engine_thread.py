@@ -21,7 +21,7 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt, SamplingParams, TurnHandler
 
-InFlight = Literal["finish", "discard", "continue"]
+InFlight = Literal["finish", "continue"]
 
 MAX_RESTARTS = 5
 """Restarts of an engine in a row, without a finished request, before the thread gives up."""

@@ -8,7 +8,7 @@ no second copy of weights is needed: a prefix in batch j is j - 1 batches of upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,31 +21,6 @@ from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FloatArray, Prompt, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget.
-
-    `tokens_to_keep` takes the length of a response, its entropies in nats or None, and a uniform number in [0, 1).
-    """
-
-    tokens_to_keep: Callable[[int, FloatArray | None, float], int]
-    whole: bool
-
-    def prefix(self, completion: Completion, uniform: float) -> Completion:
-        """Returns the prefix of a whole response."""
-        kept = self.tokens_to_keep(len(completion.response_ids), completion.entropy, uniform)
-        return completion.truncated(kept)
-
-
-def build_rule(config: PrefixConfig) -> Rule:
-    """Returns the rule of a recipe."""
-    ratio, top = config.ratio, config.top
-    if config.rule == "length":
-        return Rule(lambda length, _entropy, _uniform: prefix_tokens(ratio, length), config.whole)
-    return Rule(lambda _length, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
-
 
 PREFIXES = "prefixes.parquet"
 
@@ -60,7 +35,6 @@ class PrefixedResponses(Responses):
     """
 
     cycle: int = 0
-    _rule: Rule = field(init=False, repr=False)
     _waiting: list[tuple[Prompt, list[Completion]]] = field(default_factory=list, repr=False)
     _observed: int = 0
     _observed_tokens: int = 0
@@ -68,7 +42,6 @@ class PrefixedResponses(Responses):
     def __post_init__(self) -> None:
         assert self.config.prefix is not None
         self._section = self.config.prefix
-        self._rule = build_rule(self._section)
 
     @property
     def batches(self) -> int:
@@ -111,7 +84,7 @@ class PrefixedResponses(Responses):
         Raises:
             TrimtabError: the engine cannot sample these prompts, or reports no entropies for their rule.
         """
-        whole = self._rule.whole
+        whole = self._section.whole or self._section.rule == "entropy"
         limit = self.sampling.max_tokens if whole else self._budget()
         seed, count = self.config.seed, self.config.trainer.samples // self._section.share
         drawn = [[Completion.empty()] * count for _ in prompts]
@@ -120,7 +93,7 @@ class PrefixedResponses(Responses):
             drawn = sampler.generate(prompts, count, shortened, seed=derive(seed, "prefix", self.cycle))
         rng = np.random.default_rng(derive(seed, "prefix-cut", self.cycle))
         self._waiting = [
-            (prompt, [self._rule.prefix(item, rng.random()) if whole else item.truncated(limit) for item in group])
+            (prompt, [cut(self._section, item, rng.random()) if whole else item.truncated(limit) for item in group])
             for prompt, group in zip(prompts, drawn, strict=True)
         ]
         self.cycle += 1
@@ -181,6 +154,13 @@ class PrefixedResponses(Responses):
                 "no response was observed since the last refill: the budget is a share of their mean length"
             )
         return prefix_tokens(self._section.ratio, self._observed_tokens / self._observed)
+
+
+def cut(config: PrefixConfig, response: Completion, uniform: float) -> Completion:
+    """Returns the prefix of a whole response by the rule of a recipe, with a uniform number in [0, 1)."""
+    if config.rule == "length":
+        return response.truncated(prefix_tokens(config.ratio, len(response.response_ids)))
+    return response.truncated(before_high_entropy(response.entropy, uniform, config.top))
 
 
 def prefix_tokens(ratio: float, length: float) -> int:

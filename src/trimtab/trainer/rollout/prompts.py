@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,17 +73,10 @@ class PromptStream:
         )
 
     def newly_replaced(self) -> int:
-        """Number of prompts that were replaced since the last call. One taken again after a resume counts once."""
+        """Number of prompts that were replaced since the last call. One that is taken again counts once."""
         total = len(self.replaced)
         new, self.logged = total - self.logged, total
         return new
-
-    def state(self) -> dict[str, Any]:
-        """Returns the counts for a checkpoint, as JSON."""
-        return {"replaced": sorted(self.replaced), "logged": self.logged}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.replaced, self.logged = set(state["replaced"]), state["logged"]
 
     def _encode(self, index: int) -> Prompt:
         return tasks.encode(self.task, self.task.train[index], self.tokenizer)

@@ -32,7 +32,6 @@ class RolloutStats:
     failed_rewards: int = 0  # responses without a reward, because a reward failed or the environment did
     dropped: int = 0  # responses with a log-prob that is not finite
     stale: int = 0  # responses that became too old for every batch
-    discarded_lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given up
     groups: int = 0  # groups that were scored
     no_signal: int = 0  # those whose first rewards are equal
     refilled: int = 0  # those sampled in their place

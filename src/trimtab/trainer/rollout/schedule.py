@@ -4,7 +4,7 @@ Groups are numbered in the order of the prompt stream. Each number is assigned o
 
     pending -> running -> ready -> consumed       in exactly one batch
       ^__________/   \\        \\
-      (engine lost)   \\________\\-> dropped       with a reason, counted
+      (engine lost)   \\________\\-> dropped       counted
 
 `no_signal` is the state of a ready group without reward variance under dynamic sampling: it is used in a batch only if
 no other group is left.
@@ -15,9 +15,9 @@ groups before it are consumed first:
     latest + (live groups before it // prompts) * updates - version of the engine <= max_lag
 
 `latest` is the largest version at which the next batch can be taken. The number of groups before it only decreases and
-updates may be skipped but not added, so the left side only decreases after the admission. There are two exceptions:
-with `any_order` younger groups may pass a slow one, and a batch of groups without signal advances the version without
-consuming admitted groups. Groups that are then too old expire.
+updates may be skipped but not added, so the left side only decreases after the admission. There is one exception: a
+batch of groups without signal advances the version without consuming admitted groups. Groups that are then too old
+expire.
 
 Without `ahead` groups are admitted only for the batch that the trainer is waiting for: generation and training take
 turns.
@@ -26,14 +26,11 @@ turns.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 State = Literal["pending", "running", "ready", "no_signal"]
-
-STALE, NO_SIGNAL = "stale", "no_signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +61,13 @@ class Schedule:
     updates: int  # optimizer updates in a step, the largest number between two batches
     max_lag: float = math.inf  # largest age of a token when it is consumed, in updates
     ahead: bool = True  # whether groups are generated before the trainer waits for them
-    any_order: bool = False  # a batch is the first `prompts` groups that are ready, in place of the next ones
     max_no_signal: int | None = None  # groups without signal after which a batch is made of the groups there are
     drawn: int = 0
     latest: float = math.inf  # nothing is admitted before the first call of `wait`
     waiting: bool = False
     batches_left: int | None = None
     consumed: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
     _live: dict[int, GroupEntry] = field(default_factory=dict)
 
     def reserve(self, count: int, version: int) -> GroupRange:
@@ -124,7 +120,7 @@ class Schedule:
                 ready.append(number)
             elif entry.state == "no_signal":
                 no_signal.append(number)
-            elif not (self.any_order or partial):
+            elif not partial:
                 break
         exhausted = self.max_no_signal is not None and len(no_signal) >= self.max_no_signal
         if len(ready) >= self.prompts or partial or exhausted:
@@ -137,14 +133,11 @@ class Schedule:
         for number in numbers:
             if self._live[number].state not in ("ready", "no_signal"):
                 raise ValueError(f"group {number} is {self._live[number].state}: it cannot be consumed")
-            if self.age(number, now) > self.max_lag:
-                raise ValueError(
-                    f"group {number} is {self.age(number, now):g} updates old, the bound is {self.max_lag:g}"
-                )
+            if (age := now - self._live[number].oldest) > self.max_lag:
+                raise ValueError(f"group {number} is {age:g} updates old, the bound is {self.max_lag:g}")
             del self._live[number]
             self.consumed += 1
-        for number in self._numbers_in_state("no_signal"):
-            self.drop(number, NO_SIGNAL)
+        self._drop(self._numbers_in_state("no_signal"))
         self.latest, self.waiting = now + self.updates, False
         if self.batches_left is not None:
             self.batches_left -= 1
@@ -155,19 +148,13 @@ class Schedule:
 
     def expire(self) -> list[int]:
         """Drops groups that are too old for every later batch; returns their numbers."""
-        stale = [number for number, entry in self._entries() if self.latest - entry.oldest > self.max_lag]
-        stale = [number for number in stale if self._live[number].state in ("running", "ready")]
-        for number in stale:
-            self.drop(number, STALE)
+        stale = [
+            number
+            for number, entry in self._entries()
+            if self.latest - entry.oldest > self.max_lag and entry.state in ("running", "ready")
+        ]
+        self._drop(stale)
         return stale
-
-    def drop(self, number: int, reason: str) -> None:
-        del self._live[number]
-        self.dropped[reason] += 1
-
-    def age(self, number: int, now: int) -> float:
-        """Returns the age in updates of the oldest token of a live group."""
-        return now - self._live[number].oldest
 
     def ready(self) -> list[int]:
         return self._numbers_in_state("ready")
@@ -180,30 +167,30 @@ class Schedule:
         """Whether a number is live."""
         return number in self._live
 
-    @property
-    def live(self) -> int:
-        return len(self._live)
-
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON. Running groups are generated again, groups without signal are not."""
-        dropped = self.dropped + Counter({NO_SIGNAL: len(self._numbers_in_state("no_signal"))})
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
-            "dropped": dict(dropped),
+            "dropped": self.dropped + len(self._numbers_in_state("no_signal")),
             "ready": self.ready(),
             "unfinished": self.unfinished(),
         }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
         """Restores `state()`; `oldest` is the oldest version of each ready group."""
-        self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], Counter(state["dropped"])
+        self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], state["dropped"]
         self._live = {number: GroupEntry("pending") for number in state["unfinished"]}
         self._live |= {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
 
     def _begin(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:
             self._live[number] = GroupEntry("running", version)
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self._live[number]
+            self.dropped += 1
 
     def _fits(self, batches: int, version: int) -> bool:
         """Whether a run needs a group that `batches` batches come before, and it will be young enough."""

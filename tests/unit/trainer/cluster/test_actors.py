@@ -23,8 +23,8 @@ def test_invalid_settings_are_refused(overrides: list[str], named: str) -> None:
 
 def test_one_bundle_for_each_actor_trainers_first() -> None:
     places = ["placement=ray", "ray.engines=2", "ray.engine_gpus=1", "ray.engine_cpus=0", "ray.trainers=1"]
-    config = load_config("laboratory", [*places, "ray.trainer_gpus=0.5", "ray.rewards=1", "ray.reward_cpus=3"])
-    assert bundles(config) == [{"CPU": 1, "GPU": 0.5}, {"GPU": 1}, {"GPU": 1}, {"CPU": 3}]
+    config = load_config("laboratory", [*places, "ray.trainer_gpus=0.5"])
+    assert bundles(config) == [{"CPU": 1, "GPU": 0.5}, {"GPU": 1}, {"GPU": 1}]
 
 
 def test_servers_need_no_bundles() -> None:

@@ -1,15 +1,11 @@
-"""Publication of weights: split into objects, joined again, and refused where objects do not belong together."""
+"""Publication of weights: split into objects, and joined again."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.errors import TrimtabError
 from trimtab.trainer.cluster.ray_transport import pack, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -28,26 +24,26 @@ def test_every_tensor_arrives_bit_for_bit_in_its_order(
     shapes: list[tuple[int, ...]], kinds: list[str], limit: int
 ) -> None:
     sent = [(f"w{i}", random(shape, DTYPES[kinds[i]], i)) for i, shape in enumerate(shapes)]
-    shards = list(pack(sent, "key", 7, limit))
-    arrived = list(unpack(shards, "key", 7))
+    shards = list(pack(sent, limit))
+    arrived = list(unpack(shards))
     assert [name for name, _ in arrived] == [name for name, _ in sent]
     for (_, before), (_, after) in zip(sent, arrived, strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
         assert torch.equal(before, after)
     for shard in shards:
-        assert sum(array.nbytes for *_, array in shard.tensors) <= limit or len(shard.tensors) == 1
+        assert sum(array.nbytes for *_, array in shard) <= limit or len(shard) == 1
 
 
 def test_objects_are_filled_up_to_their_limit() -> None:
     sent = [(name, random((10,), torch.float32)) for name in "abcde"]  # 40 bytes each
-    sizes = [len(shard.tensors) for shard in pack(sent, "key", 0, 85)]
+    sizes = [len(shard) for shard in pack(sent, 85)]
     assert sizes == [2, 2, 1]
 
 
 def test_matrices_are_sent_in_the_dtype_of_the_engine_and_vectors_unchanged() -> None:
     matrix, vector, counts = random((3, 4), torch.float32), random((4,), torch.float32), torch.arange(4).view(2, 2)
     sent = [("matrix", matrix), ("vector", vector), ("counts", counts)]
-    arrived = dict(unpack(pack(sent, "key", 0, 1 << 20, torch.bfloat16), "key", 0))
+    arrived = dict(unpack(pack(sent, 1 << 20, torch.bfloat16)))
     assert torch.equal(arrived["matrix"], matrix.bfloat16())
     assert torch.equal(arrived["vector"], vector)
     assert torch.equal(arrived["counts"], counts)
@@ -55,20 +51,11 @@ def test_matrices_are_sent_in_the_dtype_of_the_engine_and_vectors_unchanged() ->
 
 def test_a_tied_tensor_is_sent_once_and_a_temporary_at_its_address_is_not_tied() -> None:
     tied = random((4, 4), torch.float32)
-    assert [name for name, _ in unpack(pack([("a", tied), ("b", tied)], "key", 0, 1 << 20), "key", 0)] == ["a"]
+    assert [name for name, _ in unpack(pack([("a", tied), ("b", tied)], 1 << 20))] == ["a"]
 
     def temporaries():
         for i in range(50):  # each is dead when the next one takes its memory
             yield f"w{i}", torch.full((64,), float(i))
 
-    arrived = dict(unpack(pack(temporaries(), "key", 0, 256), "key", 0))
+    arrived = dict(unpack(pack(temporaries(), 256)))
     assert [float(arrived[f"w{i}"][0]) for i in range(50)] == [float(i) for i in range(50)]
-
-
-@pytest.mark.parametrize("change", [{"version": 6}, {"key": "other"}, {"number": 1}])
-def test_an_object_of_another_publication_is_noticed(change: dict[str, Any]) -> None:
-    sent = [(name, random((10,), torch.float32)) for name in "abc"]
-    shards = list(pack(sent, "key", 7, 40))
-    shards[2] = shards[2]._replace(**change)
-    with pytest.raises(TrimtabError, match="object 2 of the weights of version 7"):
-        list(unpack(shards, "key", 7))

@@ -129,7 +129,7 @@ REFUSED = {
             'objective.name=token-alp perturbation.std=0.1 objective.mask=[{kind="veto"}]',
             '[perturbation] needs masks over the current policy, not veto over the proximal one: set over = "current"',
         ),
-        ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] out"),
+        ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] and"),
         (
             "objective.name=oapl trainer.in_flight=continue trainer.max_lag=2",
             "'oapl' needs one behavior policy per resp",
@@ -196,7 +196,7 @@ UNUSED = [
     (f"{RAY} {SERVER} ray.engines=2", "ray.engines has no effect"),
     ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in separate processes"),
     (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout has no effect"),
-    ("trainer.in_flight=discard", "trainer.in_flight has no effect without trainer.max_lag above 0"),
+    ("trainer.in_flight=continue", "trainer.in_flight has no effect without trainer.max_lag above 0"),
     ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
     ("trainer.refill_rounds=2", "trainer.refill_rounds has no effect without trainer.dynamic_sampling"),
     ("optim.min_lr=1e-8", 'optim.min_lr has no effect without optim.schedule = "cosine"'),
@@ -241,7 +241,7 @@ ACCEPTED = [
     "trainer.sync_every=3 trainer.max_lag=2",
     "trainer.max_lag=4 trainer.minibatches=2 trainer.epochs=2",
     "trainer.max_lag=2 trainer.in_flight=continue",
-    "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3 trainer.in_flight=discard",
+    "objective.name=oapl trainer.max_lag=2 trainer.sync_every=3",
     "objective.name=oapl advantage.value_beta=0.5",
     "objective.name=dapo trainer.max_lag=0",
     "objective.name=dapo trainer.max_lag=2 trainer.proximal=snapshot",
@@ -359,7 +359,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     asked = "environment.name=python sampling.max_tokens=32"
     with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
         check(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
-    assert closed == ["environment"]
+    assert closed == ["scorer", "environment"]
 
     def fail(*_: object) -> None:
         raise TrimtabError("no process")
@@ -367,7 +367,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(run, "eval_tasks", fail)
     with pytest.raises(TrimtabError, match="no process"):
         check(load_config("laboratory", asked.split()))
-    assert closed == ["environment", "scorer", "environment"]
+    assert closed == ["scorer", "environment"] * 2
 
 
 def test_a_task_without_problems_is_refused() -> None:
@@ -395,5 +395,5 @@ def test_settings_of_another_engine_are_not_read() -> None:
     config = load_config("laboratory", ["engine.vllm.context=7"])
     assert config.engine.context is None
     assert load_config("laboratory", [VLLM, "engine.vllm.context=7"]).engine.context == 7
-    in_turn = load_config("laboratory", ["trainer.in_flight=discard"]).trainer
-    assert (in_turn.in_flight, in_turn.unfinished) == ("discard", "finish")
+    in_turn = load_config("laboratory", ["trainer.in_flight=continue"]).trainer
+    assert (in_turn.in_flight, in_turn.unfinished) == ("continue", "finish")

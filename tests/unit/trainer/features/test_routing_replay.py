@@ -13,9 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from tests.support.trajectories import trajectory
 
 from trimtab.cli import main
@@ -27,7 +24,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.routing_replay import RoutingReplay, stored_bytes
+from trimtab.trainer.features.routing_replay import RoutingReplay
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
@@ -93,29 +90,6 @@ def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: s
     bad = routed(trajectory(1, [5, 6]), routes)
     with pytest.raises(TrimtabError, match=f"a response to problem 'p1'.*{line}"):
         packed([good, bad], (0, 1))
-
-
-ROUTES = hnp.arrays(np.int16, st.tuples(st.just(4), st.just(2), st.just(3)), elements=st.integers(0, 299))
-
-
-@settings(deadline=None)
-@given(st.lists(st.none() | ROUTES, min_size=1, max_size=4))
-def test_pending_records_come_back_bit_for_bit(records: list[np.ndarray | None]) -> None:
-    rows = [routed(trajectory(0, [5, 6, 7]), record) for record in records]
-    result = [one.completion.routed_experts for one in trajectories.from_bytes(trajectories.to_bytes(rows))]
-    for one, record in zip(result, records, strict=True):
-        assert (one is None) == (record is None)
-        if one is not None and record is not None:
-            assert one.dtype == np.int16
-            assert np.array_equal(one, record)
-
-
-def test_a_byte_holds_an_expert_where_experts_are_few() -> None:
-    few, many = np.full((4, 2, 3), 255, dtype=np.int16), np.full((4, 2, 3), 256, dtype=np.int16)
-    small, large = (routed(trajectory(0, [5, 6, 7]), record) for record in (few, many))
-    assert (stored_bytes([small]), stored_bytes([large]), stored_bytes([small, large])) == (24, 48, 72)
-    assert stored_bytes([trajectory(0, [5])]) == 0
-    assert stored_bytes([routed(trajectory(0, [5, 6, 7]), few - 256)]) == 48
 
 
 def test_step_files_leave_the_record_out_and_so_do_runs_that_have_none(tmp_path: Path) -> None:

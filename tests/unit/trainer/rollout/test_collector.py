@@ -20,7 +20,6 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.responses import Responses, RolloutStats
-from trimtab.trainer.rollout.schedule import STALE
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
 
@@ -165,25 +164,6 @@ def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards
     (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
     assert not group[0].loss_mask.any()
     assert oldest(group) == 4
-
-
-def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([True, True]))
-    source.collector.responses.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
-    with pytest.raises(TrimtabError, match="sampling masks"):
-        source.take(UPDATES, batches_left=1)
-
-
-def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, {})
-    request = source.buffer.reserve(1, UPDATES)
-    (prompt,) = source.collector.stream.take(1)
-    stats = RolloutStats()
-    one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
-    groups = source.collector.score_groups(request, [prompt], [[one, one]], stats)
-    source.buffer.schedule.drop(request.first, STALE)
-    source.buffer.deliver(request, groups, stats)
-    assert stats.discarded_lengths == [3, 3]
 
 
 @pytest.mark.parametrize(("void", "trained"), [("mask", 2), ("keep", 3)])

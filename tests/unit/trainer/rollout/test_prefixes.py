@@ -17,7 +17,7 @@ from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, PrefixConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.rollout.prefixes import PrefixedResponses, Rule, before_high_entropy, build_rule, prefix_tokens
+from trimtab.trainer.rollout.prefixes import PrefixedResponses, before_high_entropy, cut, prefix_tokens
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FinishReason, Prompt, SamplingParams
@@ -33,10 +33,6 @@ def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None 
         entropy=None if entropy is None else np.array(entropy, np.float32),
         sampling_mask=tuple(np.array([i]) for i in range(n)),
     )
-
-
-def rule(name: str, ratio: float = 0.5, top: int = 32, whole: bool = True) -> Rule:
-    return build_rule(PrefixConfig(rule=name, ratio=ratio, top=top, whole=whole))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +54,10 @@ def test_the_share_of_a_length_is_its_floor(ratio: float, length: float, kept: i
 
 def test_length_keeps_a_share_and_never_the_stop() -> None:
     ten = response(10)
-    assert rule("length", 0.3).prefix(ten, 0.9).response_ids.tolist() == [10, 11, 12]
-    assert rule("length", 0.99).prefix(response(3), 0.0).response_ids.tolist() == [10, 11]
-    assert len(rule("length").prefix(response(1), 0.0).response_ids) == 0
-    assert len(rule("length").prefix(response(0, "abort"), 0.0).response_ids) == 0
+    assert cut(PrefixConfig(ratio=0.3), ten, 0.9).response_ids.tolist() == [10, 11, 12]
+    assert cut(PrefixConfig(ratio=0.99), response(3), 0.0).response_ids.tolist() == [10, 11]
+    assert len(cut(PrefixConfig(), response(1), 0.0).response_ids) == 0
+    assert len(cut(PrefixConfig(), response(0, "abort"), 0.0).response_ids) == 0
 
 
 @given(n=st.integers(1, 40), kept=st.integers(0, 60), finish=st.sampled_from(["stop", "length"]))
@@ -83,7 +79,7 @@ def test_entropy_cuts_before_one_of_the_highest_positions() -> None:
     assert [before_high_entropy(entropy, u, 3) for u in (0.0, 0.34, 0.67, 0.999)] == [3, 1, 4, 4]
     assert before_high_entropy(entropy, 0.999, 32) == 5  # fewer positions than `top`: all of them
     assert before_high_entropy(np.empty(0, np.float32), 0.5, 3) == 0
-    prefix = rule("entropy", top=1).prefix(response(6, entropy=entropy.tolist()), 0.7)
+    prefix = cut(PrefixConfig(rule="entropy", top=1), response(6, entropy=entropy.tolist()), 0.7)
     assert prefix.response_ids.tolist() == [10, 11, 12]  # the token at position 3 is sampled again
 
 
@@ -96,15 +92,9 @@ def test_entropy_chooses_uniformly() -> None:
     assert np.abs(counts[highest] - 500).max() < 4 * np.sqrt(500)
 
 
-def test_which_rules_need_the_whole_response() -> None:
-    assert not rule("length", whole=False).whole
-    assert rule("length", whole=True).whole
-    assert rule("entropy", whole=False).whole
-
-
 def test_entropy_without_entropies_is_named() -> None:
     with pytest.raises(TrimtabError, match='does not report; use "length"'):
-        rule("entropy").prefix(response(4), 0.5)
+        cut(PrefixConfig(rule="entropy"), response(4), 0.5)
 
 
 SAMPLING = SamplingParams(max_tokens=12, stop=(".",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -77,18 +76,6 @@ def test_the_only_short_prompt_of_many_is_found() -> None:
     """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
     drawn = stream(*[9] * 1999, 3, max_prompt=4).take(4)
     assert {prompt.problem.id for prompt in drawn} == {"p1999"}
-
-
-def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
-    """A checkpoint is written while three of the drawn prompts are not yet in the metrics."""
-    whole = stream(3, 30, 4, 31, 5, max_prompt=6)
-    whole.at(0, 20)
-    assert whole.newly_replaced() == 8, "two of five problems, in each of four epochs"
-    whole.at(15, 10)
-    resumed = stream(3, 30, 4, 31, 5, max_prompt=6)
-    resumed.restore(json.loads(json.dumps(whole.state())))
-    resumed.at(15, 10)
-    assert (resumed.newly_replaced(), resumed.newly_replaced()) == (2, 0)
 
 
 def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.trainer.rollout.schedule import NO_SIGNAL, STALE, GroupRange, Schedule
+from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 STEPS = 8
 EXAMPLES = max(30, settings().max_examples)
@@ -32,7 +32,6 @@ class World:
     lag: int
     lanes: int
     sync_every: int = 1
-    any_order: bool = False
     signal: float = 1.0  # probability that a group has some
     refill: int | None = None
     now: int = 0
@@ -52,9 +51,7 @@ class World:
 
     def _empty(self) -> Schedule:
         patience = self.prompts * self.refill if self.refill else None
-        return Schedule(
-            self.prompts, self.updates, self.lag, self.lag > 0, any_order=self.any_order, max_no_signal=patience
-        )
+        return Schedule(self.prompts, self.updates, self.lag, self.lag > 0, max_no_signal=patience)
 
     def live(self) -> None:
         """To the last step, killed now and then while there are kills left."""
@@ -92,7 +89,7 @@ class World:
             self._save()
 
     def _expire(self) -> None:
-        if self.any_order or self.refill is not None:
+        if self.refill is not None:
             self.schedule.expire()
 
     def _lane(self, lane: EngineThread) -> None:
@@ -132,10 +129,10 @@ class World:
         self.waiting = False
 
     def _balance(self) -> None:
-        """Every number is consumed, dropped with a reason, or live."""
+        """Every number is consumed, dropped, or live."""
         books = self.schedule
         assert books.consumed == sum(len(batch) for batch in self.batches)
-        assert books.drawn == books.consumed + books.dropped.total() + books.live
+        assert books.drawn == books.consumed + books.dropped + len(books._live)
 
 
 SIZES = {
@@ -160,26 +157,14 @@ def test_in_order_every_batch_is_the_next_groups_and_young_enough(
     assert world.schedule.drawn == STEPS * prompts  # nothing is generated for batches after the last
 
 
-@given(**SIZES)
-@settings(max_examples=EXAMPLES)
-def test_out_of_order_what_is_too_old_is_dropped_and_counted(
-    chance: Random, prompts: int, updates: int, spare: int, lanes: int
-) -> None:
-    world = World(chance, prompts, updates, updates + spare, lanes, any_order=True)
-    world.live()
-    assert all(len(batch) == prompts for batch in world.batches)
-    assert set(world.schedule.dropped) <= {STALE}
-
-
-@given(**SIZES, signal=st.floats(0.0, 1.0), in_order=st.booleans())
+@given(**SIZES, signal=st.floats(0.0, 1.0))
 @settings(max_examples=EXAMPLES)
 def test_groups_without_signal_are_replaced_within_bounds(
-    chance: Random, prompts: int, updates: int, spare: int, lanes: int, signal: float, in_order: bool
+    chance: Random, prompts: int, updates: int, spare: int, lanes: int, signal: float
 ) -> None:
-    world = World(chance, prompts, updates, updates + spare, lanes, any_order=not in_order, signal=signal, refill=3)
+    world = World(chance, prompts, updates, updates + spare, lanes, signal=signal, refill=3)
     world.live()
     assert all(1 <= len(batch) <= prompts for batch in world.batches)
-    assert set(world.schedule.dropped) <= {STALE, NO_SIGNAL}
 
 
 @given(**{name: SIZES[name] for name in ("chance", "prompts", "updates", "lanes")})
@@ -224,10 +209,9 @@ def test_a_batch_of_spares_makes_what_was_generated_ahead_too_old() -> None:
             for other in (1, 2, 3):
                 books.deliver(other, 0)
     books.wait(3)
-    assert books.age(3, 3) == 3
     assert books.expire() == [3]
     assert books.batch() is None
-    assert books.dropped == {STALE: 1}
+    assert books.dropped == 1
 
 
 def test_lost_requests_come_first_and_in_order() -> None:
