@@ -47,11 +47,8 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
 
 def prefixed_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of an update as `trimtab/KEY`, without those by tenth of the response and without NaN."""
-    values = metrics.items()
-    return {
-        f"trimtab/{key}": value for key, value in values if not key.startswith("clip/tenth/") and not math.isnan(value)
-    }
+    """Returns the metrics of an update as `trimtab/KEY`, without NaN."""
+    return {f"trimtab/{key}": value for key, value in metrics.items() if not math.isnan(value)}
 
 
 def averaged(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -118,7 +118,7 @@ class _Block:
         current: Tensor | None,
         advantage: Tensor | None,
     ) -> None:
-        self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
+        self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
         mismatch, policy = (
             None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
             for numerator in (proximal, current)
@@ -189,37 +189,13 @@ class _Block:
         return RatioStatistics.of(self.evidence.mismatch, self.proximal, self.behavior, self.histogram)
 
     def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
-        """Returns the shares of trained tokens and of whole sequences that a rule rejected.
-
-        With advantages also those of positive and of negative advantage; a sequence has the sign of their sum.
-        """
+        """Returns the shares of trained tokens and of whole sequences that a rule rejected."""
         sequences, lengths = self.sequences, self.sequences.lengths
-        rejected = sequences.mask & ~passed
-        tokens = sequences.count(rejected)
-        whole = sequences.trained & (tokens == lengths)
-        statistics: dict[str, Mergeable] = {
+        tokens = sequences.count(sequences.mask & ~passed)
+        return {
             name: Mean.of(tokens, lengths),
-            f"{name}/sequences": Mean.of(whole, sequences.trained),
+            f"{name}/sequences": Mean.of(sequences.trained & (tokens == lengths), sequences.trained),
         }
-        for sign, (at_tokens, at_sequences) in self._signs.items():
-            trained = sequences.trained & at_sequences
-            statistics[f"{name}/sequences_{sign}"] = Mean.of(whole & at_sequences, trained)
-            if at_tokens is None:
-                statistics[f"{name}/{sign}"] = Mean.of(tokens * at_sequences, lengths * at_sequences)
-            else:
-                statistics[f"{name}/{sign}"] = Mean.of(rejected & at_tokens, sequences.mask & at_tokens)
-        return statistics
-
-    @cached_property
-    def _signs(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """For each sign of the advantage, where it holds: at tokens (None where sequences say it), at sequences."""
-        if self.advantage is None:
-            return {}
-        if self.sequences.ids is None and self.advantage.shape[1] == 1:
-            return {"positive": (None, self.advantage > 0), "negative": (None, self.advantage < 0)}
-        at_tokens = select(self.advantage.expand(self.sequences.mask.shape), self.sequences.mask)
-        whole = self.sequences.sum(at_tokens)
-        return {"positive": (at_tokens > 0, whole > 0), "negative": (at_tokens < 0, whole < 0)}
 
 
 def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
-from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
+from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
@@ -55,21 +55,14 @@ class Terms:
 
     def share(self, name: str, where: Tensor) -> dict[str, Mergeable]:
         """Returns the share of trained tokens at which `where`, bools (batch, time), holds, as a metric."""
-        return {name: Mean.of(self._trained(name, where), self.mask)}
+        if where.dtype != torch.bool:
+            raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
+        return {name: Mean.of(where & self.mask, self.mask)}
 
     def clipped(self, values: Tensor, low: Tensor | Number, high: Tensor | Number) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens where a bound holds the update back: `low` at A < 0, `high` at A > 0."""
         below, above = (self.advantage < 0) & (values < low), (self.advantage > 0) & (values > high)
         return {**self.share("clip/low", below), **self.share("clip/high", above)}
-
-    def share_by_tenth(self, name: str, where: Tensor) -> dict[str, Mergeable]:
-        """Returns the share of trained tokens at which `where` holds in each tenth of the response, as a histogram."""
-        return {name: MeanByTenth.of(self._trained(name, where), self.sequences)}
-
-    def _trained(self, name: str, where: Tensor) -> Tensor:
-        if where.dtype != torch.bool:
-            raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
-        return where & self.mask
 
 
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
@@ -165,12 +158,7 @@ class Clipped(Surrogate):
         ratio, advantage = terms.ratio, terms.advantage
         low, high = 1.0 - self.low, 1.0 + self.high
         value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        below, above = (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high)
-        statistics = {
-            **terms.share("clip/low", below),
-            **terms.share("clip/high", above),
-            **terms.share_by_tenth("clip/tenth", below | above),
-        }
+        statistics = terms.clipped(ratio, low, high)
         if self.dual is not None:
             # For A < 0 only: at A >= 0 the floor dual * A would raise the value of every token.
             value = torch.where(advantage < 0, torch.maximum(value, self.dual * advantage), value)

@@ -235,7 +235,6 @@ LOGPS = PolicyLogps(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype
             lambda terms: (terms.ratio, terms.share("own", terms.ratio)),
             "metric 'own': the share of tokens needs a mask",
         ),
-        (lambda terms: (terms.ratio, terms.share_by_tenth("own", terms.ratio)), "not torch.float32"),
     ],
 )
 def test_a_surrogate_that_returns_something_else_is_named(returned: Returned, line: str) -> None:
