@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.arguments import check_bounds, check_option, check_range
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import (
     LEVELS,
@@ -204,10 +204,7 @@ class Divergence(Mask):
         check_option(self, "kind", divergences.DIVERGENCES)
         check_option(self, "reduce", REDUCTIONS)
         check_option(self, "over", OVER)
-        if not 0 <= self.max < math.inf:
-            raise ValueError(
-                f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
-            )
+        check_range(self, "[0, inf)", "max")
 
     @property
     def rule(self) -> str:
@@ -265,8 +262,7 @@ class Veto(Mask):
     def __post_init__(self) -> None:
         check_option(self, "of", VETO_OF)
         check_option(self, "over", OVER)
-        if not 0 < self.min < 1:
-            raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the {self.of}")
+        check_range(self, "(0, 1)", "min")
 
     @property
     def rule(self) -> str:
@@ -312,10 +308,7 @@ class OPSM(Mask):
 
     def __post_init__(self) -> None:
         check_option(self, "sign", tuple(_REJECTED))
-        if not 0 <= self.delta < math.inf:
-            raise ValueError(
-                f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"
-            )
+        check_range(self, "[0, inf)", "delta")
 
     @property
     def rule(self) -> str:
@@ -362,14 +355,8 @@ class PrefixBudget(Mask):
     weight_min: Number = 0.8
 
     def __post_init__(self) -> None:
-        if not (0 < self.max < math.inf and 0 < self.budget < math.inf):
-            raise ValueError(
-                f"PrefixBudget: max = {self.max:g} and budget = {self.budget:g} must be finite and above 0"
-            )
-        if not (0 <= self.quantile <= 1 and 0 <= self.weight_min <= 1):
-            raise ValueError(
-                f"PrefixBudget: quantile = {self.quantile:g} and weight_min = {self.weight_min:g} must lie in [0, 1]"
-            )
+        check_range(self, "(0, inf)", "max", "budget")
+        check_range(self, "[0, 1]", "quantile", "weight_min")
 
     @property
     def rule(self) -> str:

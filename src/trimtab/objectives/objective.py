@@ -5,7 +5,6 @@ loss = -(1/D) sum mask * keep * sg[weight] * surrogate(ratio, advantage)  +  kl_
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_advantage
+from trimtab.corrections.arguments import check_advantage, check_option, check_range
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
@@ -83,12 +82,8 @@ class Objective:
             raise TrimtabError(refused)
         if self.centering:
             centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
-        if self.advantage not in ADVANTAGE_KINDS:
-            raise TrimtabError(f"unknown advantage {self.advantage!r}{did_you_mean(self.advantage, ADVANTAGE_KINDS)}")
-        if not 0 <= self.entropy_coef < math.inf:
-            raise TrimtabError(
-                f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
-            )
+        check_option(self, "advantage", ADVANTAGE_KINDS)
+        check_range(self, "[0, inf)", "entropy_coef")
         if self._counts_kept and not self.rejects:
             raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect: leave it out')
 

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_range
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
@@ -76,6 +77,7 @@ class Surrogate(ABC):
     single_policy: whether one policy must have sampled each whole response.
     learns_without_advantage: whether it has a gradient where every advantage is 0, as a regression has.
     collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
+    bounds_ratio: whether it is `Unclipped` but for its clip or bound.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -83,6 +85,7 @@ class Surrogate(ABC):
     single_policy: ClassVar[bool] = False
     learns_without_advantage: ClassVar[bool] = False
     collects: ClassVar[bool] = False
+    bounds_ratio: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
@@ -132,7 +135,7 @@ class Surrogate(ABC):
 
     def unbounded(self) -> Surrogate:
         """Returns the surrogate without its clip or bound."""
-        return self
+        return Unclipped() if self.bounds_ratio else self
 
 
 @dataclass(frozen=True)
@@ -142,17 +145,15 @@ class Clipped(Surrogate):
     PPO (arXiv 1707.06347 eq. 7), asymmetric as in DAPO (2503.14476), dual clip of arXiv 1912.09729.
     """
 
+    bounds_ratio = True
     low: Number = 0.2
     high: Number = 0.2
     dual: Number | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise TrimtabError(f"low = {self.low:g}: the bound is 1 - low, use a value in [0, 1]")
-        if not self.high >= 0:
-            raise TrimtabError(f"high = {self.high:g}: the bound is 1 + high, use 0 or more")
-        if self.dual is not None and not self.dual > 1:
-            raise TrimtabError(f"dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
+        check_range(self, "[0, 1]", "low")
+        check_range(self, "[0, inf]", "high")
+        check_range(self, "(1, inf]", "dual")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio, advantage = terms.ratio, terms.advantage
@@ -179,9 +180,6 @@ class Clipped(Surrogate):
             return ()
         return (f"note: the dual clip at {self.dual:g} is inside the clip range, it acts before the upper clip could",)
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 @dataclass(frozen=True)
 class Reinforce(Surrogate):
@@ -191,11 +189,11 @@ class Reinforce(Surrogate):
     the weight it is `LogProb`, which the preset `reinforce` has.
     """
 
+    bounds_ratio = True
     ceiling: Number = 5.0
 
     def __post_init__(self) -> None:
-        if not self.ceiling >= 1:
-            raise TrimtabError(f"ceiling = {self.ceiling:g} bounds the ratio itself, use 1 or more")
+        check_range(self, "[1, inf]", "ceiling")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio.detach()
@@ -209,9 +207,6 @@ class Reinforce(Surrogate):
     def code(self, lines: Lines) -> str:
         capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
         return f"ratio.detach(){capped} * advantage * current"
-
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
 
 
 @dataclass(frozen=True)
@@ -228,8 +223,7 @@ class Regression(Surrogate):
     beta: Number = 1e-3
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use a finite number > 0")
+        check_range(self, "(0, inf)", "beta")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         log = terms.log_ratio.detach()
@@ -271,8 +265,7 @@ class Shaped(Surrogate):
     gamma: Number = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma < math.inf:
-            raise TrimtabError(f"gamma = {self.gamma:g}: f(x) = x / (x + gamma) needs a finite number > 0")
+        check_range(self, "(0, inf)", "gamma")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         # pi / (pi + gamma) = sigmoid(log pi - log gamma), which cannot overflow.
