@@ -31,7 +31,6 @@ from torch import Tensor
 from trimtab.corrections import divergences
 from trimtab.corrections.arguments import check_option, check_range
 from trimtab.corrections.code_lines import Lines, exponential, number
-from trimtab.corrections.divergences import k1, k2, k3
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError
 from trimtab.objectives.policies import Ratio
@@ -64,15 +63,10 @@ class KL:
         to_sampler: Float[Tensor, "batch time"] | None,
     ) -> Float[Tensor, "batch time"]:
         """Returns the estimate at each token. `to_reference` is d, `to_sampler` is log q, both with gradient."""
-        if self.kind == "k1":
-            return k1(to_reference)
-        if self.kind == "k2":
-            return k2(to_reference)
-        estimate = k3(to_reference)
-        if self.kind == "k3":
-            return estimate
+        if self.kind != "unbiased":
+            return divergences.estimate(self.kind, to_reference)
         assert to_sampler is not None
-        return torch.exp(bounded(to_sampler)) * estimate
+        return torch.exp(bounded(to_sampler)) * divergences.k3(to_reference)
 
     def equation(self, *, external: bool) -> str:
         """Returns the term of a token as text; `external`: whether there may be tokens without a behavior policy."""
