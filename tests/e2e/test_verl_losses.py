@@ -92,11 +92,11 @@ def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
     assert given == pytest.approx(1.1)
     assert preset > 1.5
     loss, weight, vanilla, spelled, correction, carried, table, *ignored, bypass, std, taken = found["refused"]
-    assert loss == "verl has no loss geo-mask-token-tis: Trimtab's is loss_mode=trimtab-geo-mask-token-tis"
-    assert weight == "verl has no rollout_is=token-tis: Trimtab's is trimtab-token-tis"
+    assert loss == "verl has no loss geo-mask-token-tis: Trimtab's are loss_mode=trimtab-NAME"
+    assert weight == "verl has no rollout_is=token-tis: Trimtab's are trimtab-NAME"
     assert vanilla == "policy_loss.trimtab has no effect with loss_mode=vanilla: use trimtab-NAME"
-    assert spelled == "verl has no loss trimtab_token_tis: Trimtab's are loss_mode=trimtab-OBJECTIVE"
-    assert correction == "verl has no rollout_is=Trimtab-token-tis: Trimtab's are trimtab-OBJECTIVE"
+    assert spelled == "verl has no loss trimtab_token_tis: Trimtab's are loss_mode=trimtab-NAME"
+    assert correction == "verl has no rollout_is=Trimtab-token-tis: Trimtab's are trimtab-NAME"
     assert carried.startswith("rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's vanilla")
     assert table.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names: +actor_roll")
     keys = [

@@ -127,13 +127,17 @@ def _trl(built: Objective) -> list[str] | None:
     """Returns a call of `GRPOConfig`, or of `AsyncGRPOConfig` for a ratio π/μ, or None."""
     if built.ratio.over == "behavior":
         return _trl_async(built)
-    term, weight, masks = _trl_term(built), _trl_weight(built.weight), built.masks
-    published = len(masks) == 1 and isinstance(masks[0], OPSM) and masks[0].sign == "negative"
-    if term is None or weight is None or (masks and not published) or built.aggregation.denominator == "kept":
+    term, weight = _trl_term(built), _trl_weight(built.weight)
+    if term is None or weight is None or built.aggregation.denominator == "kept":
         return None
     options, remarks = {**weight, **term}, []
-    if masks:
-        options["off_policy_mask_threshold"] = repr(masks[0].delta)
+    match built.masks:
+        case ():
+            pass
+        case (OPSM(delta=delta, sign="negative"),):
+            options["off_policy_mask_threshold"] = repr(delta)
+        case _:
+            return None
     if built.aggregation.length_max is not None:
         options["max_completion_length"] = str(built.aggregation.length_max)
         remarks = ["# max_completion_length is the constant length, and the limit of generation too"]

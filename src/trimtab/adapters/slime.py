@@ -115,11 +115,9 @@ def loss(
     current, mask = _pad(current_logps), _pad(batch["loss_masks"]).bool()
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _pad(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
-    policies.setdefault("proximal", current.detach())
+    logps = PolicyLogps(current, mask=mask, **{"behavior": None, "proximal": current.detach(), **policies})
     state = counted_state(1, 1, like=current)
-    advantage = _pad(batch["advantages"])
-    given = {"behavior": None, **policies, "state": state, "monitor": _monitor(args)}
-    value, metrics, _ = evaluate(built, mask, advantage, current=current, **given)
+    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), state=state, monitor=_monitor(args))
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()

@@ -52,9 +52,9 @@ def _is_ours(rollout_is: str) -> bool:
     return rollout_is == CARRY_LOGPS or rollout_is.startswith(LOSS_PREFIX)
 
 
-def _is_misspelled(value: str) -> bool:
+def _is_meant(value: str, named: Collection[str]) -> bool:
     """Whether a setting that is none of Trimtab's values is meant as one."""
-    return value.lower().startswith(CARRY_LOGPS) and not _is_ours(value)
+    return value in named or value.lower().startswith(CARRY_LOGPS)
 
 
 def _checked_correction(rollout_is: str, config: Any, named: Mapping[str, PolicyLoss]) -> Objective | None:
@@ -96,10 +96,8 @@ def wrap_validate_config(
         mode = str(policy_loss.get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
             _check_loss(mode, named, config, rollout, correction)
-        elif mode in named and mode not in verl_losses:
-            raise TrimtabError(f"verl has no loss {mode}: Trimtab's is loss_mode={LOSS_PREFIX}{mode}")
-        elif _is_misspelled(mode):
-            raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}OBJECTIVE")
+        elif mode not in verl_losses and _is_meant(mode, named):
+            raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}NAME")
         elif given_keywords(policy_loss):
             raise TrimtabError(f"policy_loss.{KEYWORDS} has no effect with loss_mode={mode}: use {LOSS_PREFIX}NAME")
         rollout_is = str(correction.get("rollout_is", None))
@@ -111,10 +109,8 @@ def wrap_validate_config(
             if not rollout.get("calculate_log_probs", False):
                 raise TrimtabError(_missing_logps_message(rollout_is))
             _checked_correction(rollout_is, correction, named)
-        elif rollout_is in named:
-            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's is {LOSS_PREFIX}{rollout_is}")
-        elif _is_misspelled(rollout_is):
-            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's are {LOSS_PREFIX}OBJECTIVE")
+        elif _is_meant(rollout_is, named):
+            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's are {LOSS_PREFIX}NAME")
         _check_readers(config, rollout, correction)
         original(config, *arguments, **keywords)
 

@@ -12,7 +12,7 @@ from trimtab.adapters.hooks import build
 from trimtab.adapters.loss_settings import VERL_ACTOR, VERL_POLICY_LOSS, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, keywords_of, objective
+from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
 from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
 from trimtab.objectives.surrogates import Clipped
 
@@ -63,9 +63,8 @@ class PolicyLoss:
             like=log_prob,
         )
         behavior = _sampler_logps(built, rollout_is_weights, mask)
-        loss, metrics, _ = evaluate(
-            built, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
-        )
+        logps = PolicyLogps(log_prob, behavior, mask, proximal=old_log_prob)
+        loss, metrics, _ = evaluate(built, logps, advantages, state=state)
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
     def validated_objective(self, actor: Any, loss_agg_mode: str) -> Objective:

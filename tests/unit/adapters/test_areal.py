@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from trimtab.adapters import areal
-from trimtab.adapters.hooks import HOOKS
 from trimtab.errors import TrimtabError
-from trimtab.objectives import objective, objectives
 
 
 def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
@@ -52,19 +50,10 @@ def test_areal_s_advantages_must_not_differ_within_a_response_that_is_judged_who
     assert packed("token-tis", [1.0, 1.0, -1.0, -1.0] * 2).requires_grad
 
 
-def test_areal_s_packed_row_without_borders_is_refused_where_sequences_are_read() -> None:
-    """Tree training passes none. What is not refused must have the loss of the same row with borders."""
-    advantages, refused = [1.0] * 4 + [-1.0] * 4, set()
-    for name in set(objectives()) - {"dr-grpo", "luffy", "oapl"}:
-        if HOOKS["areal"].refusal(objective(name, aggregation="token-mean")) is None:
-            try:
-                without = packed(name, advantages, cu_seqlens=None).item()
-            except TrimtabError as error:
-                refused |= {name} if "reads whole sequences, and AReaL passes no borders" in str(error) else set()
-            else:
-                assert without == pytest.approx(packed(name, advantages).item(), rel=1e-6), name
-    assert {"gspo", "seq-tis", "turn-tis", "geo-mask", "ctpo", "gmpo", "opsm"} <= refused
-    assert not {"grpo", "token-tis", "icepop", "a3po"} & refused
+def test_areal_s_packed_row_without_borders_is_refused() -> None:
+    """Tree training passes none."""
+    with pytest.raises(TrimtabError, match=r"no borders of sequences .*: set actor\.enable_tree_training=false"):
+        packed("grpo", [1.0] * 8, cu_seqlens=None)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
