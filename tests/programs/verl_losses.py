@@ -26,6 +26,8 @@ from torch import Tensor
 HARMLESS = {
     *("loss_agg_mode", "loss_scale_factor", "global_batch_info", "loss_mode", "rollout_is"),  # the adapter reads them
     *("policy_loss", "rollout_correction"),  # sections, of which each key is listed
+    # Those of losses that were not chosen.
+    *("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"),
     *("entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),  # verl's own terms beside the policy loss
 }
 """Settings that verl's losses read and that stay beside a loss of Trimtab."""
@@ -366,7 +368,6 @@ def hydra() -> dict[str, Any] | str:
                 [tis, f"{correction}.rollout_is_threshold=3.0"],
                 [tis, "actor_rollout_ref.actor.clip_ratio_low=0.1", f"{key}.clip_low=0.3"],
                 [tis, "actor_rollout_ref.actor.clip_ratio=0.1"],
-                [tis, "actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.2"],
                 [f"{loss}=trimtab-dapo", f"{correction}.bypass_mode=True"],
                 [
                     f"{loss}=trimtab-dr-grpo",
@@ -417,7 +418,7 @@ def settings() -> dict[str, list[str]]:
             and "config" in ast.unparse(node.func)
         ):
             read.add(ast.literal_eval(node.args[0]))
-    listed = {**tables.VERL_ACTOR, **tables.VERL_POLICY_LOSS, **tables.VERL_CORRECTION}
+    listed = {**tables.VERL_ACTOR, **tables.VERL_CORRECTION}
     known = {one.name: one.default for one in fields}
     return {
         "read": sorted(read & names),

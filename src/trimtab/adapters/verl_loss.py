@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.hooks import build
-from trimtab.adapters.loss_settings import VERL_ACTOR, VERL_POLICY_LOSS, chosen, refuse
+from trimtab.adapters.loss_settings import VERL_ACTOR, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
@@ -94,9 +94,7 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
     defaults and the objective has them. Raises `TrimtabError` for bounds that contradict a keyword, and for settings
     that only verl's own losses read.
     """
-    policy_loss = getattr(actor, "policy_loss", None)
-    keywords, known = given_keywords(policy_loss), keywords_of(name)
-    refuse("verl", VERL_POLICY_LOSS, chosen(VERL_POLICY_LOSS, policy_loss))
+    keywords, known = given_keywords(getattr(actor, "policy_loss", None)), keywords_of(name)
     values, taken = _bounds(actor), {}
     for key, value in values.items():
         keyword = VERL_ACTOR[key].keyword
