@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support import bench_environment, forked
-from tests.support.bench_environment import needs_bench, result_of
+from tests.support.bench_environment import check_equal, needs_bench, result_of
 
 pytestmark = [pytest.mark.slow, needs_bench]
 
@@ -42,10 +42,7 @@ def test_grpo_is_the_vanilla_loss_of_verl(run: Part) -> None:
     cases = run("parity")
     planted = cases.pop("planted")
     assert len(cases) == 6
-    for name, case in cases.items():
-        assert case["scale"] > 1e-3, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 1e-6, name
+    check_equal(cases, 1e-3)
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
@@ -53,10 +50,7 @@ def test_bounds_of_verl_are_taken_over_or_refused(run: Part) -> None:
     cases = run("bounds")
     losses, refused = cases.pop("losses"), cases.pop("refused")
     assert cases.keys() == {"low, high", "high, dual", "null", "sapo"}
-    for name, case in cases.items():
-        assert case["scale"] > 1e-3, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 1e-6, name
+    check_equal(cases, 1e-3)
     assert min(abs(one - other) for one, other in itertools.pairwise(losses)) > 1e-3
     contradiction, common, ceiling, tau, divergence, unknown, named = refused
     assert contradiction.startswith("actor.clip_ratio_low=0.1 and policy_loss.trimtab.clip_low=0.3 contradict each")
@@ -84,10 +78,7 @@ def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
         pytest.skip("no hydra here: make bench-install installs it")
     planted = found.pop("planted")
     assert planted["gradient"] > 0.05
-    for name in ("number", "default", "parts", "function"):
-        assert found[name]["scale"] > 1e-3, name
-        assert found[name]["loss"] <= 1e-6, name
-        assert found[name]["gradient"] <= 1e-6, name
+    check_equal({name: found[name] for name in ("number", "default", "parts", "function")}, 1e-3)
     given, preset = found["correction"]
     assert given == pytest.approx(1.1)
     assert preset > 1.5
@@ -128,11 +119,8 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library(run: Part) -> Non
         "dppo",
     } <= cases.keys()
     assert len(cases) >= 25
-    for name, case in cases.items():
-        assert case["scale"] > 0, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 2e-6, name
-        assert "actor/trimtab/update/kl" in case["metrics"], name
+    check_equal(cases, 0, gradient=2e-6)
+    assert all("actor/trimtab/update/kl" in case["metrics"] for case in cases.values())
     assert "actor/trimtab/weight/mean" in cases["icepop"]["metrics"]
 
 

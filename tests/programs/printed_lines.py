@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verl_losses import actor_of, composed, difference, nearer, run_config
+from verl_losses import actor_of, composed, correct, difference, nearer, proto, run_config
 
 from trimtab.adapters.config_lines import lines_for
 from trimtab.adapters.micro_batch import turns_of
@@ -65,9 +65,6 @@ def code(text: str) -> list[str]:
 
 def verl() -> dict[str, Any]:
     """verl's configuration composed from the overrides, its driver, and its loss in two micro-batches, on one rank."""
-    from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
     result: dict[str, Any] = {}
     for name, case in CASES.items():
         text, data = lines_for("verl", *case), nearer()
@@ -82,9 +79,8 @@ def verl() -> dict[str, Any]:
         if correction.bypass_mode:  # As the trainer V1 does.
             data["old_log_probs"] = data["rollout_log_probs"]
         else:
-            fields = {key: value for key, value in data.items() if key != "length"}
-            fields["response_mask"] = fields["response_mask"].long()
-            corrected = add(DataProto.from_single_dict(fields), correction)[0].batch
+            policies = {name: data[name] for name in ("rollout_log_probs", "log_prob")}
+            corrected = correct(proto(**policies), correction)[0].batch
             carried, data["response_mask"] = corrected.get("rollout_is_weights"), corrected["response_mask"].bool()
         found = run_config(actor_of(config), 2, carried=carried, data=data, ranks=1)
         result[name] |= difference(found, library(name, nearer()))

@@ -55,6 +55,23 @@ def batch(rows: int = 8, time: int = 12) -> dict[str, Tensor]:
     }
 
 
+def proto(**fields: Any) -> Any:
+    """verl's batch of the driver, with some fields changed, added, or left out (None)."""
+    from verl import DataProto
+
+    values = {key: value for key, value in batch().items() if key != "length"}
+    values |= {"response_mask": values["response_mask"].long(), **fields}
+    return DataProto.from_single_dict({key: value for key, value in values.items() if value is not None})
+
+
+def correct(data: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+    """verl's function of the driver, by the name that the trainers import."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    return compute_rollout_correction_and_add_to_batch(data, OmegaConf.create(config))
+
+
 def nearer() -> dict[str, Tensor]:
     """The same batch, from responses that no mask rejects to responses that most do."""
     data = batch()
@@ -194,8 +211,7 @@ def bounds() -> dict[str, Any]:
 def own() -> dict[str, Any]:
     """verl's own losses, corrections and configuration, to the last bit: with the plugin and without it."""
     from omegaconf import OmegaConf
-    from verl import DataProto
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos
     from verl.utils.config import validate_config
 
     weights, result = batch()["rollout_log_probs"].exp(), {}
@@ -209,12 +225,8 @@ def own() -> dict[str, Any]:
             else:
                 result[mode + name] = [loss, gradient.tolist(), sorted(metrics)]
     for config in ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {"rollout_is": "sequence"}, {}):
-        fields = {key: value for key, value in batch().items() if key != "length"}
         rejecting = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 2.0, **config}
-        data = DataProto.from_single_dict(fields | {"response_mask": fields["response_mask"].long()})
-        data, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
-            data, OmegaConf.create(rejecting)
-        )
+        data, metrics = correct(proto(), rejecting)
         numbers = {key: value for key, value in metrics.items() if "trimtab" not in key}
         tensors = {key: value.tolist() for key, value in sorted(data.batch.items())}
         result[f"driver, {config}"] = [tensors, numbers, sorted(data.batch.keys()), torch.rand(()).item()]
@@ -313,13 +325,9 @@ def hydra() -> dict[str, Any] | str:
         return run(f"trimtab-{name}", 2, keywords=keywords, carried=data["rollout_log_probs"])
 
     def added(*overrides: str) -> Tensor:
-        from verl import DataProto
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-        fields = {key: value for key, value in batch().items() if key != "length"}
         config = composed(["actor_rollout_ref.rollout.calculate_log_probs=True", *overrides])
-        made = add(DataProto.from_single_dict(fields), config.algorithm.rollout_correction)[0]
-        return made.batch["rollout_is_weights"] * fields["response_mask"]
+        made = correct(proto(), config.algorithm.rollout_correction)[0].batch
+        return made["rollout_is_weights"] * made["response_mask"]
 
     tis = f"{loss}=trimtab-token-tis"
     capped, open_ended = (
@@ -430,15 +438,13 @@ def settings() -> dict[str, list[str]]:
 
 def variance() -> dict[str, dict[str, float]]:
     """verl's proxy of the gradient's variance, without weights, with weights, and with the log-probs of its driver."""
-    from verl import DataProto
     from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
 
-    fields = {key: value for key, value in batch().items() if key != "length"}
-    fields |= {"sum_pi_squared": fields["log_prob"].exp().square(), "response_mask": fields["response_mask"].long()}
+    fields, squares = batch(), batch()["log_prob"].exp().square()
     cases = {"none": {}, "weights": {"rollout_is_weights": fields["rollout_log_probs"].exp()}}
     cases["log-probs"] = {"rollout_is_weights": fields["rollout_log_probs"]}
     return {
-        case: compute_variance_proxy_metrics(DataProto.from_single_dict(fields | extra), gradient_norm=1.0)
+        case: compute_variance_proxy_metrics(proto(sum_pi_squared=squares, **extra), gradient_norm=1.0)
         for case, extra in cases.items()
     }
 
@@ -499,21 +505,13 @@ def configurations() -> list[Any]:
 
 
 def driver() -> dict[str, Any]:
-    """verl's function of the driver, by the name that the trainers import, with its own values and with ours."""
-    from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-    def called(**config: Any) -> tuple[DataProto, dict[str, Any]]:
-        fields = {key: value for key, value in batch().items() if key != "length"}
-        fields["response_mask"] = fields["response_mask"].long()
-        return add(DataProto.from_single_dict(fields), config)
-
-    theirs, _ = called(rollout_is="token", rollout_is_threshold=2.0)
-    ours, metrics = called(rollout_is="trimtab-token-tis")
+    """verl's function of the driver with its own values and with ours."""
+    theirs, _ = correct(proto(), {"rollout_is": "token", "rollout_is_threshold": 2.0})
+    ours, metrics = correct(proto(), {"rollout_is": "trimtab-token-tis"})
     mask = batch()["response_mask"]
     weights = [one.batch["rollout_is_weights"] * mask for one in (theirs, ours)]
-    carried, _ = called(rollout_is="trimtab")
-    rejected, _ = called(rollout_is="trimtab-icepop")
+    carried, _ = correct(proto(), {"rollout_is": "trimtab"})
+    rejected, _ = correct(proto(), {"rollout_is": "trimtab-icepop"})
     ratio = (batch()["old_log_probs"] - batch()["rollout_log_probs"]).exp()
     expected = mask & (ratio >= 0.5) & (ratio <= 5.0)
     return {
@@ -523,7 +521,9 @@ def driver() -> dict[str, Any]:
         "rejected": int((mask & ~expected).sum()),
         "mask": torch.equal(rejected.batch["response_mask"].bool(), mask),
         "k3": metrics["rollout_corr/trimtab/k3"],
-        "refused": [refusal(called, rollout_is=f"trimtab-{name}") for name in ("grpo", "opsm", "icepopp")],
+        "refused": [
+            refusal(correct, proto(), {"rollout_is": f"trimtab-{name}"}) for name in ("grpo", "opsm", "icepopp")
+        ],
     }
 
 
@@ -532,7 +532,6 @@ def monitor() -> dict[str, Any]:
     import warnings
 
     from omegaconf import OmegaConf
-    from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
     from verl.utils.config import validate_config
 
@@ -542,25 +541,21 @@ def monitor() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for step in range(9):
-            fields = {key: value for key, value in batch().items() if key != "length"}
+            fields = batch()
             old, mask = fields["old_log_probs"], fields["response_mask"]
             scale = (0.1 if step < 6 else 1.0) + 0.01 * step
             rollout = old + scale * (fields["rollout_log_probs"] - old)
-            fields |= {"rollout_log_probs": rollout, "response_mask": mask.long()}
-            texts = {"uid": np.array(["a", "b"] * 4, dtype=object)}
+            changed = {"rollout_log_probs": rollout, "uid": np.array(["a", "b"] * 4, dtype=object)}
             # verl's weights, and its rejection, which changes the mask.
             config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
             config |= {"rollout_rs_threshold": 1.2}
-            results = [
-                call(DataProto.from_single_dict({**fields, **texts}), OmegaConf.create(config))
-                for call in (add, add.__wrapped__)
-            ]
+            results = [call(proto(**changed), OmegaConf.create(config)) for call in (add, add.__wrapped__)]
             expected = direct.observe(logp_train=old, logp_rollout=rollout, mask=mask, step=step)
             figures += [(results[0][1]["rollout_corr/trimtab/mismatch/k3"], expected["mismatch/k3"])]
             ours, theirs = (one.batch for one, _ in results)
             same += [all(torch.equal(ours[key], theirs[key]) for key in ("rollout_is_weights", "response_mask"))]
             same += [results[1][1].items() <= results[0][1].items()]
-    rejected = int((ours["response_mask"] != fields["response_mask"]).sum())
+    rejected = int((ours["response_mask"] != mask).sum())
     rollout = {"calculate_log_probs": True}
     config = {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "actor_rollout_ref": {"rollout": rollout}}
     refused = refusal(validate_config, OmegaConf.create(config), False, False)
@@ -601,9 +596,9 @@ def refusals() -> list[str]:
         refusal(run, "gspo", carried=data["rollout_log_probs"], loss_agg_mode="seq-mean-token-mean"),
         refusal(run, "vanilla", carried=data["rollout_log_probs"].exp()),
         refusal(baseline),
-        refusal(added, rollout_is="trimtab", rollout_rs="token_k1"),
-        refusal(added, rollout_is="trimtab-token-tis", rollout_is_batch_normalize=True),
-        refusal(added, rollout_is="trimtab", absent="rollout_log_probs"),
+        refusal(correct, proto(), {"rollout_is": "trimtab", "rollout_rs": "token_k1"}),
+        refusal(correct, proto(), {"rollout_is": "trimtab-token-tis", "rollout_is_batch_normalize": True}),
+        refusal(correct, proto(rollout_log_probs=None), {"rollout_is": "trimtab"}),
     ]
 
 
@@ -621,14 +616,6 @@ def baseline() -> None:
         sum_pi_squared=torch.ones_like(rewards),
         rollout_is_weights=data["rollout_log_probs"],
     )
-
-
-def added(absent: str = "", **config: Any) -> None:
-    from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-    fields = {key: value for key, value in batch().items() if key not in ("length", absent)}
-    add(DataProto.from_single_dict(fields), config)
 
 
 if __name__ == "__main__":

@@ -87,13 +87,6 @@ class Hook:
             f"{reader} reads {MEANING[policy]}, which {self.trainer} does not have: {self.remedies[policy]}"
         )
 
-    def check(self, objective: Objective) -> Objective:
-        """Returns the objective. Raises `TrimtabError` with the reason where the hook cannot carry it."""
-        reason = self.refusal(objective)
-        if reason is not None:
-            raise TrimtabError(f"{self.trainer} cannot train {objective.name}: {reason}")
-        return objective
-
 
 _CALCULATE = (
     "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
@@ -163,18 +156,18 @@ def build(trainer: str, objective: str | Objective | None, keywords: Mapping[str
 
     Raises `TrimtabError` without an objective: the loss of a run is never chosen here.
     """
+    one = hook(trainer)
     if objective is None:
         raise TrimtabError(
-            f"{hook(trainer).trainer}: no objective is given, and this function would replace the trainer's loss: name "
-            'one, such as objective="token-tis" (`trimtab explain` lists them)'
+            f"{one.trainer}: no objective is given, and this function would replace the trainer's loss: name one, such "
+            'as objective="token-tis" (`trimtab explain` lists them)'
         )
-    if not isinstance(objective, str):
-        if keywords:
-            raise TrimtabError(
-                f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete"
-            )
-        return hook(trainer).check(objective)
-    return hook(trainer).check(preset(objective, **keywords))
+    if not isinstance(objective, str) and keywords:
+        raise TrimtabError(f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete")
+    built = preset(objective, **keywords) if isinstance(objective, str) else objective
+    if (reason := one.refusal(built)) is not None:
+        raise TrimtabError(f"{one.trainer} cannot train {built.name}: {reason}")
+    return built
 
 
 def peer_module(trainer: str, name: str) -> Any:

@@ -8,9 +8,8 @@ docs/objectives.md.
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
@@ -128,16 +127,6 @@ class Mask(ABC):
     def code(self, lines: Lines) -> str:
         """Returns that condition as PyTorch code; optional, for `Objective.code`."""
         raise NotImplementedError
-
-
-def keeps_all_of(rule: Mask, other: Mask) -> bool:
-    """Whether a rule rejects nothing beside another one of the same kind, because its bounds are the wider ones."""
-    if type(rule) is not type(other) or not isinstance(rule, Band | Divergence | Veto | OPSM):
-        return False
-    wider = {"min": operator.le, "max": operator.ge, "delta": operator.ge}
-    return all(
-        wider.get(item.name, operator.eq)(getattr(rule, item.name), getattr(other, item.name)) for item in fields(rule)
-    )
 
 
 _SYMBOLS = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}

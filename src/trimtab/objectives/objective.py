@@ -6,7 +6,6 @@ loss = -(1/D) sum mask * keep * sg[weight] * surrogate(ratio, advantage)  +  kl_
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from trimtab.corrections.arguments import check_advantage, check_option, check_range
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
-from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
+from trimtab.corrections.masks import READABLE, Mask
 from trimtab.corrections.ratios import (
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
@@ -376,11 +375,6 @@ def _validate_parts(objective: Objective) -> None:
             raise TrimtabError(f"{name} = {part!r} is not an instance of {kind.__name__}")
     if len(set(masks)) < len(masks):
         raise TrimtabError("the same rejection rule is given twice: leave one out")
-    for wide, narrow in permutations(masks, 2):
-        if keeps_all_of(wide, narrow):
-            raise TrimtabError(
-                f"{wide} rejects nothing beside {narrow}: leave it out; the bounds of a preset's own mask are keywords"
-            )
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
             raise TrimtabError(f"{rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")

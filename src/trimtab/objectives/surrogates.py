@@ -98,15 +98,12 @@ class Surrogate(ABC):
             raise TrimtabError(
                 f"{name} returned {type(returned).__name__}, expected two: the value, and metrics or {{}}"
             )
-        value, statistics = returned
+        value = returned[0]
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or not value.is_floating_point():
             what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TrimtabError(f"{name} returned {what}, expected a number for each token: floats {shape}")
         if terms.log_ratio.requires_grad and not value.requires_grad and torch.is_grad_enabled():
             raise TrimtabError(f"{name} returned a value without gradient, which trains nothing: do not detach it")
-        for key, metric in statistics.items():
-            if not isinstance(metric, Mergeable):
-                raise TrimtabError(f"{name}: metric {key!r} is {type(metric).__name__}, expected one of `terms.share`")
         return returned
 
     @abstractmethod

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,32 +52,3 @@ def test_areal_s_packed_row_without_borders_is_refused() -> None:
     """Tree training passes none."""
     with pytest.raises(TrimtabError, match=r"no borders of sequences .*: set actor\.enable_tree_training=false"):
         packed("grpo", [1.0] * 8, cu_seqlens=None)
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
-    """A module in place of one of a trainer that has no package for this machine."""
-    module = ModuleType(name)
-    vars(module).update(members)
-    parts = name.split(".")
-    for size in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:size]), ModuleType(".".join(parts[:size])))
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
-def test_areal_s_loss_is_not_installed_where_nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default a script only starts the processes that train; those know the number of processes."""
-    actor = stand_in(monkeypatch, "areal.trainer.ppo.actor", grpo_loss_fn=None)
-    environ = stand_in(monkeypatch, "areal.utils.environ", is_single_controller=lambda: True)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(TrimtabError, match=r"this process only starts those that train.*docs/adapters\.md"):
-        areal.install("a3po")
-    assert actor.grpo_loss_fn is None
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    areal.install("a3po")
-    assert actor.grpo_loss_fn.__qualname__.startswith("actor_loss")
-    actor.grpo_loss_fn = None
-    monkeypatch.delenv("WORLD_SIZE")
-    environ.is_single_controller = lambda: False
-    areal.install("a3po")
-    assert actor.grpo_loss_fn is not None

@@ -346,10 +346,3 @@ def test_what_cannot_be_watched_is_refused() -> None:
         monitoring.observations(Monitor())  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
         monitoring.opened(5, merge_ranks=False)  # type: ignore[arg-type]
-
-
-def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
-    for folder in (tmp_path / "a", str(tmp_path / "b")):
-        one = responses(0)
-        call("skyrl", one, one["logp_train"], folder)
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.corrections import Sequences
 from trimtab.corrections.divergences import binary_kl, probability_gap
 from trimtab.objectives import Objective, PolicyLogps, PrefixBudget, Ratio, Unclipped, objective
 
@@ -199,10 +198,3 @@ def test_a_prefix_ends_as_the_response_and_does_not_see_what_follows():
         assert_close(values[level][0][mask[0]], sums.double().exp(), rtol=1e-6, atol=0)
         assert_close(values[level][:, 3][:1], values[whole][:, 3][:1])
         assert_close(values[level][1, 1], values[whole][1, 1])
-
-
-def test_positions_count_trained_tokens_of_packed_sequences():
-    ids = torch.tensor([[0, 1, 0, 0], [1, 1, 2, -1]])
-    mask = torch.tensor([[True, True, False, True], [True, True, True, False]])
-    positions = Sequences(mask, ids).positions
-    assert positions[mask].tolist() == [1, 1, 2, 2, 3, 1]

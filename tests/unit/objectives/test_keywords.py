@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from dataclasses import dataclass, make_dataclass, replace
-from typing import Any
+from dataclasses import make_dataclass, replace
 
 import pytest
-import torch
 from tests.support.named_cases import in_one_test
 
 from trimtab import corrections, objectives
@@ -174,13 +172,7 @@ def test_parts_may_be_given_as_objects():
         ),
         ("vespo", {"k1_positive": 10.0, "k2_positive": 0.0}, "k1_positive, k2_positive: k1, k2 = 10, 0"),
         ("grpo", {"advantage": "rloo"}, r"set \[advantage\] kind = 'rloo' in a recipe"),
-        # Masks that reject nothing.
         ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
-        ("geo-mask", {"mask": [BAND]}, r"Band.*min=0.5, max=2.0, .* rejects nothing beside Band.*min=0.99, max=1.01"),
-        ("geo-mask", {"mask": [{**BAND, "min": 0.999, "max": 1.001}]}, "own mask are keywords"),
-        ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"max=2.0, .* rejects nothing beside .*max=1.5,"),
-        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2, .* rejects nothing beside OPSM"),
-        ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
         # The keywords of the part that is refused, all that were given, and the message of the part.
         ("grpo", {"clip_low": 1.5}, r"'grpo': clip_low: Clipped: low = 1.5 must lie in \[0, 1\]$"),
         ("icepop", {"weight_min": 3.0, "clip_low": 0.1}, "'icepop': weight_min: Weight: "),
@@ -256,40 +248,12 @@ def test_the_recipe_knows_the_names_of_the_parts():
     assert (COMPOSED.objective.name, PART_KEYS) == names
 
 
-def test_masks_whose_bounds_do_not_hold_each_other_stand_together():
-    masks = [
-        {**BAND, "min": 0.4},
-        {**BAND, "max": 3.0},
-        {**BAND, "level": "token", "min": 0.1},
-        {**BAND, "over": "current", "min": 0.1},
-        {"kind": "k3", "reduce": "mean", "max": 0.1},
-        {"kind": "k3", "reduce": "max", "max": 0.2},
-        {"kind": "veto", "min": 0.4},
-        {"kind": "veto", "min": 0.5, "of": "probability"},
-    ]
-    assert len(objective("grpo", mask=masks).masks) == 8
-
-
 def test_a_keyword_that_only_fits_beside_another_one_is_no_mistake():
     """Without `k2_positive` the default beside this `k1_positive` is refused, which says nothing about its effect."""
     with pytest.raises(TrimtabError):
         objective("vespo", k1_positive=20.0)
     built = objective("vespo", k1_positive=20.0, k2_positive=20.0, mask=[{"kind": "veto"}])
     assert built.masks == (Veto(),)
-
-
-def test_parts_with_tensors_of_a_user_s_own_function_are_not_compared():
-    built = objective(f"{__name__}:with_tensor", mask=[{"kind": "veto"}], bound=2.0)
-    assert len(built.masks) == 2
-
-
-@dataclass(frozen=True)
-class Below(Veto):
-    bound: Any = None
-
-
-def with_tensor(bound: float = 1.0):
-    return Objective("mine", Ratio(), Clipped(), masks=(Below(bound=torch.full((2,), bound)),))
 
 
 def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
