@@ -58,7 +58,7 @@ def test_bounds_of_verl_are_taken_over_or_refused(run: Part) -> None:
         assert reason.startswith(f"{key}: only verl's own loss reads this, leave it out. As +actor_rollout_ref.actor.")
     assert divergence.startswith("clip_ratio_low: only verl's own loss reads this")
     assert unknown.startswith("objective 'dapo' has no keyword 'clip_lo' (did you mean 'clip_low'")
-    assert named.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names")
+    assert named.startswith("trimtab has keywords of the objective that loss_mode names")
 
 
 def test_every_setting_that_verl_s_losses_read_is_listed(run: Part) -> None:
@@ -79,19 +79,15 @@ def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
     planted = found.pop("planted")
     assert planted["gradient"] > 0.05
     check_equal({name: found[name] for name in ("number", "default", "parts", "function")}, 1e-3)
-    given, preset = found["correction"]
-    assert given == pytest.approx(1.1)
-    assert preset > 1.5
     loss, weight, vanilla, spelled, correction, carried, table, *ignored, bypass, std, taken = found["refused"]
     assert loss == "verl has no loss geo-mask-token-tis: Trimtab's are loss_mode=trimtab-NAME"
-    assert weight == "verl has no rollout_is=token-tis: Trimtab's are trimtab-NAME"
+    assert weight == "verl has no rollout_is=token-tis: a loss corrects, set loss_mode=trimtab-NAME"
     assert vanilla == "policy_loss.trimtab has no effect with loss_mode=vanilla: use trimtab-NAME"
     assert spelled == "verl has no loss trimtab_token_tis: Trimtab's are loss_mode=trimtab-NAME"
-    assert correction == "verl has no rollout_is=Trimtab-token-tis: Trimtab's are trimtab-NAME"
+    assert correction == "verl has no rollout_is=Trimtab-token-tis: a loss corrects, set loss_mode=trimtab-NAME"
     assert carried.startswith("rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's vanilla")
-    assert table.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names: +actor_roll")
+    assert table.startswith("trimtab has keywords of the objective that loss_mode names: +actor_roll")
     keys = [
-        "rollout_rs",
         "rollout_rs",
         "rollout_is_threshold",
         "actor.clip_ratio_low=0.1 and",
@@ -160,25 +156,17 @@ def test_the_name_of_a_loss_is_enough(run: Part) -> None:
 
 
 def test_a_configuration_that_would_not_call_the_driver_is_refused(run: Part) -> None:
-    _, named, carried, unscored, *others = run("configurations")
-    assert named == "rollout_is=trimtab-token-tis has no effect with bypass_mode: turn bypass_mode off"
+    _, carried, unscored, *others = run("configurations")
     assert carried == "rollout_is=trimtab has no effect with bypass_mode: turn bypass_mode off"
     assert unscored.startswith("rollout_is=trimtab reads the sampler's log-probs: set actor_rollout_ref.rollout.")
     assert all(one.startswith("passed on to verl: ") for one in others)
 
 
-def test_the_driver_corrects_with_trimtab(run: Part) -> None:
+def test_the_driver_carries_the_log_probs_of_the_sampler(run: Part) -> None:
     result = run("driver")
-    assert result["weights"] <= 1e-6
     assert result["carried"]
-    assert result["kept"]
-    assert result["rejected"] > 0
     assert result["mask"]
     assert 0.01 < result["k3"] < 0.1
-    grpo, opsm, unknown = result["refused"]
-    assert grpo == "rollout_is=trimtab-grpo: grpo has no weight and no mask: this hook applies only these"
-    assert opsm.startswith("rollout_is=trimtab-opsm: opsm reads advantage and current, which this hook does not")
-    assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
 
 
 def test_the_driver_shows_its_batches_to_a_monitor(run: Part, tmp_path: Path) -> None:

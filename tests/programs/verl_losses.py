@@ -324,19 +324,7 @@ def hydra() -> dict[str, Any] | str:
     def direct(name: str, **keywords: Any) -> tuple[float, Tensor, dict]:
         return run(f"trimtab-{name}", 2, keywords=keywords, carried=data["rollout_log_probs"])
 
-    def added(*overrides: str) -> Tensor:
-        config = composed(["actor_rollout_ref.rollout.calculate_log_probs=True", *overrides])
-        made = correct(proto(), config.algorithm.rollout_correction)[0].batch
-        return made["rollout_is_weights"] * made["response_mask"]
-
     tis = f"{loss}=trimtab-token-tis"
-    capped, open_ended = (
-        added(f"{correction}.rollout_is=trimtab-token-tis", *more)
-        for more in (
-            [f"+{correction}.trimtab.weight_max=1.1"],
-            [],
-        )
-    )
     return {
         "number": difference(ran(tis, f"{key}.weight_max=1.1"), direct("token-tis", weight_max=1.1)),
         "default": difference(ran(tis), direct("token-tis")),
@@ -356,7 +344,6 @@ def hydra() -> dict[str, Any] | str:
         "function": difference(
             ran(f"{loss}=trimtab-verl_losses:of_user", f"{key}.weight_max=1.3"), direct("token-tis", weight_max=1.3)
         ),
-        "correction": [capped.max().item(), open_ended.max().item()],
         "refused": [
             refusal(composed, overrides)
             for overrides in (
@@ -368,11 +355,6 @@ def hydra() -> dict[str, Any] | str:
                 [f"{correction}.rollout_is=trimtab"],
                 [tis, f"{key}=5"],
                 [tis, f"{correction}.rollout_rs=seq_mean_k1"],
-                [
-                    f"{correction}.rollout_is=trimtab-icepop",
-                    "actor_rollout_ref.rollout.calculate_log_probs=True",
-                    f"{correction}.rollout_rs=token_k1",
-                ],
                 [tis, f"{correction}.rollout_is_threshold=3.0"],
                 [tis, "actor_rollout_ref.actor.clip_ratio_low=0.1", f"{key}.clip_low=0.3"],
                 [tis, "actor_rollout_ref.actor.clip_ratio=0.1"],
@@ -495,7 +477,6 @@ def configurations() -> list[Any]:
             completed("trimtab-token-tis", rollout_is="token"),
             completed("trimtab-token-tiss"),
         ],
-        check({"rollout_is": "trimtab-token-tis", "bypass_mode": True}),
         check({"rollout_is": "trimtab", "bypass_mode": True}),
         check({"rollout_is": "trimtab"}, calculate=False),
         check({"rollout_is": "trimtab"}),
@@ -505,25 +486,12 @@ def configurations() -> list[Any]:
 
 
 def driver() -> dict[str, Any]:
-    """verl's function of the driver with its own values and with ours."""
-    theirs, _ = correct(proto(), {"rollout_is": "token", "rollout_is_threshold": 2.0})
-    ours, metrics = correct(proto(), {"rollout_is": "trimtab-token-tis"})
-    mask = batch()["response_mask"]
-    weights = [one.batch["rollout_is_weights"] * mask for one in (theirs, ours)]
-    carried, _ = correct(proto(), {"rollout_is": "trimtab"})
-    rejected, _ = correct(proto(), {"rollout_is": "trimtab-icepop"})
-    ratio = (batch()["old_log_probs"] - batch()["rollout_log_probs"]).exp()
-    expected = mask & (ratio >= 0.5) & (ratio <= 5.0)
+    """verl's function of the driver with the value that carries the sampler's log-probs."""
+    carried, metrics = correct(proto(), {"rollout_is": "trimtab"})
     return {
-        "weights": (weights[0] - weights[1]).abs().max().item(),
         "carried": torch.equal(carried.batch["rollout_is_weights"], batch()["rollout_log_probs"]),
-        "kept": torch.equal(rejected.batch["rollout_is_weights"] > 0, expected),
-        "rejected": int((mask & ~expected).sum()),
-        "mask": torch.equal(rejected.batch["response_mask"].bool(), mask),
+        "mask": torch.equal(carried.batch["response_mask"].bool(), batch()["response_mask"]),
         "k3": metrics["rollout_corr/trimtab/k3"],
-        "refused": [
-            refusal(correct, proto(), {"rollout_is": f"trimtab-{name}"}) for name in ("grpo", "opsm", "icepopp")
-        ],
     }
 
 
@@ -597,7 +565,7 @@ def refusals() -> list[str]:
         refusal(run, "vanilla", carried=data["rollout_log_probs"].exp()),
         refusal(baseline),
         refusal(correct, proto(), {"rollout_is": "trimtab", "rollout_rs": "token_k1"}),
-        refusal(correct, proto(), {"rollout_is": "trimtab-token-tis", "rollout_is_batch_normalize": True}),
+        refusal(correct, proto(), {"rollout_is": "trimtab", "rollout_is_batch_normalize": True}),
         refusal(correct, proto(rollout_log_probs=None), {"rollout_is": "trimtab"}),
     ]
 

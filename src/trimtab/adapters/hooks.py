@@ -181,20 +181,6 @@ def peer_module(trainer: str, name: str) -> Any:
         ) from None
 
 
-def require_correction(objective: Objective, where: str, remedy: str) -> None:
-    """Raises `TrimtabError` unless the objective has a weight or masks that a hook of corrections alone can apply.
-
-    Such a hook passes log-probs of the sampler and of the trainer, the current policy and advantages are not there.
-    `where` begins the message and `remedy` ends it.
-    """
-    if objective.weight is None and not objective.masks:
-        raise TrimtabError(f"{where}{objective.name} has no weight and no mask: this hook applies only these")
-    unread = frozenset().union(*(rule.reads for rule in objective.masks)) & {"current", "advantage"}
-    if unread:
-        names = " and ".join(sorted(unread))
-        raise TrimtabError(f"{where}{objective.name} reads {names}, which this hook does not pass: {remedy}")
-
-
 def refuse_standard_deviation(objective: Objective, divides: object, remedy: str) -> None:
     """Raises `TrimtabError` where the trainer divides advantages that the objective only centers."""
     if objective.advantage == "dr-grpo" and divides:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation, require_correction
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
 from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, turns_of, usable_tokens
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
@@ -70,7 +70,11 @@ def tis(
     monitor = _monitor(args)
     built = None if monitor and _records(args) else _objective(args, "custom_tis_function_path")
     if built is not None:
-        require_correction(built, "", "use loss")
+        if built.weight is None and not built.masks:
+            raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
+        if unread := frozenset().union(*(rule.reads for rule in built.masks)) & {"current", "advantage"}:
+            names = " and ".join(sorted(unread))
+            raise TrimtabError(f"{built.name} reads {names}, which this hook does not pass: use loss")
         refuse(hook(_trainer()).trainer, MILES_TIS, chosen(MILES_TIS, args), "In trimtab_objective")
     _check_whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)

@@ -17,11 +17,11 @@ from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
 from trimtab.objectives.surrogates import Clipped
 
 LOSS_PREFIX = "trimtab-"
-"""Before the name of an objective, as a value of `policy_loss.loss_mode` or `rollout_correction.rollout_is`."""
+"""Before the name of an objective, as a value of `policy_loss.loss_mode`."""
 CARRY_LOGPS = "trimtab"
 """The value of `rollout_correction.rollout_is` that carries the sampler's log-probs to the loss."""
 KEYWORDS = "trimtab"
-"""The key of `policy_loss`, and of `rollout_correction`, under which keywords of the objective are given."""
+"""The key of `policy_loss` under which keywords of the objective are given."""
 SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
 """The key on verl's command line under which a keyword of the loss's objective is set: SET.KEYWORD=VALUE."""
 SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
@@ -136,9 +136,7 @@ def given_keywords(section: Any) -> dict[str, Any]:
         omega = importlib.import_module("omegaconf").OmegaConf
         given = omega.to_container(given, resolve=True) if omega.is_config(given) else given
     if not isinstance(given, dict) or "name" in given:
-        raise TrimtabError(
-            f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE"
-        )
+        raise TrimtabError(f"{KEYWORDS} has keywords of the objective that loss_mode names: {SET}.KEYWORD=VALUE")
     return dict(given)
 
 
