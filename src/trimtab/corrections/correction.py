@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import chain, count
 from operator import add
 
 import torch
@@ -129,7 +128,7 @@ class _Block:
         """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
         keep = self.sequences.mask
         statistics: dict[str, Mergeable] = {}
-        for rule in rules:
+        for place, rule in enumerate(rules):
             passed = rule.keep(self.evidence)
             if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
                 what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
@@ -143,7 +142,8 @@ class _Block:
                 )
             passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
             keep = keep & passed
-            statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
+            alike = sum(other.rule == rule.rule for other in rules[:place])
+            statistics |= self._rejection(f"reject/{rule.rule}" + (f"_{alike + 1}" if alike else ""), passed)
         return keep, statistics
 
     def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
@@ -196,9 +196,3 @@ class _Block:
             name: Mean.of(tokens, lengths),
             f"{name}/sequences": Mean.of(sequences.trained & (tokens == lengths), sequences.trained),
         }
-
-
-def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:
-    """Returns the name, with a number when it is taken: `name`, `name_2`, `name_3`."""
-    numbered = (f"{name}_{number}" for number in count(2))
-    return next(free for free in chain([name], numbered) if free not in taken)
