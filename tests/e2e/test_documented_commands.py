@@ -62,7 +62,7 @@ PLANS = {
     "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
     "trimtab explain token-tis:weight_max=1.5": Plan(says=r"min\(ρ_t, 1.5\)"),
     "trimtab explain icepop --code": Plan(says=r"def icepop_loss\(current, proximal, behavior, "),
-    "trimtab explain geo-mask-token-tis --for verl": Plan(says="rollout_is_threshold=2\n"),
+    "trimtab explain geo-mask-token-tis --for verl": Plan(says="loss_mode=trimtab-geo-mask-token-tis\n"),
     "trimtab train quickstart": Plan(TINY, leaves=("runs/quickstart/report.html",)),
     "trimtab train quickstart --set trainer.steps=10 --out runs/short": Plan(TINY, leaves=("runs/short/report.html",)),
     "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop": Plan(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support import bench_environment, forked
-from tests.support.bench_environment import needs_bench, result_of
+from tests.support.bench_environment import check_equal, needs_bench, result_of
 
 pytestmark = [pytest.mark.slow, needs_bench]
 
@@ -42,10 +42,7 @@ def test_grpo_is_the_vanilla_loss_of_verl(run: Part) -> None:
     cases = run("parity")
     planted = cases.pop("planted")
     assert len(cases) == 6
-    for name, case in cases.items():
-        assert case["scale"] > 1e-3, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 1e-6, name
+    check_equal(cases, 1e-3)
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
@@ -53,10 +50,7 @@ def test_bounds_of_verl_are_taken_over_or_refused(run: Part) -> None:
     cases = run("bounds")
     losses, refused = cases.pop("losses"), cases.pop("refused")
     assert cases.keys() == {"low, high", "high, dual", "null", "sapo"}
-    for name, case in cases.items():
-        assert case["scale"] > 1e-3, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 1e-6, name
+    check_equal(cases, 1e-3)
     assert min(abs(one - other) for one, other in itertools.pairwise(losses)) > 1e-3
     contradiction, common, ceiling, tau, divergence, unknown, named = refused
     assert contradiction.startswith("actor.clip_ratio_low=0.1 and policy_loss.trimtab.clip_low=0.3 contradict each")
@@ -64,7 +58,7 @@ def test_bounds_of_verl_are_taken_over_or_refused(run: Part) -> None:
         assert reason.startswith(f"{key}: only verl's own loss reads this, leave it out. As +actor_rollout_ref.actor.")
     assert divergence.startswith("clip_ratio_low: only verl's own loss reads this")
     assert unknown.startswith("objective 'dapo' has no keyword 'clip_lo' (did you mean 'clip_low'")
-    assert named.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names")
+    assert named.startswith("trimtab has keywords of the objective that loss_mode names")
 
 
 def test_every_setting_that_verl_s_losses_read_is_listed(run: Part) -> None:
@@ -84,28 +78,20 @@ def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
         pytest.skip("no hydra here: make bench-install installs it")
     planted = found.pop("planted")
     assert planted["gradient"] > 0.05
-    for name in ("number", "default", "parts", "function"):
-        assert found[name]["scale"] > 1e-3, name
-        assert found[name]["loss"] <= 1e-6, name
-        assert found[name]["gradient"] <= 1e-6, name
-    given, preset = found["correction"]
-    assert given == pytest.approx(1.1)
-    assert preset > 1.5
+    check_equal({name: found[name] for name in ("number", "default", "parts", "function")}, 1e-3)
     loss, weight, vanilla, spelled, correction, carried, table, *ignored, bypass, std, taken = found["refused"]
-    assert loss == "verl has no loss geo-mask-token-tis: Trimtab's is loss_mode=trimtab-geo-mask-token-tis"
-    assert weight == "verl has no rollout_is=token-tis: Trimtab's is trimtab-token-tis"
+    assert loss == "verl has no loss geo-mask-token-tis: Trimtab's are loss_mode=trimtab-NAME"
+    assert weight == "verl has no rollout_is=token-tis: a loss corrects, set loss_mode=trimtab-NAME"
     assert vanilla == "policy_loss.trimtab has no effect with loss_mode=vanilla: use trimtab-NAME"
-    assert spelled == "verl has no loss trimtab_token_tis: Trimtab's are loss_mode=trimtab-OBJECTIVE"
-    assert correction == "verl has no rollout_is=Trimtab-token-tis: Trimtab's are trimtab-OBJECTIVE"
+    assert spelled == "verl has no loss trimtab_token_tis: Trimtab's are loss_mode=trimtab-NAME"
+    assert correction == "verl has no rollout_is=Trimtab-token-tis: a loss corrects, set loss_mode=trimtab-NAME"
     assert carried.startswith("rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's vanilla")
-    assert table.startswith("trimtab has keywords of the objective that loss_mode or rollout_is names: +actor_roll")
+    assert table.startswith("trimtab has keywords of the objective that loss_mode names: +actor_roll")
     keys = [
-        "rollout_rs",
         "rollout_rs",
         "rollout_is_threshold",
         "actor.clip_ratio_low=0.1 and",
         "clip_ratio",
-        "ppo_kl_coef",
     ]
     assert all(reason.startswith(key) for reason, key in zip(ignored, keys, strict=True))
     assert bypass.startswith(
@@ -129,11 +115,8 @@ def test_every_preset_has_the_loss_and_gradient_of_the_library(run: Part) -> Non
         "dppo",
     } <= cases.keys()
     assert len(cases) >= 25
-    for name, case in cases.items():
-        assert case["scale"] > 0, name
-        assert case["loss"] <= 1e-6, name
-        assert case["gradient"] <= 2e-6, name
-        assert "actor/trimtab/update/kl" in case["metrics"], name
+    check_equal(cases, 0, gradient=2e-6)
+    assert all("actor/trimtab/update/kl" in case["metrics"] for case in cases.values())
     assert "actor/trimtab/weight/mean" in cases["icepop"]["metrics"]
 
 
@@ -173,25 +156,17 @@ def test_the_name_of_a_loss_is_enough(run: Part) -> None:
 
 
 def test_a_configuration_that_would_not_call_the_driver_is_refused(run: Part) -> None:
-    _, named, carried, unscored, *others = run("configurations")
-    assert named == "rollout_is=trimtab-token-tis has no effect with bypass_mode: turn bypass_mode off"
+    _, carried, unscored, *others = run("configurations")
     assert carried == "rollout_is=trimtab has no effect with bypass_mode: turn bypass_mode off"
     assert unscored.startswith("rollout_is=trimtab reads the sampler's log-probs: set actor_rollout_ref.rollout.")
     assert all(one.startswith("passed on to verl: ") for one in others)
 
 
-def test_the_driver_corrects_with_trimtab(run: Part) -> None:
+def test_the_driver_carries_the_log_probs_of_the_sampler(run: Part) -> None:
     result = run("driver")
-    assert result["weights"] <= 1e-6
     assert result["carried"]
-    assert result["kept"]
-    assert result["rejected"] > 0
     assert result["mask"]
     assert 0.01 < result["k3"] < 0.1
-    grpo, opsm, unknown = result["refused"]
-    assert grpo == "rollout_is=trimtab-grpo: grpo has no weight and no mask: this hook applies only these"
-    assert opsm.startswith("rollout_is=trimtab-opsm: opsm reads advantage and current, which this hook does not")
-    assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
 
 
 def test_the_driver_shows_its_batches_to_a_monitor(run: Part, tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ class Given:
         (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.item(), gradient
 
+    def compare(
+        self, objective: Objective, peer: Peer, case: str, dtype: torch.dtype | None = None, **changes: Any
+    ) -> None:
+        """Asserts that loss and gradient are those of a peer's case. dtype: of the tolerance, that of the batch."""
+        loss, gradient = self.run(objective, **changes)
+        assert_close(loss, peer.scalar(case, self.name, "loss"), dtype or self.dtype)
+        assert_close(gradient, peer.tensor(case, self.name, "gradient"), dtype or self.dtype)
+
     def token_advantages(self, groups: Tensor | None = None) -> Tensor:
         """Advantages with the optimal token baseline, for the sums of squares of tools/parity/from_verl.py."""
         probability = self.behavior.exp()
@@ -109,34 +117,13 @@ def assert_close(ours: Tensor | float, theirs: Tensor | float, dtype: torch.dtyp
     torch.testing.assert_close(mine, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.fixture(scope="session")
-def verl() -> Peer:
-    return Peer("verl")
+def _peer(name: str) -> Any:
+    return pytest.fixture(scope="session", name=name.replace("-", "_"))(lambda: Peer(name))
 
 
-@pytest.fixture(scope="session")
-def trl() -> Peer:
-    return Peer("trl")
-
-
-@pytest.fixture(scope="session")
-def miles() -> Peer:
-    return Peer("miles")
-
-
-@pytest.fixture(scope="session")
-def prime_rl() -> Peer:
-    return Peer("prime-rl")
-
-
-@pytest.fixture(scope="session")
-def areal() -> Peer:
-    return Peer("areal")
-
-
-@pytest.fixture(scope="session")
-def newer() -> Peer:
-    return Peer("newer")
+verl, trl, miles, prime_rl, areal, newer, hooks = map(
+    _peer, ("verl", "trl", "miles", "prime-rl", "areal", "newer", "hooks")
+)
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])

@@ -69,21 +69,18 @@ def test_built_in_corrections(miles, given, close, case):
 
 
 @in_one_test("case", LOSSES)
-def test_loss_and_gradient(miles, given, close32, case):
+def test_loss_and_gradient(miles, given, case):
     """`loss/mis` rejects sequences and divides by the original count, as our default does."""
-    loss, gradient = given.run(LOSSES[case])
-    close32(loss, miles.scalar(case, given.name, "loss"))
-    close32(gradient, miles.tensor(case, given.name, "gradient"))
+    given.compare(LOSSES[case], miles, case, torch.float32)
 
 
 @in_one_test("kind", ["k1", "k2", "k3", "unbiased"])
-def test_kl_and_gradient(miles, given, close32, kind):
+def test_kl_and_gradient(miles, given, kind):
     """Miles was given pi_old as what its unbiased KL weighs against: the sampler, with --use-rollout-logprobs."""
     objective = Objective("kl alone", Ratio(), Clipped(), kl=KL(kind, 1.0))
     sampler = given.proximal if kind == "unbiased" else given.behavior
-    loss, gradient = given.run(objective, advantage=torch.zeros_like(given.advantage), behavior=sampler)
-    close32(loss, miles.scalar(f"kl/{kind}", given.name, "loss"))
-    close32(gradient, miles.tensor(f"kl/{kind}", given.name, "gradient"))
+    zeros = torch.zeros_like(given.advantage)
+    given.compare(objective, miles, f"kl/{kind}", torch.float32, advantage=zeros, behavior=sampler)
 
 
 def test_gspo_ratio(miles, given, close):

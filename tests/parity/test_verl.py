@@ -157,33 +157,25 @@ def test_sequence_rejection_fraction(verl, given, close):
 
 
 @in_one_test("case", LOSSES)
-def test_loss_and_gradient(verl, given, close, case):
-    loss, gradient = given.run(LOSSES[case])
-    close(loss, verl.scalar(case, given.name, "loss"))
-    close(gradient, verl.tensor(case, given.name, "gradient"))
+def test_loss_and_gradient(verl, given, case):
+    given.compare(LOSSES[case], verl, case)
 
 
-def test_constant_denominator_is_sequences_times_horizon(verl, given, close):
+def test_constant_denominator_is_sequences_times_horizon(verl, given):
     horizon = given.mask.shape[1]
     objective = trimtab.objective("dr-grpo", clip_dual=3.0, length_max=horizon)
-    loss, gradient = given.run(objective)
-    close(loss, verl.scalar("loss/vanilla/seq-mean-token-sum-norm", given.name, "loss"))
-    close(gradient, verl.tensor("loss/vanilla/seq-mean-token-sum-norm", given.name, "gradient"))
+    given.compare(objective, verl, "loss/vanilla/seq-mean-token-sum-norm")
 
 
-def test_bypass_reinforce_is_a_capped_reinforce_over_the_behavior_policy(verl, given, close):
+def test_bypass_reinforce_is_a_capped_reinforce_over_the_behavior_policy(verl, given):
     objective = Objective("reinforce", Ratio("token", "behavior"), Reinforce(ceiling=2.0))
-    loss, gradient = given.run(objective)
-    close(loss, verl.scalar("loss/bypass/reinforce-token-2", given.name, "loss"))
-    close(gradient, verl.tensor("loss/bypass/reinforce-token-2", given.name, "gradient"))
+    given.compare(objective, verl, "loss/bypass/reinforce-token-2")
 
 
 @in_one_test("kind", ["k1", "k2", "k3"])
-def test_kl_and_gradient(verl, given, close, kind):
+def test_kl_and_gradient(verl, given, kind):
     objective = Objective("kl alone", Ratio(), Clipped(), kl=KL(kind, 1.0))
-    loss, gradient = given.run(objective, advantage=torch.zeros_like(given.advantage))
-    close(loss, verl.scalar(f"kl/{kind}", given.name, "loss"))
-    close(gradient, verl.tensor(f"kl/{kind}", given.name, "gradient"))
+    given.compare(objective, verl, f"kl/{kind}", advantage=torch.zeros_like(given.advantage))
 
 
 @in_one_test("kind", ["grpo", "dr-grpo", "rloo"])

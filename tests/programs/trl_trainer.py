@@ -132,18 +132,26 @@ class Compared(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         theirs = PlainTrainer._compute_loss(self, model, inputs)
-        expected = gradient(theirs, model)
         loss = super()._compute_loss(model, inputs)
-        found = gradient(loss, model)
-        scale = max(one.abs().max().item() for one in expected)
-        self.differences.append(
-            {
-                "loss": abs(loss.item() - theirs.item()),
-                "gradient": max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) / scale,
-                "scale": scale,
-            }
-        )
+        self.differences.append(difference(loss, theirs, model))
         return loss
+
+
+def difference(loss: Tensor, expected: Tensor, model: Any) -> dict[str, float]:
+    """Of two losses, and of their gradients relative to the largest one."""
+    found, wanted = gradient(loss, model), gradient(expected, model)
+    scale = max(one.abs().max().item() for one in wanted)
+    apart = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return {"loss": abs(loss.item() - expected.item()), "gradient": apart / max(scale, 1e-3), "scale": scale}
+
+
+def trained(trainer: Any, loss_type: str = "") -> dict[str, float]:
+    """Trains, and returns the largest differences and the number of micro-batches. loss_type: TRL's."""
+    trainer.loss_type = loss_type or trainer.loss_type
+    trainer.differences = []
+    trainer.train()
+    largest = {key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")}
+    return largest | {"micro-batches": len(trainer.differences)}
 
 
 def gradient(loss: Tensor, model: Any) -> list[Tensor]:
@@ -164,13 +172,7 @@ def parity(folder: Path) -> dict[str, Any]:
                 continue  # TRL divides by the mean over the updates of a generation, this by the update's own tokens.
             built = objective("grpo", aggregation=aggregation)
             trainer = build(Compared, folder, steps=6, own={"objective": built}, **options)
-            trainer.loss_type = loss_type
-            trainer.differences = []
-            trainer.train()
-            result[f"{loss_type}, {name}"] = {
-                "micro-batches": len(trainer.differences),
-                **{key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")},
-            }
+            result[f"{loss_type}, {name}"] = trained(trainer, loss_type)
     return result
 
 
@@ -208,12 +210,7 @@ def kl(folder: Path) -> dict[str, dict[str, float]]:
                 use_bias_correction_kl=corrected,
                 num_iterations=iterations,
             )
-            trainer.loss_type = "dapo"
-            trainer.differences = []
-            trainer.train()
-            result[f"{kind}, {iterations}"] = {
-                key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")
-            }
+            result[f"{kind}, {iterations}"] = trained(trainer, "dapo")
     return result
 
 
@@ -234,16 +231,7 @@ class Library(GRPOTrainer):
         )
         expected = self._objective(logps, inputs["advantages"][:, None]).loss
         loss = super()._compute_loss(model, inputs)
-        wanted, found = gradient(expected, model), gradient(loss, model)
-        scale = max(one.abs().max().item() for one in wanted)
-        self.differences.append(
-            {
-                "loss": abs(loss.item() - expected.item()),
-                "gradient": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
-                / max(scale, 1e-3),
-                "scale": scale,
-            }
-        )
+        self.differences.append(difference(loss, expected, model))
         return loss
 
 
@@ -266,9 +254,7 @@ def presets(folder: Path) -> dict[str, dict[str, float]]:
         scaled = {"scale_rewards": "none"} if built.advantage == "dr-grpo" else {}
         options = {"gradient_accumulation_steps": 1, "num_iterations": 2, "per_device_train_batch_size": 8}
         trainer = build(Library, folder, steps=2, own={"objective": built}, rollout=near, **options, **scaled)
-        trainer.differences = []
-        trainer.train()
-        result[name] = {key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")}
+        result[name] = trained(trainer)
     return result
 
 
@@ -276,9 +262,7 @@ def planted(folder: Path) -> dict[str, float]:
     """The largest difference when our clip bound is another one."""
     own = {"objective": objective("grpo", aggregation="token-mean", clip_low=0.1)}
     trainer = build(Compared, folder, steps=6, own=own, num_iterations=3)
-    trainer.differences = []
-    trainer.train()
-    return {"gradient": max(one["gradient"] for one in trainer.differences)}
+    return trained(trainer)
 
 
 def unscored(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from torch import Tensor
 HARMLESS = {
     *("loss_agg_mode", "loss_scale_factor", "global_batch_info", "loss_mode", "rollout_is"),  # the adapter reads them
     *("policy_loss", "rollout_correction"),  # sections, of which each key is listed
+    # Those of losses that were not chosen.
+    *("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"),
     *("entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),  # verl's own terms beside the policy loss
 }
 """Settings that verl's losses read and that stay beside a loss of Trimtab."""
@@ -51,6 +53,23 @@ def batch(rows: int = 8, time: int = 12) -> dict[str, Tensor]:
         "response_mask": inside & ((torch.rand(rows, time, generator=make) < 0.8) | (torch.arange(time) == 0)),
         "length": length,
     }
+
+
+def proto(**fields: Any) -> Any:
+    """verl's batch of the driver, with some fields changed, added, or left out (None)."""
+    from verl import DataProto
+
+    values = {key: value for key, value in batch().items() if key != "length"}
+    values |= {"response_mask": values["response_mask"].long(), **fields}
+    return DataProto.from_single_dict({key: value for key, value in values.items() if value is not None})
+
+
+def correct(data: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+    """verl's function of the driver, by the name that the trainers import."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    return compute_rollout_correction_and_add_to_batch(data, OmegaConf.create(config))
 
 
 def nearer() -> dict[str, Tensor]:
@@ -192,8 +211,7 @@ def bounds() -> dict[str, Any]:
 def own() -> dict[str, Any]:
     """verl's own losses, corrections and configuration, to the last bit: with the plugin and without it."""
     from omegaconf import OmegaConf
-    from verl import DataProto
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos
     from verl.utils.config import validate_config
 
     weights, result = batch()["rollout_log_probs"].exp(), {}
@@ -207,12 +225,8 @@ def own() -> dict[str, Any]:
             else:
                 result[mode + name] = [loss, gradient.tolist(), sorted(metrics)]
     for config in ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {"rollout_is": "sequence"}, {}):
-        fields = {key: value for key, value in batch().items() if key != "length"}
         rejecting = {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.2, "rollout_is_threshold": 2.0, **config}
-        data = DataProto.from_single_dict(fields | {"response_mask": fields["response_mask"].long()})
-        data, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
-            data, OmegaConf.create(rejecting)
-        )
+        data, metrics = correct(proto(), rejecting)
         numbers = {key: value for key, value in metrics.items() if "trimtab" not in key}
         tensors = {key: value.tolist() for key, value in sorted(data.batch.items())}
         result[f"driver, {config}"] = [tensors, numbers, sorted(data.batch.keys()), torch.rand(()).item()]
@@ -310,23 +324,7 @@ def hydra() -> dict[str, Any] | str:
     def direct(name: str, **keywords: Any) -> tuple[float, Tensor, dict]:
         return run(f"trimtab-{name}", 2, keywords=keywords, carried=data["rollout_log_probs"])
 
-    def added(*overrides: str) -> Tensor:
-        from verl import DataProto
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-        fields = {key: value for key, value in batch().items() if key != "length"}
-        config = composed(["actor_rollout_ref.rollout.calculate_log_probs=True", *overrides])
-        made = add(DataProto.from_single_dict(fields), config.algorithm.rollout_correction)[0]
-        return made.batch["rollout_is_weights"] * fields["response_mask"]
-
     tis = f"{loss}=trimtab-token-tis"
-    capped, open_ended = (
-        added(f"{correction}.rollout_is=trimtab-token-tis", *more)
-        for more in (
-            [f"+{correction}.trimtab.weight_max=1.1"],
-            [],
-        )
-    )
     return {
         "number": difference(ran(tis, f"{key}.weight_max=1.1"), direct("token-tis", weight_max=1.1)),
         "default": difference(ran(tis), direct("token-tis")),
@@ -346,7 +344,6 @@ def hydra() -> dict[str, Any] | str:
         "function": difference(
             ran(f"{loss}=trimtab-verl_losses:of_user", f"{key}.weight_max=1.3"), direct("token-tis", weight_max=1.3)
         ),
-        "correction": [capped.max().item(), open_ended.max().item()],
         "refused": [
             refusal(composed, overrides)
             for overrides in (
@@ -358,15 +355,9 @@ def hydra() -> dict[str, Any] | str:
                 [f"{correction}.rollout_is=trimtab"],
                 [tis, f"{key}=5"],
                 [tis, f"{correction}.rollout_rs=seq_mean_k1"],
-                [
-                    f"{correction}.rollout_is=trimtab-icepop",
-                    "actor_rollout_ref.rollout.calculate_log_probs=True",
-                    f"{correction}.rollout_rs=token_k1",
-                ],
                 [tis, f"{correction}.rollout_is_threshold=3.0"],
                 [tis, "actor_rollout_ref.actor.clip_ratio_low=0.1", f"{key}.clip_low=0.3"],
                 [tis, "actor_rollout_ref.actor.clip_ratio=0.1"],
-                [tis, "actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.2"],
                 [f"{loss}=trimtab-dapo", f"{correction}.bypass_mode=True"],
                 [
                     f"{loss}=trimtab-dr-grpo",
@@ -417,7 +408,7 @@ def settings() -> dict[str, list[str]]:
             and "config" in ast.unparse(node.func)
         ):
             read.add(ast.literal_eval(node.args[0]))
-    listed = {**tables.VERL_ACTOR, **tables.VERL_POLICY_LOSS, **tables.VERL_CORRECTION}
+    listed = {**tables.VERL_ACTOR, **tables.VERL_CORRECTION}
     known = {one.name: one.default for one in fields}
     return {
         "read": sorted(read & names),
@@ -429,15 +420,13 @@ def settings() -> dict[str, list[str]]:
 
 def variance() -> dict[str, dict[str, float]]:
     """verl's proxy of the gradient's variance, without weights, with weights, and with the log-probs of its driver."""
-    from verl import DataProto
     from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
 
-    fields = {key: value for key, value in batch().items() if key != "length"}
-    fields |= {"sum_pi_squared": fields["log_prob"].exp().square(), "response_mask": fields["response_mask"].long()}
+    fields, squares = batch(), batch()["log_prob"].exp().square()
     cases = {"none": {}, "weights": {"rollout_is_weights": fields["rollout_log_probs"].exp()}}
     cases["log-probs"] = {"rollout_is_weights": fields["rollout_log_probs"]}
     return {
-        case: compute_variance_proxy_metrics(DataProto.from_single_dict(fields | extra), gradient_norm=1.0)
+        case: compute_variance_proxy_metrics(proto(sum_pi_squared=squares, **extra), gradient_norm=1.0)
         for case, extra in cases.items()
     }
 
@@ -488,7 +477,6 @@ def configurations() -> list[Any]:
             completed("trimtab-token-tis", rollout_is="token"),
             completed("trimtab-token-tiss"),
         ],
-        check({"rollout_is": "trimtab-token-tis", "bypass_mode": True}),
         check({"rollout_is": "trimtab", "bypass_mode": True}),
         check({"rollout_is": "trimtab"}, calculate=False),
         check({"rollout_is": "trimtab"}),
@@ -498,31 +486,12 @@ def configurations() -> list[Any]:
 
 
 def driver() -> dict[str, Any]:
-    """verl's function of the driver, by the name that the trainers import, with its own values and with ours."""
-    from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-    def called(**config: Any) -> tuple[DataProto, dict[str, Any]]:
-        fields = {key: value for key, value in batch().items() if key != "length"}
-        fields["response_mask"] = fields["response_mask"].long()
-        return add(DataProto.from_single_dict(fields), config)
-
-    theirs, _ = called(rollout_is="token", rollout_is_threshold=2.0)
-    ours, metrics = called(rollout_is="trimtab-token-tis")
-    mask = batch()["response_mask"]
-    weights = [one.batch["rollout_is_weights"] * mask for one in (theirs, ours)]
-    carried, _ = called(rollout_is="trimtab")
-    rejected, _ = called(rollout_is="trimtab-icepop")
-    ratio = (batch()["old_log_probs"] - batch()["rollout_log_probs"]).exp()
-    expected = mask & (ratio >= 0.5) & (ratio <= 5.0)
+    """verl's function of the driver with the value that carries the sampler's log-probs."""
+    carried, metrics = correct(proto(), {"rollout_is": "trimtab"})
     return {
-        "weights": (weights[0] - weights[1]).abs().max().item(),
         "carried": torch.equal(carried.batch["rollout_is_weights"], batch()["rollout_log_probs"]),
-        "kept": torch.equal(rejected.batch["rollout_is_weights"] > 0, expected),
-        "rejected": int((mask & ~expected).sum()),
-        "mask": torch.equal(rejected.batch["response_mask"].bool(), mask),
+        "mask": torch.equal(carried.batch["response_mask"].bool(), batch()["response_mask"]),
         "k3": metrics["rollout_corr/trimtab/k3"],
-        "refused": [refusal(called, rollout_is=f"trimtab-{name}") for name in ("grpo", "opsm", "icepopp")],
     }
 
 
@@ -531,7 +500,6 @@ def monitor() -> dict[str, Any]:
     import warnings
 
     from omegaconf import OmegaConf
-    from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
     from verl.utils.config import validate_config
 
@@ -541,25 +509,21 @@ def monitor() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for step in range(9):
-            fields = {key: value for key, value in batch().items() if key != "length"}
+            fields = batch()
             old, mask = fields["old_log_probs"], fields["response_mask"]
             scale = (0.1 if step < 6 else 1.0) + 0.01 * step
             rollout = old + scale * (fields["rollout_log_probs"] - old)
-            fields |= {"rollout_log_probs": rollout, "response_mask": mask.long()}
-            texts = {"uid": np.array(["a", "b"] * 4, dtype=object)}
+            changed = {"rollout_log_probs": rollout, "uid": np.array(["a", "b"] * 4, dtype=object)}
             # verl's weights, and its rejection, which changes the mask.
             config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
             config |= {"rollout_rs_threshold": 1.2}
-            results = [
-                call(DataProto.from_single_dict({**fields, **texts}), OmegaConf.create(config))
-                for call in (add, add.__wrapped__)
-            ]
+            results = [call(proto(**changed), OmegaConf.create(config)) for call in (add, add.__wrapped__)]
             expected = direct.observe(logp_train=old, logp_rollout=rollout, mask=mask, step=step)
             figures += [(results[0][1]["rollout_corr/trimtab/mismatch/k3"], expected["mismatch/k3"])]
             ours, theirs = (one.batch for one, _ in results)
             same += [all(torch.equal(ours[key], theirs[key]) for key in ("rollout_is_weights", "response_mask"))]
             same += [results[1][1].items() <= results[0][1].items()]
-    rejected = int((ours["response_mask"] != fields["response_mask"]).sum())
+    rejected = int((ours["response_mask"] != mask).sum())
     rollout = {"calculate_log_probs": True}
     config = {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "actor_rollout_ref": {"rollout": rollout}}
     refused = refusal(validate_config, OmegaConf.create(config), False, False)
@@ -600,9 +564,9 @@ def refusals() -> list[str]:
         refusal(run, "gspo", carried=data["rollout_log_probs"], loss_agg_mode="seq-mean-token-mean"),
         refusal(run, "vanilla", carried=data["rollout_log_probs"].exp()),
         refusal(baseline),
-        refusal(added, rollout_is="trimtab", rollout_rs="token_k1"),
-        refusal(added, rollout_is="trimtab-token-tis", rollout_is_batch_normalize=True),
-        refusal(added, rollout_is="trimtab", absent="rollout_log_probs"),
+        refusal(correct, proto(), {"rollout_is": "trimtab", "rollout_rs": "token_k1"}),
+        refusal(correct, proto(), {"rollout_is": "trimtab", "rollout_is_batch_normalize": True}),
+        refusal(correct, proto(rollout_log_probs=None), {"rollout_is": "trimtab"}),
     ]
 
 
@@ -620,14 +584,6 @@ def baseline() -> None:
         sum_pi_squared=torch.ones_like(rewards),
         rollout_is_weights=data["rollout_log_probs"],
     )
-
-
-def added(absent: str = "", **config: Any) -> None:
-    from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
-
-    fields = {key: value for key, value in batch().items() if key not in ("length", absent)}
-    add(DataProto.from_single_dict(fields), config)
 
 
 if __name__ == "__main__":

@@ -23,3 +23,11 @@ def result_of(ended: subprocess.CompletedProcess[str]) -> Any:
     """The JSON that a program prints as its last line."""
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def check_equal(cases: dict[str, Any], scale: float, gradient: float = 1e-6) -> None:
+    """Asserts that losses and gradients, relative to their scale, are equal in cases whose gradients are not all 0."""
+    for name, case in cases.items():
+        assert case["scale"] > scale, name
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= gradient, name

@@ -64,8 +64,12 @@ def adapter_lines(
             keywords |= {"aggregation": changed.aggregation.kind}
             keywords.pop("length_max", None)
             built = changed
-    reason = one.refusal(built)
-    return ([], reason) if reason else ([*_RENDER[trainer](preset, keywords, built), *remarks], None)
+    if (reason := one.refusal(built)) is not None:
+        return [], reason
+    if trainer in _CONFIGURATIONS:
+        return [*_CONFIGURATIONS[trainer](preset, keywords, built), *remarks], None
+    line, function, more = _SCRIPTS[trainer]
+    return [line.format(call(function, preset, keywords, more)), *remarks], None
 
 
 def call(name: str, preset: str, keywords: Mapping[str, Any], more: str = "") -> str:
@@ -129,27 +133,20 @@ def _miles(preset: str, keywords: Mapping[str, Any], built: Objective) -> list[s
     ]
 
 
-def _in_script(
-    before: str, name: str, after: str, more: str = ""
-) -> Callable[[str, Mapping[str, Any], Objective], list[str]]:
-    """Returns the renderer of one call in a script, with what stands before the name and after the call."""
+_SCRIPTS = {
+    "trl": ("trimtab.adapters.trl.GRPOTrainer(..., objective={})", "trimtab.objective", ""),
+    "trl-async": ("trimtab.adapters.trl.AsyncGRPOTrainer(..., objective={})", "trimtab.objective", ""),
+    "nemo-rl": ("loss_fn = {}", "trimtab.adapters.nemo_rl.ObjectiveLoss", ", replaces=loss_fn"),
+    "areal": ("{}  # in the constructor of an actor", "trimtab.adapters.areal.install", ""),
+    "openrlhf": ("{}  # in the process of the policy actor", "trimtab.adapters.openrlhf.install", ""),
+    "tinker": ("client.forward_backward_custom(data, {})", "trimtab.adapters.tinker.custom_loss", ""),
+}
+"""A line of a script, the function that it calls, and further arguments of that."""
 
-    def render(preset: str, keywords: Mapping[str, Any], built: Objective) -> list[str]:  # noqa: ARG001 - as all
-        return [f"{before}{call(name, preset, keywords, more)}{after}"]
-
-    return render
-
-
-_RENDER: dict[str, Callable[[str, Mapping[str, Any], Objective], list[str]]] = {
-    "trl": _in_script("trimtab.adapters.trl.GRPOTrainer(..., objective=", "trimtab.objective", ")"),
-    "trl-async": _in_script("trimtab.adapters.trl.AsyncGRPOTrainer(..., objective=", "trimtab.objective", ")"),
+_CONFIGURATIONS: dict[str, Callable[[str, Mapping[str, Any], Objective], list[str]]] = {
     "verl": _verl,
     "prime-rl": _prime_rl,
     "skyrl": _skyrl,
     "miles": _miles,
     "slime": _miles,
-    "nemo-rl": _in_script("loss_fn = ", "trimtab.adapters.nemo_rl.ObjectiveLoss", "", ", replaces=loss_fn"),
-    "areal": _in_script("", "trimtab.adapters.areal.install", "  # in the constructor of an actor"),
-    "openrlhf": _in_script("", "trimtab.adapters.openrlhf.install", "  # in the process of the policy actor"),
-    "tinker": _in_script("client.forward_backward_custom(data, ", "trimtab.adapters.tinker.custom_loss", ")"),
 }

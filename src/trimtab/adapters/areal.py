@@ -29,7 +29,6 @@ from trimtab.adapters.hooks import build, hook, peer_module
 from trimtab.adapters.loss_settings import AREAL, chosen, refuse
 from trimtab.adapters.micro_batch import evaluate, per_response, record
 from trimtab.adapters.monitoring import MonitorChoice, observations
-from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -69,16 +68,9 @@ def recorded_loss(own: Callable[..., Tensor], *, monitor: MonitorChoice = None) 
         if monitor:
             if not options.get("use_decoupled_loss", False):
                 raise hook("areal").absent("monitor", "behavior")
-            borders, version = _borders(None, logprobs, input_data.get("cu_seqlens")), options.get("current_version")
-            mask, proximal = _rows(input_data["loss_mask"], borders).bool(), input_data.get("prox_logp")
-            logps = PolicyLogps(
-                _rows(logprobs.detach(), borders),
-                _rows(input_data["logprobs"], borders),
-                mask,
-                proximal=None if proximal is None else _rows(proximal, borders),
-                age=_age("monitor", input_data, mask, borders, version),
-            )
-            record(logps, _rows(input_data["advantages"], borders), monitor=observations(monitor), step=version)
+            version = options.get("current_version")
+            logps, advantage = _read("monitor", logprobs.detach(), input_data, version)
+            record(logps, advantage, monitor=observations(monitor), step=version)
         return own(logprobs, entropy, input_data, *rest, **options)
 
     return loss
@@ -105,46 +97,46 @@ def actor_loss(
         **settings: Any,
     ) -> Tensor:
         refuse("AReaL", AREAL, chosen(AREAL, settings), "In install")
-        proximal = input_data.get("prox_logp")
         _check_policies(built, input_data, use_decoupled_loss, bool(monitor))
-        borders = _borders(built, logprobs, input_data.get("cu_seqlens"))
-        mask, age = _rows(input_data["loss_mask"], borders).bool(), None
-        if "age" in built.needs or monitor:
-            age = _age(built.name, input_data, mask, borders, current_version)
-        if "age" in built.needs and age is None:
+        if logprobs.ndim == 1 and input_data.get("cu_seqlens") is None:
+            raise TrimtabError(
+                "AReaL passes no borders of sequences (cu_seqlens): set actor.enable_tree_training=false"
+            )
+        reader = built.name if "age" in built.needs else "monitor" if monitor else ""
+        logps, advantage = _read(reader, logprobs, input_data, current_version)
+        if "age" in built.needs and logps.age is None:
             raise TrimtabError(f"{built.name} reads the age of tokens, and AReaL passes no versions here")
-        return evaluate(
-            built,
-            mask,
-            _advantage(built, _rows(input_data["advantages"], borders), mask),
-            current=_rows(logprobs, borders),
-            behavior=_rows(input_data["logprobs"], borders),
-            proximal=None if proximal is None else _rows(proximal, borders),
-            age=age,
-            monitor=observations(monitor),
-            step=current_version,
-        )[0]
+        try:
+            advantage = per_response(built, advantage, logps.mask)
+        except TrimtabError as error:
+            raise TrimtabError(f"{error}: set actor.kl_ctl=0 (AReaL's default, 0.1, adds KL to each token)") from None
+        return evaluate(built, logps, advantage, monitor=observations(monitor), step=current_version)[0]
 
     return loss
 
 
-def _rows(values: Tensor, borders: list[int] | None) -> Tensor:
-    """Returns (batch, time): each sequence of a packed row is a row."""
-    return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)
+def _read(reader: str, current: Tensor, data: Mapping[str, Any], version: int | None) -> tuple[PolicyLogps, Tensor]:
+    """Returns the log-probs and the advantages of a batch: a row for each sequence of a packed row.
 
+    reader: what reads the age of each token's policy, which is known where AReaL passes versions; empty for nothing.
+    """
+    cumulative = data.get("cu_seqlens")
+    borders = [len(current)] if cumulative is None else cumulative.diff().tolist()
 
-def _age(
-    reader: str, data: Mapping[str, Any], mask: Tensor, borders: list[int] | None, current_version: int | None
-) -> Tensor | None:
-    """Returns (batch, time) the age of the policy of each token, from 1; None where AReaL passes no versions."""
-    versions = data.get("versions")
-    if versions is None or current_version is None:
-        return None
-    # AReaL moves log-probs and mask one position back, but not versions.
-    sampled = _rows(versions.long().roll(-1, dims=-1), borders)
-    if bool((sampled[mask] < 0).any()):
-        raise TrimtabError(f"trained tokens have no version: train without {reader} and monitor, which read it")
-    return (current_version - sampled + 1).clamp(min=1)
+    def rows(values: Tensor) -> Tensor:
+        return pad_sequence(list(torch.split(values, borders)), batch_first=True) if values.ndim == 1 else values
+
+    mask, age, versions = rows(data["loss_mask"]).bool(), None, data.get("versions")
+    if reader and versions is not None and version is not None:
+        # AReaL moves log-probs and mask one position back, but not versions.
+        sampled = rows(versions.long().roll(-1, dims=-1))
+        if bool((sampled[mask] < 0).any()):
+            raise TrimtabError(f"trained tokens have no version: train without {reader}, which reads it")
+        age = (version - sampled + 1).clamp(min=1)
+    proximal = data.get("prox_logp")
+    proximal = None if proximal is None else rows(proximal)
+    logps = PolicyLogps(rows(current), rows(data["logprobs"]), mask, proximal=proximal, age=age)
+    return logps, rows(data["advantages"])
 
 
 def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bool, monitor: bool) -> None:
@@ -154,38 +146,3 @@ def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bo
         raise hook("areal").absent(objective.name, "proximal")
     if data.get("teacher_logp") is not None:
         raise TrimtabError("distillation from a teacher is a term of AReaL's own loss, which is replaced: turn it off")
-
-
-def _advantage(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
-    try:
-        return per_response(objective, advantage, mask)
-    except TrimtabError as error:
-        raise TrimtabError(f"{error}: set actor.kl_ctl=0 (AReaL's default, 0.1, adds KL to each token)") from None
-
-
-def _borders(objective: Objective | None, logprobs: Tensor, cumulative: Tensor | None) -> list[int] | None:
-    """Returns the length of each sequence of a packed row; None for padded rows."""
-    if logprobs.ndim != 1:
-        return None
-    if cumulative is not None:
-        return cumulative.diff().tolist()
-    if objective is not None and not _reads_tokens_only(objective):
-        raise TrimtabError(
-            f"{objective.name} reads whole sequences, and AReaL passes no borders of sequences (cu_seqlens): set "
-            "actor.enable_tree_training=false"
-        )
-    return [len(logprobs)]
-
-
-def _reads_tokens_only(objective: Objective) -> bool:
-    """Returns whether the loss of a token is the same in whichever sequence it stands."""
-    return (
-        objective.ratio.level == "token"
-        and (objective.weight is None or objective.weight.level == "token")
-        and not objective.surrogate.per_response
-        and all(
-            (isinstance(rule, Band) and rule.level == "token")
-            or (isinstance(rule, Divergence) and rule.reduce == "token")
-            for rule in objective.masks
-        )
-    )

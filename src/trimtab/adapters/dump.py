@@ -5,7 +5,6 @@ One file an update, in the column names of Trimtab's own trajectory files. A fil
 
 from __future__ import annotations
 
-import glob
 import json
 import math
 import os
@@ -13,6 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -95,30 +95,13 @@ class Dump:
         return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
 
     def _begin(self, step: int, rank: int) -> None:
-        """Chooses the folder of a run that begins, or goes on, at a step."""
-        earlier = self._earlier(rank)
-        _, number = max(((last, number) for number, last in earlier.items() if last < step), default=(0, 0))
-        number = number or max(earlier, default=0) + 1
-        self.folder = self._first if number == 1 else self._first.with_name(f"{self._first.name}_{number}")
-        if number not in earlier and number > 1 and rank == 0:
+        """Chooses the folder of a run that begins, or goes on, at a step: the first without that step or later ones."""
+        later = (self._first.with_name(f"{self._first.name}_{number}") for number in count(2))
+        self.folder = next(folder for folder in chain([self._first], later) if not _holds(folder, step, rank))
+        resumed = any(self.folder.glob("*_rank_0.jsonl"))
+        if self.folder != self._first and rank == 0 and not resumed:
             text = f"{self._first} holds log-probs of an earlier run: those of this run are written to {self.folder}"
             warnings.warn(text, TrimtabWarning, stacklevel=3)
-
-    def _earlier(self, rank: int) -> dict[int, int]:
-        """Returns the last step or call of earlier runs, by the number of their folder.
-
-        The files of another rank may be of this run, whose ranks would not agree if one counted them.
-        """
-        found: dict[int, int] = {}
-        for path in self._first.parent.glob(f"{glob.escape(self._first.name)}*/*_rank_*.jsonl"):
-            suffix = path.parent.name.removeprefix(self._first.name)
-            name = _FILE.fullmatch(path.name)
-            if name is None or not re.fullmatch(r"(_\d+)?", suffix):
-                continue
-            if int(name[2]) == rank or path.stat().st_mtime < _STARTED:
-                number = int(suffix[1:] or 1)
-                found[number] = max(int(name[1]), found.get(number, 0))
-        return found
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
         path = self.folder / name
@@ -136,3 +119,15 @@ class Dump:
                 f"log-probs cannot be written to {path} ({error}): free space there, or give dump another folder"
             ) from error
         return path
+
+
+def _holds(folder: Path, step: int, rank: int) -> bool:
+    """Returns whether an earlier run wrote a step, or a later one, into a folder.
+
+    The files of another rank may be of this run, whose ranks would not agree if one counted them.
+    """
+    for path in folder.glob("*_rank_*.jsonl"):
+        name = _FILE.fullmatch(path.name)
+        if name and int(name[1]) >= step and (int(name[2]) == rank or path.stat().st_mtime < _STARTED):
+            return True
+    return False

@@ -87,13 +87,6 @@ class Hook:
             f"{reader} reads {MEANING[policy]}, which {self.trainer} does not have: {self.remedies[policy]}"
         )
 
-    def check(self, objective: Objective) -> Objective:
-        """Returns the objective. Raises `TrimtabError` with the reason where the hook cannot carry it."""
-        reason = self.refusal(objective)
-        if reason is not None:
-            raise TrimtabError(f"{self.trainer} cannot train {objective.name}: {reason}")
-        return objective
-
 
 _CALCULATE = (
     "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
@@ -163,18 +156,18 @@ def build(trainer: str, objective: str | Objective | None, keywords: Mapping[str
 
     Raises `TrimtabError` without an objective: the loss of a run is never chosen here.
     """
+    one = hook(trainer)
     if objective is None:
         raise TrimtabError(
-            f"{hook(trainer).trainer}: no objective is given, and this function would replace the trainer's loss: name "
-            'one, such as objective="token-tis" (`trimtab explain` lists them)'
+            f"{one.trainer}: no objective is given, and this function would replace the trainer's loss: name one, such "
+            'as objective="token-tis" (`trimtab explain` lists them)'
         )
-    if not isinstance(objective, str):
-        if keywords:
-            raise TrimtabError(
-                f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete"
-            )
-        return hook(trainer).check(objective)
-    return hook(trainer).check(preset(objective, **keywords))
+    if not isinstance(objective, str) and keywords:
+        raise TrimtabError(f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete")
+    built = preset(objective, **keywords) if isinstance(objective, str) else objective
+    if (reason := one.refusal(built)) is not None:
+        raise TrimtabError(f"{one.trainer} cannot train {built.name}: {reason}")
+    return built
 
 
 def peer_module(trainer: str, name: str) -> Any:
@@ -186,20 +179,6 @@ def peer_module(trainer: str, name: str) -> Any:
             f"{trainer} cannot be used here: {name} needs {error.name}, which is not installed: run this where "
             f"{trainer} is"
         ) from None
-
-
-def require_correction(objective: Objective, where: str, remedy: str) -> None:
-    """Raises `TrimtabError` unless the objective has a weight or masks that a hook of corrections alone can apply.
-
-    Such a hook passes log-probs of the sampler and of the trainer, the current policy and advantages are not there.
-    `where` begins the message and `remedy` ends it.
-    """
-    if objective.weight is None and not objective.masks:
-        raise TrimtabError(f"{where}{objective.name} has no weight and no mask: this hook applies only these")
-    unread = frozenset().union(*(rule.reads for rule in objective.masks)) & {"current", "advantage"}
-    if unread:
-        names = " and ".join(sorted(unread))
-        raise TrimtabError(f"{where}{objective.name} reads {names}, which this hook does not pass: {remedy}")
 
 
 def refuse_standard_deviation(objective: Objective, divides: object, remedy: str) -> None:

@@ -1,7 +1,8 @@
 """Settings that the policy loss of each trainer reads, and what becomes of them beside a loss of Trimtab.
 
 A setting without effect would be believed: each is taken over as a keyword of the objective where both mean the same,
-or refused with what replaces it. Versions are those of docs/adapters.md.
+or refused with what replaces it. Those of losses that no preset has, such as verl's `clip_cov`, are left alone: the
+trainer itself reads them only where that loss is chosen. Versions are those of docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -71,16 +72,6 @@ VERL_ACTOR: LossSettings = {
 }
 """`actor_rollout_ref.actor` of verl 0.9.1."""
 
-VERL_POLICY_LOSS: LossSettings = {
-    "clip_cov_ratio": LossSetting(0.0002),
-    "clip_cov_lb": LossSetting(1.0),
-    "clip_cov_ub": LossSetting(5.0),
-    "kl_cov_ratio": LossSetting(0.0002),
-    "ppo_kl_coef": LossSetting(0.1),
-    "dro_beta": LossSetting(None),
-}
-"""`actor_rollout_ref.actor.policy_loss` of verl 0.9.1."""
-
 VERL_CORRECTION: LossSettings = {
     "rollout_is_threshold": LossSetting(2.0, WEIGHT),
     "rollout_is_batch_normalize": LossSetting(False, "normalize, of a preset with a weight"),
@@ -104,11 +95,6 @@ SKYRL: LossSettings = {
     "off_policy_correction.token_mask_is_threshold_high": LossSetting(None, "weight_max, of the preset icepop"),
     "sapo.tau_pos": LossSetting(1.0, "tau_positive, of the preset sapo"),
     "sapo.tau_neg": LossSetting(1.05, "tau_negative, of the preset sapo"),
-    "clip_cov.clip_ratio": LossSetting(0.0002),
-    "clip_cov.clip_cov_lb": LossSetting(1.0),
-    "clip_cov.clip_cov_ub": LossSetting(5.0),
-    "kl_cov.kl_cov_frac": LossSetting(0.2),
-    "kl_cov.ppo_kl_coef": LossSetting(1.0),
     "cispo.cispo_eps_clip_low": LossSetting(1.0),
     "cispo.cispo_eps_clip_high": LossSetting(4.0, "ceiling, of the preset cispo, 1 larger"),
     "cispo.cispo_anchor": LossSetting("old", "ratio"),

@@ -47,11 +47,8 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
 
 def prefixed_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of an update as `trimtab/KEY`, without those by tenth of the response and without NaN."""
-    values = metrics.items()
-    return {
-        f"trimtab/{key}": value for key, value in values if not key.startswith("clip/tenth/") and not math.isnan(value)
-    }
+    """Returns the metrics of an update as `trimtab/KEY`, without NaN."""
+    return {f"trimtab/{key}": value for key, value in metrics.items() if not math.isnan(value)}
 
 
 def averaged(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -101,14 +98,9 @@ def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
 
 def evaluate(
     objective: Objective,
-    mask: Tensor,
+    logps: PolicyLogps,
     advantage: Tensor,
     *,
-    current: Tensor,
-    behavior: Tensor | None,
-    proximal: Tensor | None,
-    reference: Tensor | None = None,
-    age: Tensor | None = None,
     state: State | None = None,
     dump: Dump | None = None,
     monitor: Observations | None = None,
@@ -116,16 +108,17 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
-    All tensors are (batch, time). Tokens whose log-prob the sampler did not report are left out and counted
-    where the objective reads it; denominators of `state` stay. `dump` and `monitor` receive all tokens. step: the
-    number of the update for `monitor`, where the trainer passes it.
+    advantage: (batch, time). Tokens whose log-prob the sampler did not report are left out and counted where the
+    objective reads it; denominators of `state` stay. `dump` and `monitor` receive all tokens. step: the number of the
+    update for `monitor`, where the trainer passes it. Turns are those of `turns_of`.
     """
-    logps = PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference, turn=turns_of(mask), age=age)
     observed = record(logps, advantage, dump=dump, monitor=monitor, step=step)
-    kept = mask
-    if behavior is not None and "behavior" in objective.needs:
-        kept = usable_tokens(mask, behavior, current if proximal is None else proximal)
-    logps = replace(logps, mask=kept)
+    mask = kept = logps.mask
+    if logps.behavior is not None and "behavior" in objective.needs:
+        trainer = logps.current if logps.proximal is None else logps.proximal
+        assert trainer is not None
+        kept = usable_tokens(mask, logps.behavior, trainer)
+    logps = replace(logps, mask=kept, turn=turns_of(mask))
     output = objective(logps, per_response(objective, advantage, mask), state=state)
     return output.loss, output.metrics.finalize() | dropped_shares(mask, kept) | observed, logps
 

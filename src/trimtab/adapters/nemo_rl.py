@@ -56,9 +56,8 @@ class RecordedLoss:
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns what NeMo-RL's loss returns, with the shares of the micro-batch in the figures of the monitor."""
-        behind, mask, proximal = _read(next_token_logprobs.detach(), data)
-        logps = PolicyLogps(next_token_logprobs.detach(), behind.get("generation_logprobs"), mask, proximal=proximal)
-        observed = averaged(record(logps, behind["advantages"], monitor=observations(self._monitor)))
+        logps, advantage = _read(next_token_logprobs.detach(), data)
+        observed = averaged(record(logps, advantage, monitor=observations(self._monitor)))
         loss, metrics = self._own(
             next_token_logprobs=next_token_logprobs,
             data=data,
@@ -66,7 +65,7 @@ class RecordedLoss:
             global_valid_toks=global_valid_toks,
             **inputs,
         )
-        share = (mask.sum() / global_valid_toks).item()
+        share = (logps.mask.sum() / global_valid_toks).item()
         return loss, metrics | {key: value * share for key, value in observed.items()}
 
 
@@ -118,21 +117,13 @@ class ObjectiveLoss:
         `force_on_policy_ratio`, which fills `prev_logprobs` with zeros and allows one update a generation, the policy
         at the start of the update is the current one.
         """
-        behind, mask, proximal = _read(next_token_logprobs, data)
-        self._check_reference(mask, behind.get("reference_policy_logprobs"))
+        given, advantage = _read(next_token_logprobs, data)
+        mask = given.mask
+        self._check_reference(mask, given.reference)
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
-        advantage = per_response(self.objective, behind["advantages"], mask)
-        loss, metrics, logps = evaluate(
-            self.objective,
-            mask,
-            advantage,
-            current=next_token_logprobs,
-            behavior=behind.get("generation_logprobs"),
-            proximal=proximal,
-            reference=behind.get("reference_policy_logprobs"),
-            state=state,
-            monitor=observations(self._monitor),
-        )
+        advantage = per_response(self.objective, advantage, mask)
+        monitor = observations(self._monitor)
+        loss, metrics, logps = evaluate(self.objective, given, advantage, state=state, monitor=monitor)
         unfiltered = data.get("curr_logprobs_unfiltered")
         if unfiltered is not None:
             loss = self._unfiltered(logps, advantage, state, unfiltered)
@@ -165,15 +156,16 @@ class ObjectiveLoss:
             )
 
 
-def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Returns the columns, the trained tokens and the policy at the start of the update, (batch, time - 1) each."""
+def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[PolicyLogps, Tensor]:
+    """Returns the log-probs and the advantages, (batch, time - 1) each."""
     # Position t of the log-probs is token t + 1; data has a position more at the front.
     behind = {name: value[:, 1:] for name, value in data.items() if isinstance(value, Tensor) and value.ndim == 2}
     mask = (behind["token_mask"] * data["sample_mask"][:, None]).bool()
     proximal = behind.get("prev_logprobs")
     if proximal is not None and not bool(proximal[mask].any()):
         proximal = current.detach()
-    return behind, mask, proximal
+    behavior, reference = behind.get("generation_logprobs"), behind.get("reference_policy_logprobs")
+    return PolicyLogps(current, behavior, mask, proximal=proximal, reference=reference), behind["advantages"]
 
 
 def _mismatch(logps: PolicyLogps, tokens: Tensor) -> float:

@@ -68,8 +68,7 @@ class RecordedLoss(nn.Module):
         rollout_log_probs: Tensor | None = None,
         **counts: Any,
     ) -> Any:
-        mask = _mask(action_mask, log_probs)
-        logps = PolicyLogps(log_probs.detach(), rollout_log_probs, mask, proximal=old_log_probs)
+        logps = _read(log_probs.detach(), old_log_probs, action_mask, rollout_log_probs)
         record(logps, advantages, dump=self._dump, monitor=observations(self._monitor))
         return self.own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
 
@@ -97,22 +96,14 @@ class ObjectiveLoss(nn.Module):
         global_batch_size: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
-        mask = _mask(action_mask, log_probs)
+        given = _read(log_probs, old_log_probs, action_mask, rollout_log_probs)
+        mask = given.mask
         if "behavior" in self.objective.needs and rollout_log_probs is None:
             raise hook("openrlhf").absent(self.objective.name, "behavior")
         tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
         sequences = mask.shape[0] if global_batch_size is None else global_batch_size
-        loss, values, logps = evaluate(
-            self.objective,
-            mask,
-            advantages,
-            current=log_probs,
-            behavior=rollout_log_probs,
-            proximal=old_log_probs,
-            state=counted_state(tokens, sequences, like=log_probs),
-            dump=self._dump,
-            monitor=observations(self._monitor),
-        )
+        state, monitor = counted_state(tokens, sequences, like=log_probs), observations(self._monitor)
+        loss, values, logps = evaluate(self.objective, given, advantages, state=state, dump=self._dump, monitor=monitor)
         clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
         old_to_new = ((old_log_probs - log_probs).detach() * mask).sum() / mask.sum().clamp(min=1)
         mismatch = None
@@ -122,5 +113,6 @@ class ObjectiveLoss(nn.Module):
         return loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch
 
 
-def _mask(action_mask: Tensor | None, like: Tensor) -> Tensor:
-    return torch.ones_like(like, dtype=torch.bool) if action_mask is None else action_mask.bool()
+def _read(current: Tensor, old: Tensor, action_mask: Tensor | None, rollout: Tensor | None) -> PolicyLogps:
+    mask = torch.ones_like(current, dtype=torch.bool) if action_mask is None else action_mask.bool()
+    return PolicyLogps(current, rollout, mask, proximal=old)

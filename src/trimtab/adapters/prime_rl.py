@@ -67,22 +67,19 @@ def loss(
     if not isinstance(objective, str):
         raise TrimtabError(f"trainer.loss.kwargs.objective = {objective!r}: give the name of an objective")
     built = _built(objective, json.dumps(keywords))
-    mask = inputs.loss_mask[None]
     weights = inputs.loss_weights
-    if weights is not None and not bool((weights[None][mask] == 1).all()):
+    if weights is not None and not bool((weights[inputs.loss_mask] == 1).all()):
         raise TrimtabError("prime-rl's rl_weights other than 1 have no meaning in this loss: leave them out")
-    current = inputs.trainer_logprobs[None]
-    value, metrics, _ = evaluate(
-        built,
-        mask,
-        inputs.advantages[None],
-        current=current,
-        behavior=inputs.inference_logprobs[None],
+    current, reference = inputs.trainer_logprobs[None], inputs.ref_logprobs
+    logps = PolicyLogps(
+        current,
+        inputs.inference_logprobs[None],
+        inputs.loss_mask[None],
         proximal=current.detach(),
-        reference=None if inputs.ref_logprobs is None else inputs.ref_logprobs[None],
-        state=counted_state(1, 1, like=current),
-        monitor=observations(monitor),
+        reference=None if reference is None else reference[None],
     )
+    state, watched = counted_state(1, 1, like=current), observations(monitor)
+    value, metrics, _ = evaluate(built, logps, inputs.advantages[None], state=state, monitor=watched)
     return LossOutputs(value, _tensors(metrics))
 
 

@@ -18,7 +18,7 @@ from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.adapters.monitoring import MonitorChoice, observations
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Aggregation, Objective
+from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "constant": "seq_mean_token_sum_norm"}
 """`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
@@ -74,17 +74,9 @@ def policy_loss(
         if "behavior" in built.needs and rollout_logprobs is None:
             raise hook("skyrl").absent(built.name, "behavior")
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
-        value, metrics, _ = evaluate(
-            summed,
-            mask,
-            advantages,
-            current=log_probs,
-            behavior=rollout_logprobs,
-            proximal=old_log_probs,
-            state=counted_state(1, 1, like=log_probs),
-            dump=written,
-            monitor=observations(monitor),
-        )
+        logps = PolicyLogps(log_probs, rollout_logprobs, mask, proximal=old_log_probs)
+        state, watched = counted_state(1, 1, like=log_probs), observations(monitor)
+        value, metrics, _ = evaluate(summed, logps, advantages, state=state, dump=written, monitor=watched)
         return value, averaged(metrics)
 
     return loss

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation, require_correction
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
 from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, turns_of, usable_tokens
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
@@ -70,7 +70,11 @@ def tis(
     monitor = _monitor(args)
     built = None if monitor and _records(args) else _objective(args, "custom_tis_function_path")
     if built is not None:
-        require_correction(built, "", "use loss")
+        if built.weight is None and not built.masks:
+            raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
+        if unread := frozenset().union(*(rule.reads for rule in built.masks)) & {"current", "advantage"}:
+            names = " and ".join(sorted(unread))
+            raise TrimtabError(f"{built.name} reads {names}, which this hook does not pass: use loss")
         refuse(hook(_trainer()).trainer, MILES_TIS, chosen(MILES_TIS, args), "In trimtab_objective")
     _check_whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)
@@ -115,11 +119,9 @@ def loss(
     current, mask = _pad(current_logps), _pad(batch["loss_masks"]).bool()
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _pad(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
-    policies.setdefault("proximal", current.detach())
+    logps = PolicyLogps(current, mask=mask, **{"behavior": None, "proximal": current.detach(), **policies})
     state = counted_state(1, 1, like=current)
-    advantage = _pad(batch["advantages"])
-    given = {"behavior": None, **policies, "state": state, "monitor": _monitor(args)}
-    value, metrics, _ = evaluate(built, mask, advantage, current=current, **given)
+    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), state=state, monitor=_monitor(args))
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()

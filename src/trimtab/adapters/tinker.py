@@ -20,7 +20,7 @@ from trimtab.adapters.micro_batch import evaluate, prefixed_metrics
 from trimtab.adapters.monitoring import MonitorChoice, Observations
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
-from trimtab.objectives import Objective
+from trimtab.objectives import Objective, PolicyLogps
 
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -53,18 +53,14 @@ def custom_loss(
         inside = torch.arange(current.shape[1], device=current.device) < lengths[:, None]  # not padding
         mask = inside if mask is None else inside & (mask != 0)
         proximal = _column(fields, "old_logprobs", current)
-        value, metrics, _ = evaluate(
-            built,
+        logps = PolicyLogps(
+            current,
+            behavior,
             mask,
-            advantage,
-            current=current,
-            behavior=behavior,
             proximal=current.detach() if proximal is None else proximal,
             reference=_column(fields, "ref_logprobs", current),
-            dump=written,
-            monitor=observed,
-            step=next(steps),
         )
+        value, metrics, _ = evaluate(built, logps, advantage, dump=written, monitor=observed, step=next(steps))
         return value, prefixed_metrics(metrics)
 
     return loss

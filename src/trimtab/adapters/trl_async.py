@@ -34,16 +34,11 @@ PlainTrainer: Any = _TRL.AsyncGRPOTrainer
 class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
     """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records, and whose loss may be a Trimtab objective.
 
-    objective: a preset, or an `Objective` for other numbers and parts; `token-bypass` is TRL's own loss where an update
-    is one micro-batch. Without it the loss is TRL's own, bit for bit. dump: a folder for the log-probs of every update,
-    which `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True, which is shown the same
-    batches and closed when training ends. Other parameters are those of TRL.
+    objective, dump, monitor, and what is raised: as for `trl.GRPOTrainer`, but that every update is written.
+    `token-bypass` is TRL's own loss where an update is one micro-batch.
 
-    With an objective, a sample serves one update, so that the policy at its start is the current one. Denominators and
-    other statistics are those of the whole update: of all micro-batches of an accumulation window, on all processes. A
-    response is a sample of TRL's, whichever tokens it shares with others in its row. Tokens without a log-prob of the
-    sampler are left out as in `GRPOTrainer`. Raises `TrimtabError`, before a model is loaded, for settings of TRL that
-    would have no effect, and for objectives that need what TRL does not have.
+    With an objective, a sample serves one update, so that the policy at its start is the current one. A response is a
+    sample of TRL's, whichever tokens it shares with others in its row.
     """
 
     def __init__(

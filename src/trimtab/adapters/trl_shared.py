@@ -118,9 +118,6 @@ class ObjectiveLoss:
 
     def _log(self, mode: str, values: dict[str, float]) -> None:
         """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
-        values = {
-            key: value for key, value in values.items() if not key.startswith("clip/tenth/")
-        }  # Not on all of them.
         if not values:
             return
         here = torch.tensor(list(values.values()), device=self.accelerator.device)

@@ -4,7 +4,6 @@ verl imports this module through the entry point `verl.plugins` in every process
 
     actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-token-tis   # an objective as the loss
     +actor_rollout_ref.actor.policy_loss.trimtab.weight_max=3.0       # with keywords of it
-    algorithm.rollout_correction.rollout_is=trimtab-token-tis         # or: a correction beside verl's own loss
 
 verl before 0.9 has no such entry point: set VERL_USE_EXTERNAL_MODULES=trimtab.adapters.verl in every process.
 TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
@@ -47,7 +46,7 @@ def register() -> list[str]:
             if not ours and "rollout_is_weights" in inspect.signature(function).parameters:
                 registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
-    _replace(helper, "compute_rollout_correction_and_add_to_batch", partial(verl_driver.wrap_correction, named))
+    _replace(helper, "compute_rollout_correction_and_add_to_batch", verl_driver.wrap_correction)
     if folder := os.environ.get(verl_records.MONITOR):
         watch = verl_records.Watch(folder)
         _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)

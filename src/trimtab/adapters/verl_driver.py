@@ -10,73 +10,50 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, refuse_standard_deviation, require_correction
+from trimtab.adapters.hooks import refuse_standard_deviation
 from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
-from trimtab.adapters.micro_batch import dropped_shares, prefixed_metrics, turns_of, usable_tokens
-from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, PolicyLoss, given_keywords
+from trimtab.adapters.micro_batch import prefixed_metrics
+from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import Objective, correct, mismatch
+from trimtab.objectives import mismatch
 from trimtab.objectives.presets import is_custom
 
+MISSING_LOGPS = (
+    f"rollout_is={CARRY_LOGPS} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
+)
 
-def wrap_correction(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` two more kinds of values.
 
-    `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers; `trimtab-NAME` the weights of an
-    objective. Other values go to verl's own function.
+def wrap_correction(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` one more value.
+
+    `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers. Other values go to verl's own
+    function.
     """
 
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
-        chosen_is = str(rollout_corr_config.get("rollout_is", None))
-        if not _is_ours(chosen_is):
+        if rollout_corr_config.get("rollout_is", None) != CARRY_LOGPS:
             return original(batch, rollout_corr_config)
-        correction = _checked_correction(chosen_is, rollout_corr_config, named)
-        if "rollout_log_probs" not in batch.batch:
-            raise TrimtabError(_missing_logps_message(chosen_is))
+        _check_correction(rollout_corr_config)
         fields = batch.batch
-        old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool()
-        if correction is None:
-            fields["rollout_is_weights"] = rollout
-            return batch, _correction_metrics(mismatch(old, rollout, mask).finalize())
-        kept, turn = usable_tokens(mask, rollout, old), turns_of(mask)
-        result = correct(old, rollout, kept, weight=correction.weight, masks=correction.masks, turn=turn)
-        # Rejected and unscored tokens have the weight 0; the mask stays, and with it verl's denominators.
-        fields["rollout_is_weights"] = result.weight.to(old) * result.keep
-        return batch, _correction_metrics(result.metrics.finalize() | dropped_shares(mask, kept))
+        if "rollout_log_probs" not in fields:
+            raise TrimtabError(MISSING_LOGPS)
+        fields["rollout_is_weights"] = fields["rollout_log_probs"]
+        figures = mismatch(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool())
+        named = prefixed_metrics(figures.finalize()).items()
+        return batch, {f"rollout_corr/{key}": value for key, value in named}
 
     return add_to_batch
 
 
-def _is_ours(rollout_is: str) -> bool:
-    return rollout_is == CARRY_LOGPS or rollout_is.startswith(LOSS_PREFIX)
-
-
-def _is_misspelled(value: str) -> bool:
+def _is_meant(value: str, named: Collection[str]) -> bool:
     """Whether a setting that is none of Trimtab's values is meant as one."""
-    return value.lower().startswith(CARRY_LOGPS) and not _is_ours(value)
+    return value in named or value.lower().startswith(CARRY_LOGPS)
 
 
-def _checked_correction(rollout_is: str, config: Any, named: Mapping[str, PolicyLoss]) -> Objective | None:
-    """Returns the objective whose weight and masks `rollout_is` names; None for the log-probs alone.
-
-    Raises `TrimtabError` for settings of verl's correction that would have no effect.
-    """
-    where = f"+algorithm.rollout_correction.{KEYWORDS}.KEYWORD"
-    names = chosen(VERL_CORRECTION, config)
-    keywords = given_keywords(config)
-    if rollout_is == CARRY_LOGPS:
-        where = "+actor_rollout_ref.actor.policy_loss.trimtab.KEYWORD"
-        if keywords:
-            raise TrimtabError(f"rollout_correction.{KEYWORDS} has no effect with rollout_is={rollout_is}: use {where}")
-    refuse("verl", VERL_CORRECTION, names, f"As {where}")
-    if rollout_is == CARRY_LOGPS:
-        return None
-    loss = _named_loss(f"rollout_is={rollout_is}", named)
-    objective = build("verl", loss.name, keywords)
-    remedy = f"use loss_mode={rollout_is} with rollout_is={CARRY_LOGPS}"
-    require_correction(objective, f"rollout_is={rollout_is}: ", remedy)
-    return objective
+def _check_correction(config: Any) -> None:
+    """Raises `TrimtabError` for settings of verl's correction that would have no effect."""
+    refuse("verl", VERL_CORRECTION, chosen(VERL_CORRECTION, config), f"As {SET}.KEYWORD")
 
 
 def wrap_validate_config(
@@ -96,25 +73,21 @@ def wrap_validate_config(
         mode = str(policy_loss.get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
             _check_loss(mode, named, config, rollout, correction)
-        elif mode in named and mode not in verl_losses:
-            raise TrimtabError(f"verl has no loss {mode}: Trimtab's is loss_mode={LOSS_PREFIX}{mode}")
-        elif _is_misspelled(mode):
-            raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}OBJECTIVE")
+        elif mode not in verl_losses and _is_meant(mode, named):
+            raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}NAME")
         elif given_keywords(policy_loss):
             raise TrimtabError(f"policy_loss.{KEYWORDS} has no effect with loss_mode={mode}: use {LOSS_PREFIX}NAME")
         rollout_is = str(correction.get("rollout_is", None))
-        if _is_ours(rollout_is):
-            if rollout_is == CARRY_LOGPS and mode in verl_losses:
+        if rollout_is == CARRY_LOGPS:
+            if mode in verl_losses:
                 raise TrimtabError(_log_probs_as_weights(mode))
             if correction.get("bypass_mode", False):
                 raise TrimtabError(f"rollout_is={rollout_is} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
-                raise TrimtabError(_missing_logps_message(rollout_is))
-            _checked_correction(rollout_is, correction, named)
-        elif rollout_is in named:
-            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's is {LOSS_PREFIX}{rollout_is}")
-        elif _is_misspelled(rollout_is):
-            raise TrimtabError(f"verl has no rollout_is={rollout_is}: Trimtab's are {LOSS_PREFIX}OBJECTIVE")
+                raise TrimtabError(MISSING_LOGPS)
+            _check_correction(correction)
+        elif _is_meant(rollout_is, named):
+            raise TrimtabError(f"verl has no rollout_is={rollout_is}: a loss corrects, set loss_mode={LOSS_PREFIX}NAME")
         _check_readers(config, rollout, correction)
         original(config, *arguments, **keywords)
 
@@ -186,17 +159,13 @@ def _custom_loss(name: str) -> PolicyLoss:
 
 
 def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
-    """Returns the loss that a value `trimtab-NAME`, or a setting to it, names."""
-    name = setting.rpartition("=")[2].removeprefix(LOSS_PREFIX)
+    """Returns the loss that a value `trimtab-NAME` names."""
+    name = setting.removeprefix(LOSS_PREFIX)
     if is_custom(name):
         return _custom_loss(name)
     if name not in named:
         raise TrimtabError(f"{setting}: no such objective{did_you_mean(name, named)}")
     return named[name]
-
-
-def _missing_logps_message(chosen: str) -> str:
-    return f"rollout_is={chosen} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
 
 
 def wrap_variance_proxy(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
@@ -219,7 +188,7 @@ def _holds_log_probs(weights: Tensor, mask: Tensor) -> bool:
 def _log_probs_as_weights(loss: str) -> str:
     return (
         f"rollout_is={CARRY_LOGPS} carries log-probs for the losses {LOSS_PREFIX}NAME, and verl's {loss} would "
-        f"multiply by them: set policy_loss.loss_mode={LOSS_PREFIX}NAME, or rollout_is={LOSS_PREFIX}NAME"
+        f"multiply by them: set policy_loss.loss_mode={LOSS_PREFIX}NAME"
     )
 
 
@@ -250,7 +219,3 @@ def wrap_bypass_mode(original: Callable[..., None]) -> Callable[..., None]:
         original(batch, rollout_corr_config=rollout_corr_config, policy_loss_config=policy_loss_config)
 
     return apply
-
-
-def _correction_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"rollout_corr/{key}": value for key, value in prefixed_metrics(metrics).items()}

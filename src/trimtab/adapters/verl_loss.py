@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.hooks import build
-from trimtab.adapters.loss_settings import VERL_ACTOR, VERL_POLICY_LOSS, chosen, refuse
+from trimtab.adapters.loss_settings import VERL_ACTOR, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, keywords_of, objective
+from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
 from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
 from trimtab.objectives.surrogates import Clipped
 
 LOSS_PREFIX = "trimtab-"
-"""Before the name of an objective, as a value of `policy_loss.loss_mode` or `rollout_correction.rollout_is`."""
+"""Before the name of an objective, as a value of `policy_loss.loss_mode`."""
 CARRY_LOGPS = "trimtab"
 """The value of `rollout_correction.rollout_is` that carries the sampler's log-probs to the loss."""
 KEYWORDS = "trimtab"
-"""The key of `policy_loss`, and of `rollout_correction`, under which keywords of the objective are given."""
+"""The key of `policy_loss` under which keywords of the objective are given."""
 SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
 """The key on verl's command line under which a keyword of the loss's objective is set: SET.KEYWORD=VALUE."""
 SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
@@ -63,9 +63,8 @@ class PolicyLoss:
             like=log_prob,
         )
         behavior = _sampler_logps(built, rollout_is_weights, mask)
-        loss, metrics, _ = evaluate(
-            built, mask, advantages, current=log_prob, behavior=behavior, proximal=old_log_prob, state=state
-        )
+        logps = PolicyLogps(log_prob, behavior, mask, proximal=old_log_prob)
+        loss, metrics, _ = evaluate(built, logps, advantages, state=state)
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
     def validated_objective(self, actor: Any, loss_agg_mode: str) -> Objective:
@@ -95,9 +94,7 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
     defaults and the objective has them. Raises `TrimtabError` for bounds that contradict a keyword, and for settings
     that only verl's own losses read.
     """
-    policy_loss = getattr(actor, "policy_loss", None)
-    keywords, known = given_keywords(policy_loss), keywords_of(name)
-    refuse("verl", VERL_POLICY_LOSS, chosen(VERL_POLICY_LOSS, policy_loss))
+    keywords, known = given_keywords(getattr(actor, "policy_loss", None)), keywords_of(name)
     values, taken = _bounds(actor), {}
     for key, value in values.items():
         keyword = VERL_ACTOR[key].keyword
@@ -139,9 +136,7 @@ def given_keywords(section: Any) -> dict[str, Any]:
         omega = importlib.import_module("omegaconf").OmegaConf
         given = omega.to_container(given, resolve=True) if omega.is_config(given) else given
     if not isinstance(given, dict) or "name" in given:
-        raise TrimtabError(
-            f"{KEYWORDS} has keywords of the objective that loss_mode or rollout_is names: {SET}.KEYWORD=VALUE"
-        )
+        raise TrimtabError(f"{KEYWORDS} has keywords of the objective that loss_mode names: {SET}.KEYWORD=VALUE")
     return dict(given)
 
 

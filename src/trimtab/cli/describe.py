@@ -20,8 +20,8 @@ Trainer = Annotated[
     typer.Option(
         "--for",
         metavar="TRAINER",
-        help="Print the settings with which another trainer has this objective as its loss, and what differs: verl, "
-        "trl, miles, prime-rl, skyrl, ...",
+        help="Print the settings with which another trainer has this objective as its loss: verl, trl, miles, "
+        "prime-rl, skyrl, ...",
         show_default=False,
     ),
 ]

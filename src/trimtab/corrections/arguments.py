@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
-from trimtab.errors import did_you_mean
+from trimtab.errors import TrimtabError, did_you_mean
 
 TOKENS = "(batch, time)"
 _KINDS = {"sequence_ids": "integer", "turn": "integer", "age": "integer", "response_ids": "integer"}
@@ -68,10 +68,21 @@ def _is(kind: str, dtype: torch.dtype) -> bool:
 
 
 def check_option(part: object, name: str, options: Iterable[str]) -> None:
-    """Raises `ValueError` where a field of a part, by name, is none of the options."""
+    """Raises `TrimtabError` where a field of a part, by name, is none of the options."""
     value = getattr(part, name)
     if value not in options:
-        raise ValueError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
+        raise TrimtabError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
+
+
+def check_range(part: object, interval: str, *names: str) -> None:
+    """Raises `TrimtabError` where a field of a part is outside an interval, such as "(0, inf)"; None is inside."""
+    low, high = map(float, interval[1:-1].split(","))
+    for name in names:
+        value = getattr(part, name)
+        if value is None or low < value < high:
+            continue
+        if not ((value == low and interval[0] == "[") or (value == high and interval[-1] == "]")):
+            raise TrimtabError(f"{type(part).__name__}: {name} = {value:g} must lie in {interval}")
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import chain, count
 from operator import add
 
 import torch
@@ -118,7 +117,7 @@ class _Block:
         current: Tensor | None,
         advantage: Tensor | None,
     ) -> None:
-        self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
+        self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
         mismatch, policy = (
             None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
             for numerator in (proximal, current)
@@ -129,7 +128,7 @@ class _Block:
         """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
         keep = self.sequences.mask
         statistics: dict[str, Mergeable] = {}
-        for rule in rules:
+        for place, rule in enumerate(rules):
             passed = rule.keep(self.evidence)
             if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
                 what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
@@ -143,7 +142,8 @@ class _Block:
                 )
             passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
             keep = keep & passed
-            statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
+            alike = sum(other.rule == rule.rule for other in rules[:place])
+            statistics |= self._rejection(f"reject/{rule.rule}" + (f"_{alike + 1}" if alike else ""), passed)
         return keep, statistics
 
     def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
@@ -189,40 +189,10 @@ class _Block:
         return RatioStatistics.of(self.evidence.mismatch, self.proximal, self.behavior, self.histogram)
 
     def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
-        """Returns the shares of trained tokens and of whole sequences that a rule rejected.
-
-        With advantages also those of positive and of negative advantage; a sequence has the sign of their sum.
-        """
+        """Returns the shares of trained tokens and of whole sequences that a rule rejected."""
         sequences, lengths = self.sequences, self.sequences.lengths
-        rejected = sequences.mask & ~passed
-        tokens = sequences.count(rejected)
-        whole = sequences.trained & (tokens == lengths)
-        statistics: dict[str, Mergeable] = {
+        tokens = sequences.count(sequences.mask & ~passed)
+        return {
             name: Mean.of(tokens, lengths),
-            f"{name}/sequences": Mean.of(whole, sequences.trained),
+            f"{name}/sequences": Mean.of(sequences.trained & (tokens == lengths), sequences.trained),
         }
-        for sign, (at_tokens, at_sequences) in self._signs.items():
-            trained = sequences.trained & at_sequences
-            statistics[f"{name}/sequences_{sign}"] = Mean.of(whole & at_sequences, trained)
-            if at_tokens is None:
-                statistics[f"{name}/{sign}"] = Mean.of(tokens * at_sequences, lengths * at_sequences)
-            else:
-                statistics[f"{name}/{sign}"] = Mean.of(rejected & at_tokens, sequences.mask & at_tokens)
-        return statistics
-
-    @cached_property
-    def _signs(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """For each sign of the advantage, where it holds: at tokens (None where sequences say it), at sequences."""
-        if self.advantage is None:
-            return {}
-        if self.sequences.ids is None and self.advantage.shape[1] == 1:
-            return {"positive": (None, self.advantage > 0), "negative": (None, self.advantage < 0)}
-        at_tokens = select(self.advantage.expand(self.sequences.mask.shape), self.sequences.mask)
-        whole = self.sequences.sum(at_tokens)
-        return {"positive": (at_tokens > 0, whole > 0), "negative": (at_tokens < 0, whole < 0)}
-
-
-def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:
-    """Returns the name, with a number when it is taken: `name`, `name_2`, `name_3`."""
-    numbered = (f"{name}_{number}" for number in count(2))
-    return next(free for free in chain([name], numbered) if free not in taken)

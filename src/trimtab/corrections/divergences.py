@@ -29,12 +29,11 @@ _REST_FLOOR = 1e-8
 """Smallest probability of all other tokens, where log q rounds to 0."""
 
 
-def k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return -log_ratio
-
-
-def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return 0.5 * log_ratio.square()
+def estimate(kind: str, log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns k1, k2 or k3 of each log-ratio."""
+    if kind == "k1":
+        return -log_ratio
+    return 0.5 * log_ratio.square() if kind == "k2" else k3(log_ratio)
 
 
 def k3(log_ratio: Float[Tensor, "*shape"], excess: Float[Tensor, "*shape"] | None = None) -> Float[Tensor, "*shape"]:
@@ -68,11 +67,7 @@ def per_token(kind: str, ratios: Ratios, log_q: Float[Tensor, "batch time"]) -> 
         return probability_gap(log_q, ratios.log).abs()
     if kind == "binary_kl":
         return binary_kl(log_q, ratios.log)
-    if kind == "k1":
-        return k1(ratios.log)
-    if kind == "k2":
-        return k2(ratios.log)
-    return k3(ratios.log, ratios.excess) if kind == "k3" else ratios.excess.abs()
+    return ratios.excess.abs() if kind == "tv" else estimate(kind, ratios.log)
 
 
 def code(kind: str, policy: str, log_ratio: str, lines: Lines) -> str:

@@ -8,9 +8,8 @@ docs/objectives.md.
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.arguments import check_bounds, check_option, check_range
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import (
     LEVELS,
@@ -130,16 +129,6 @@ class Mask(ABC):
         raise NotImplementedError
 
 
-def keeps_all_of(rule: Mask, other: Mask) -> bool:
-    """Whether a rule rejects nothing beside another one of the same kind, because its bounds are the wider ones."""
-    if type(rule) is not type(other) or not isinstance(rule, Band | Divergence | Veto | OPSM):
-        return False
-    wider = {"min": operator.le, "max": operator.ge, "delta": operator.ge}
-    return all(
-        wider.get(item.name, operator.eq)(getattr(rule, item.name), getattr(other, item.name)) for item in fields(rule)
-    )
-
-
 _SYMBOLS = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}
 
 
@@ -204,10 +193,7 @@ class Divergence(Mask):
         check_option(self, "kind", divergences.DIVERGENCES)
         check_option(self, "reduce", REDUCTIONS)
         check_option(self, "over", OVER)
-        if not 0 <= self.max < math.inf:
-            raise ValueError(
-                f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
-            )
+        check_range(self, "[0, inf)", "max")
 
     @property
     def rule(self) -> str:
@@ -265,8 +251,7 @@ class Veto(Mask):
     def __post_init__(self) -> None:
         check_option(self, "of", VETO_OF)
         check_option(self, "over", OVER)
-        if not 0 < self.min < 1:
-            raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the {self.of}")
+        check_range(self, "(0, 1)", "min")
 
     @property
     def rule(self) -> str:
@@ -312,10 +297,7 @@ class OPSM(Mask):
 
     def __post_init__(self) -> None:
         check_option(self, "sign", tuple(_REJECTED))
-        if not 0 <= self.delta < math.inf:
-            raise ValueError(
-                f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"
-            )
+        check_range(self, "[0, inf)", "delta")
 
     @property
     def rule(self) -> str:
@@ -362,14 +344,8 @@ class PrefixBudget(Mask):
     weight_min: Number = 0.8
 
     def __post_init__(self) -> None:
-        if not (0 < self.max < math.inf and 0 < self.budget < math.inf):
-            raise ValueError(
-                f"PrefixBudget: max = {self.max:g} and budget = {self.budget:g} must be finite and above 0"
-            )
-        if not (0 <= self.quantile <= 1 and 0 <= self.weight_min <= 1):
-            raise ValueError(
-                f"PrefixBudget: quantile = {self.quantile:g} and weight_min = {self.weight_min:g} must lie in [0, 1]"
-            )
+        check_range(self, "(0, inf)", "max", "budget")
+        check_range(self, "[0, 1]", "quantile", "weight_min")
 
     @property
     def rule(self) -> str:
@@ -434,17 +410,12 @@ def _sorted_values(
 ) -> tuple[Float[Tensor, "positions"], Int[Tensor, "sequences"]]:
     """Returns the values sorted within each sequence, and the place of each sequence's smallest one.
 
-    The values of untrained tokens come after all trained ones of the sequence, or of the batch.
+    The values of untrained tokens come after all trained ones.
     """
-    device = values.device
-    if sequences.ids is None:  # a row is a sequence: one sort along the rows
-        rows, time = values.shape
-        ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
-        return ordered.reshape(-1), torch.arange(rows, device=device) * time
     count = sequences.lengths.numel()
     slots = torch.where(sequences.mask.reshape(-1), sequences.slots, count)  # untrained: after all sequences
     # Sorted by value, and then by sequence with a stable sort, which keeps the order by value inside each.
     order = values.reshape(-1).argsort()
     by_sequence = slots[order].sort(stable=True)
-    first = torch.searchsorted(by_sequence.values, torch.arange(count, device=device))
+    first = torch.searchsorted(by_sequence.values, torch.arange(count, device=values.device))
     return values.reshape(-1)[order[by_sequence.indices]], first

@@ -26,7 +26,7 @@ PREFIX_LEVELS = ("prefix", "prefix_geometric")
 PER_TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
 """Levels whose ratio is defined for each token."""
 PRODUCT_LEVELS = ("sequence", "turn")
-"""Levels that multiply the ratios of a unit's tokens; the geometric ones average their logarithms."""
+"""Levels that multiply the ratios of a unit's tokens."""
 
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
@@ -52,25 +52,14 @@ def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level
     """
     if level == "token":
         return log_ratio
-    value = log_ratio.detach()
-    if level in PREFIX_LEVELS:
-        return _prefix(value, sequences, level) + (log_ratio - value)
-    units = units_of(sequences, level)
-    reduce = units.sum if level in PRODUCT_LEVELS else units.mean
-    return units.spread(reduce(value)) + (log_ratio - value)
+    own = log_ratio.detach()
+    value = Ratios(own, sequences).log_at(level)
+    return (value if level in PREFIX_LEVELS else units_of(sequences, level).spread(value)) + (log_ratio - own)
 
 
 def units_of(sequences: Sequences, level: str) -> Sequences:
     """Returns the units that have one ratio each at this level: turns at the levels of turns, otherwise sequences."""
     return sequences.turns if level in TURN_LEVELS else sequences
-
-
-def _prefix(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
-    """Returns the sum or the mean over the trained tokens up to each token, 0 where untrained."""
-    total = sequences.prefix_sum(log_ratio)
-    if level == "prefix_geometric":
-        total = total / sequences.positions.clamp(min=1)
-    return select(total, sequences.mask)
 
 
 def bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -116,10 +105,13 @@ class Ratios:
         if level == "token":
             return self.log
         if level in PREFIX_LEVELS:
-            return _prefix(self.log, self.sequences, level)
+            total = self.sequences.prefix_sum(self.log)
+            if level == "prefix_geometric":
+                total = total / self.sequences.positions.clamp(min=1)
+            return select(total, self.sequences.mask)
         if level in TURN_LEVELS:
             turns = self.sequences.turns
-            return (turns.sum if level in PRODUCT_LEVELS else turns.mean)(self.log)
+            return turns.sum(self.log) if level == "turn" else turns.mean(self.log)
         return self.log_sequence if level == "sequence" else self.log_geometric
 
     def at(self, level: str) -> Tensor:

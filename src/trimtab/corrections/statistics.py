@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -35,9 +35,6 @@ Part = TypeVar("Part", bound="Mergeable")
 @dataclass(frozen=True, eq=False)
 class Mergeable:
     """A record of tensors that `+` adds field by field; `merge` in a field's metadata replaces the addition."""
-
-    is_histogram: ClassVar[bool] = False
-    """Whether `summary` returns bins, of which `Metrics.finalize` leaves out those without data."""
 
     def __add__(self: Part, other: Part) -> Part:
         merged = {
@@ -75,27 +72,6 @@ class Count(Mergeable):
 
     def summary(self) -> dict[str, Tensor]:
         return {"": self.total}
-
-
-@dataclass(frozen=True, eq=False)
-class MeanByTenth(Mergeable):
-    """The mean in each tenth of the trained tokens of a sequence, stored as totals and counts (10,)."""
-
-    is_histogram: ClassVar[bool] = True
-    total: Tensor
-    count: Tensor
-
-    @classmethod
-    def of(cls, values: Tensor, sequences: Sequences) -> MeanByTenth:
-        """Means of values (bool or float, already 0 where untrained)."""
-        lengths = sequences.spread(sequences.lengths)
-        tenth = ((sequences.positions - 1).clamp(min=0) * 10 // lengths.clamp(min=1)).long()
-        weights = torch.stack([values.detach().double(), sequences.mask.double()]).view(2, -1)
-        sums = weights.new_zeros(2, 10).scatter_add(1, tenth.clamp(max=9).view(1, -1).expand(2, -1), weights)
-        return cls(*sums)
-
-    def summary(self) -> dict[str, Tensor]:
-        return {f"/{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_option
 from trimtab.corrections.reduce import Sequences
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError
 from trimtab.objectives.state import State
 
 AGGREGATION_KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "trained-mean-token-sum")
-DENOMINATORS = ("original", "kept")
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,8 @@ class Aggregation:
     length_max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in AGGREGATION_KINDS:
-            raise TrimtabError(f"unknown aggregation {self.kind!r}{did_you_mean(self.kind, AGGREGATION_KINDS)}")
-        if self.denominator not in DENOMINATORS:
-            hint = did_you_mean(self.denominator, DENOMINATORS)
-            raise TrimtabError(f"unknown denominator {self.denominator!r}{hint}")
+        check_option(self, "kind", AGGREGATION_KINDS)
+        check_option(self, "denominator", ("original", "kept"))
         if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
             raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")
         if self.kind != "constant" and self.length_max is not None:

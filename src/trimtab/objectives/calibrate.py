@@ -103,13 +103,9 @@ class Observed:
         return cls(ratios.log[mask].double().cpu(), by_sequence, by_mean, k3, by_turn)
 
     def __add__(self, other: Observed) -> Observed:
-        return Observed(
-            torch.cat([self.token, other.token]),
-            torch.cat([self.sequence, other.sequence]),
-            torch.cat([self.geometric, other.geometric]),
-            torch.cat([self.k3, other.k3]),
-            None if self.turn is None or other.turn is None else torch.cat([self.turn, other.turn]),
-        )
+        own, added = vars(self), vars(other)
+        shared = [name for name in own if own[name] is not None and added[name] is not None]
+        return Observed(**{name: torch.cat([own[name], added[name]]) for name in shared})
 
 
 class _Bound(NamedTuple):

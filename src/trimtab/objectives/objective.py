@@ -5,19 +5,17 @@ loss = -(1/D) sum mask * keep * sg[weight] * surrogate(ratio, advantage)  +  kl_
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_advantage
+from trimtab.corrections.arguments import check_advantage, check_option, check_range
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
-from trimtab.corrections.masks import READABLE, Mask, keeps_all_of
+from trimtab.corrections.masks import READABLE, Mask
 from trimtab.corrections.ratios import (
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
@@ -83,12 +81,8 @@ class Objective:
             raise TrimtabError(refused)
         if self.centering:
             centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
-        if self.advantage not in ADVANTAGE_KINDS:
-            raise TrimtabError(f"unknown advantage {self.advantage!r}{did_you_mean(self.advantage, ADVANTAGE_KINDS)}")
-        if not 0 <= self.entropy_coef < math.inf:
-            raise TrimtabError(
-                f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
-            )
+        check_option(self, "advantage", ADVANTAGE_KINDS)
+        check_range(self, "[0, inf)", "entropy_coef")
         if self._counts_kept and not self.rejects:
             raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect: leave it out')
 
@@ -381,11 +375,6 @@ def _validate_parts(objective: Objective) -> None:
             raise TrimtabError(f"{name} = {part!r} is not an instance of {kind.__name__}")
     if len(set(masks)) < len(masks):
         raise TrimtabError("the same rejection rule is given twice: leave one out")
-    for wide, narrow in permutations(masks, 2):
-        if keeps_all_of(wide, narrow):
-            raise TrimtabError(
-                f"{wide} rejects nothing beside {narrow}: leave it out; the bounds of a preset's own mask are keywords"
-            )
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
             raise TrimtabError(f"{rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")

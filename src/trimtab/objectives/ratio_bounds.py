@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_option, check_range
 from trimtab.corrections.code_lines import Lines, exponential, number
 from trimtab.corrections.ratios import PREFIX_LEVELS, Number, bounded
-from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NOT_COUNTED, State
-from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value, dual_code
+from trimtab.objectives.surrogates import Surrogate, Terms, Value, dual_code
 
 LOG_PREFIX_BOUND = 10.0
 """Largest log-ratio of a prefix (CTPO's code)."""
@@ -29,20 +29,16 @@ class GrowingClip(Surrogate):
     walk, and -1/2 for its geometric mean. CTPO, arXiv 2605.07331.
     """
 
+    bounds_ratio = True
     low: Number = 0.025
     high: Number = 0.05
     dual: Number | None = 0.05
     power: Number = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.low >= 0 and self.high >= 0):
-            raise TrimtabError(
-                f"low = {self.low:g}, high = {self.high:g}: the bounds on log r are -low and high, use 0 or more"
-            )
-        if self.dual is not None and not self.dual > 0:
-            raise TrimtabError(f"dual = {self.dual:g}: it bounds log r from above, use more than 0")
-        if not math.isfinite(self.power):
-            raise TrimtabError(f"power = {self.power:g}: the bounds grow with n^power, use a finite number")
+        check_range(self, "[0, inf]", "low", "high")
+        check_range(self, "(0, inf]", "dual")
+        check_range(self, "(-inf, inf)", "power")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         scale = terms.sequences.positions.clamp(min=1).to(terms.log_ratio.dtype) ** self.power
@@ -80,9 +76,6 @@ class GrowingClip(Surrogate):
             return None
         return f'GrowingClip bounds the ratio of a prefix by its length: use level "prefix", not {ratio.level!r}'
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 @dataclass(frozen=True)
 class Banded(Surrogate):
@@ -91,15 +84,13 @@ class Banded(Surrogate):
     At the level of the geometric mean of the prefix: PNPO, arXiv 2608.01418. Dropped tokens stay in the denominator.
     """
 
+    bounds_ratio = True
     low: Number = 0.2
     high: Number = 0.2
 
     def __post_init__(self) -> None:
-        if not (0 <= self.low <= 1 and self.high >= 0):
-            raise TrimtabError(
-                f"low = {self.low:g}, high = {self.high:g}: the band is [1 - low, 1 + high], use a low in [0, 1] and a "
-                "high of 0 or more"
-            )
+        check_range(self, "[0, 1]", "low")
+        check_range(self, "[0, inf]", "high")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio
@@ -114,9 +105,6 @@ class Banded(Surrogate):
         inside = f"(ratio >= {number(1 - self.low)}) & (ratio <= {number(1 + self.high)})"
         return f"torch.where({inside}, ratio * advantage, 0.0)"
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 @dataclass(frozen=True)
 class AgedClip(Surrogate):
@@ -127,15 +115,13 @@ class AgedClip(Surrogate):
     """
 
     reads = frozenset({"age"})
+    bounds_ratio = True
     low: Number = 0.2
     high: Number = 0.2
 
     def __post_init__(self) -> None:
-        if not (0 <= self.low < 1 and self.high >= 0):
-            raise TrimtabError(
-                f"low = {self.low:g}, high = {self.high:g}: the bounds are (1 - low)^age and (1 + high)^age, "
-                "use a low in [0, 1) and a high of 0 or more"
-            )
+        check_range(self, "[0, 1)", "low")
+        check_range(self, "[0, inf]", "high")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.age is not None
@@ -165,14 +151,9 @@ class AgedClip(Surrogate):
             return None
         return 'AgedClip clips current/behavior by the age of its sampler: use a ratio over "behavior"'
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 HARM_FLOOR = 1e-12
 """Smallest |advantage| for which a token can count as harmful (M2PO's official code)."""
-
-SECOND_MOMENT_FORMS = ("cap", "mask")
 
 
 @dataclass(frozen=True)
@@ -186,14 +167,13 @@ class SecondMoment(Surrogate):
     """
 
     collects = True
+    bounds_ratio = True
     tau: Number = 0.04
     form: str = "cap"
 
     def __post_init__(self) -> None:
-        if not 0 < self.tau < math.inf:
-            raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be finite and above 0")
-        if self.form not in SECOND_MOMENT_FORMS:
-            raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
+        check_range(self, "(0, inf)", "tau")
+        check_option(self, "form", ("cap", "mask"))
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""
@@ -248,6 +228,3 @@ class SecondMoment(Surrogate):
             f"c: largest |log r| of the update up to which the mean of log² r is at most {self.tau:g}; "
             "what is beyond stays in D",
         )
-
-    def unbounded(self) -> Surrogate:
-        return Unclipped()

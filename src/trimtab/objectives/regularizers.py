@@ -29,10 +29,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
+from trimtab.corrections.arguments import check_option, check_range
 from trimtab.corrections.code_lines import Lines, exponential, number
-from trimtab.corrections.divergences import k1, k2, k3
 from trimtab.corrections.ratios import Number, bounded
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
 
@@ -47,12 +47,8 @@ class KL:
     coef: Number = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KL_KINDS:
-            raise TrimtabError(f"unknown kl {self.kind!r}{did_you_mean(self.kind, KL_KINDS)}")
-        if not 0 <= self.coef < math.inf:
-            raise TrimtabError(
-                f"kl_coef = {self.coef:g}: below 0 it rewards leaving the reference, use a finite number >= 0"
-            )
+        check_option(self, "kind", KL_KINDS)
+        check_range(self, "[0, inf)", "coef")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,15 +63,10 @@ class KL:
         to_sampler: Float[Tensor, "batch time"] | None,
     ) -> Float[Tensor, "batch time"]:
         """Returns the estimate at each token. `to_reference` is d, `to_sampler` is log q, both with gradient."""
-        if self.kind == "k1":
-            return k1(to_reference)
-        if self.kind == "k2":
-            return k2(to_reference)
-        estimate = k3(to_reference)
-        if self.kind == "k3":
-            return estimate
+        if self.kind != "unbiased":
+            return divergences.estimate(self.kind, to_reference)
         assert to_sampler is not None
-        return torch.exp(bounded(to_sampler)) * estimate
+        return torch.exp(bounded(to_sampler)) * divergences.k3(to_reference)
 
     def equation(self, *, external: bool) -> str:
         """Returns the term of a token as text; `external`: whether there may be tokens without a behavior policy."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_range
 from trimtab.corrections.code_lines import Lines, clamped, exponential, number
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
@@ -15,7 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import Surrogate, Terms, Unclipped, Value
+from trimtab.objectives.surrogates import Surrogate, Terms, Value
 
 
 def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) -> Tensor:
@@ -39,12 +40,12 @@ class SoftGate(Surrogate):
     not A: losses cannot be compared with those of other objectives. SAPO, arXiv 2511.20347.
     """
 
+    bounds_ratio = True
     positive: Number = 1.0
     negative: Number = 1.05
 
     def __post_init__(self) -> None:
-        if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
-            raise TrimtabError(f"tau = {self.positive:g}, {self.negative:g}: temperatures must be finite and above 0")
+        check_range(self, "(0, inf)", "positive", "negative")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         advantage = terms.advantage
@@ -64,9 +65,6 @@ class SoftGate(Surrogate):
     def notes(self) -> tuple[str, ...]:
         return (f"τ = {self.positive:g} where A > 0, {self.negative:g} elsewhere",)
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 @dataclass(frozen=True)
 class GammaWeight(Surrogate):
@@ -83,9 +81,8 @@ class GammaWeight(Surrogate):
     k2_negative: Number = 2.0
 
     def __post_init__(self) -> None:
+        check_range(self, "[0, inf)", "k1_positive", "k2_positive", "k1_negative", "k2_negative")
         for k1, k2 in ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)):
-            if not (0 <= k1 < math.inf and 0 <= k2 < math.inf):
-                raise TrimtabError(f"k1, k2 = {k1:g}, {k2:g}: the exponents of the weight must be finite, 0 or more")
             if _largest_exponent(k1, k2) > LOG_RATIO_BOUND:
                 raise TrimtabError(
                     f"k1, k2 = {k1:g}, {k2:g}: the weight W^k1 e^(-k2 (W - 1)) grows beyond e^{LOG_RATIO_BOUND:g}, use "
@@ -145,10 +142,7 @@ class GeometricClip(Surrogate):
     high: Number = 0.4
 
     def __post_init__(self) -> None:
-        if not (self.low >= 0 and self.high >= 0):
-            raise TrimtabError(
-                f"low = {self.low:g}, high = {self.high:g}: the bounds on log r are -low and high, use 0 or more"
-            )
+        check_range(self, "[0, inf]", "low", "high")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         log, advantage = terms.token_log_ratio, terms.advantage
@@ -184,14 +178,11 @@ class QuadraticPenalty(Surrogate):
     """
 
     reads = frozenset({"behavior"})
+    bounds_ratio = True
     epsilon: Number = 0.15
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < math.inf:
-            raise TrimtabError(
-                f"epsilon = {self.epsilon:g}: it is the gap of probabilities at which a gradient is 0, use a finite "
-                "number > 0"
-            )
+        check_range(self, "(0, inf)", "epsilon")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.behavior is not None
@@ -214,6 +205,3 @@ class QuadraticPenalty(Surrogate):
         if ratio == Ratio("token", "behavior"):
             return None
         return 'QuadraticPenalty bounds the gap between π and μ of a token: use the ratio "token" over "behavior"'
-
-    def unbounded(self) -> Surrogate:
-        return Unclipped()

@@ -7,7 +7,6 @@ any split of the update gives the same loss and gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -120,17 +119,10 @@ class Metrics:
         return Metrics({**self.parts, **other.parts, **{name: self.parts[name] + other.parts[name] for name in shared}})
 
     def finalize(self) -> dict[str, float]:
-        """Returns the metrics as floats, in one transfer from the device.
-
-        A mean over nothing is NaN; a bin of a histogram without data is left out.
-        """
-        named = [
-            (prefix + suffix, value, part.is_histogram)
+        """Returns the metrics as floats, in one transfer from the device. A mean over nothing is NaN."""
+        named = {
+            prefix + suffix: value.to(torch.float64)
             for prefix, part in self.parts.items()
             for suffix, value in part.summary().items()
-        ]
-        if not named:
-            return {}
-        values = torch.stack([value.to(torch.float64) for _, value, _ in named]).tolist()
-        pairs = zip(named, values, strict=True)
-        return {key: value for (key, _, is_bin), value in pairs if not (is_bin and math.isnan(value))}
+        }
+        return dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True)) if named else {}

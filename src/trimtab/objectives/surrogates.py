@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trimtab.corrections.arguments import check_range
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
-from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
+from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
@@ -55,21 +56,14 @@ class Terms:
 
     def share(self, name: str, where: Tensor) -> dict[str, Mergeable]:
         """Returns the share of trained tokens at which `where`, bools (batch, time), holds, as a metric."""
-        return {name: Mean.of(self._trained(name, where), self.mask)}
+        if where.dtype != torch.bool:
+            raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
+        return {name: Mean.of(where & self.mask, self.mask)}
 
     def clipped(self, values: Tensor, low: Tensor | Number, high: Tensor | Number) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens where a bound holds the update back: `low` at A < 0, `high` at A > 0."""
         below, above = (self.advantage < 0) & (values < low), (self.advantage > 0) & (values > high)
         return {**self.share("clip/low", below), **self.share("clip/high", above)}
-
-    def share_by_tenth(self, name: str, where: Tensor) -> dict[str, Mergeable]:
-        """Returns the share of trained tokens at which `where` holds in each tenth of the response, as a histogram."""
-        return {name: MeanByTenth.of(self._trained(name, where), self.sequences)}
-
-    def _trained(self, name: str, where: Tensor) -> Tensor:
-        if where.dtype != torch.bool:
-            raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
-        return where & self.mask
 
 
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
@@ -83,6 +77,7 @@ class Surrogate(ABC):
     single_policy: whether one policy must have sampled each whole response.
     learns_without_advantage: whether it has a gradient where every advantage is 0, as a regression has.
     collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
+    bounds_ratio: whether it is `Unclipped` but for its clip or bound.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -90,6 +85,7 @@ class Surrogate(ABC):
     single_policy: ClassVar[bool] = False
     learns_without_advantage: ClassVar[bool] = False
     collects: ClassVar[bool] = False
+    bounds_ratio: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
@@ -102,15 +98,12 @@ class Surrogate(ABC):
             raise TrimtabError(
                 f"{name} returned {type(returned).__name__}, expected two: the value, and metrics or {{}}"
             )
-        value, statistics = returned
+        value = returned[0]
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or not value.is_floating_point():
             what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TrimtabError(f"{name} returned {what}, expected a number for each token: floats {shape}")
         if terms.log_ratio.requires_grad and not value.requires_grad and torch.is_grad_enabled():
             raise TrimtabError(f"{name} returned a value without gradient, which trains nothing: do not detach it")
-        for key, metric in statistics.items():
-            if not isinstance(metric, Mergeable):
-                raise TrimtabError(f"{name}: metric {key!r} is {type(metric).__name__}, expected one of `terms.share`")
         return returned
 
     @abstractmethod
@@ -139,7 +132,7 @@ class Surrogate(ABC):
 
     def unbounded(self) -> Surrogate:
         """Returns the surrogate without its clip or bound."""
-        return self
+        return Unclipped() if self.bounds_ratio else self
 
 
 @dataclass(frozen=True)
@@ -149,28 +142,21 @@ class Clipped(Surrogate):
     PPO (arXiv 1707.06347 eq. 7), asymmetric as in DAPO (2503.14476), dual clip of arXiv 1912.09729.
     """
 
+    bounds_ratio = True
     low: Number = 0.2
     high: Number = 0.2
     dual: Number | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise TrimtabError(f"low = {self.low:g}: the bound is 1 - low, use a value in [0, 1]")
-        if not self.high >= 0:
-            raise TrimtabError(f"high = {self.high:g}: the bound is 1 + high, use 0 or more")
-        if self.dual is not None and not self.dual > 1:
-            raise TrimtabError(f"dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
+        check_range(self, "[0, 1]", "low")
+        check_range(self, "[0, inf]", "high")
+        check_range(self, "(1, inf]", "dual")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio, advantage = terms.ratio, terms.advantage
         low, high = 1.0 - self.low, 1.0 + self.high
         value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        below, above = (advantage < 0) & (ratio < low), (advantage > 0) & (ratio > high)
-        statistics = {
-            **terms.share("clip/low", below),
-            **terms.share("clip/high", above),
-            **terms.share_by_tenth("clip/tenth", below | above),
-        }
+        statistics = terms.clipped(ratio, low, high)
         if self.dual is not None:
             # For A < 0 only: at A >= 0 the floor dual * A would raise the value of every token.
             value = torch.where(advantage < 0, torch.maximum(value, self.dual * advantage), value)
@@ -191,9 +177,6 @@ class Clipped(Surrogate):
             return ()
         return (f"note: the dual clip at {self.dual:g} is inside the clip range, it acts before the upper clip could",)
 
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
-
 
 @dataclass(frozen=True)
 class Reinforce(Surrogate):
@@ -203,11 +186,11 @@ class Reinforce(Surrogate):
     the weight it is `LogProb`, which the preset `reinforce` has.
     """
 
+    bounds_ratio = True
     ceiling: Number = 5.0
 
     def __post_init__(self) -> None:
-        if not self.ceiling >= 1:
-            raise TrimtabError(f"ceiling = {self.ceiling:g} bounds the ratio itself, use 1 or more")
+        check_range(self, "[1, inf]", "ceiling")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio.detach()
@@ -221,9 +204,6 @@ class Reinforce(Surrogate):
     def code(self, lines: Lines) -> str:
         capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
         return f"ratio.detach(){capped} * advantage * current"
-
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
 
 
 @dataclass(frozen=True)
@@ -240,8 +220,7 @@ class Regression(Surrogate):
     beta: Number = 1e-3
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use a finite number > 0")
+        check_range(self, "(0, inf)", "beta")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         log = terms.log_ratio.detach()
@@ -283,8 +262,7 @@ class Shaped(Surrogate):
     gamma: Number = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma < math.inf:
-            raise TrimtabError(f"gamma = {self.gamma:g}: f(x) = x / (x + gamma) needs a finite number > 0")
+        check_range(self, "(0, inf)", "gamma")
 
     def __call__(self, terms: Terms, state: State) -> Value:
         # pi / (pi + gamma) = sigmoid(log pi - log gamma), which cannot overflow.

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 # Restricted, so that a quantile row does not match other keys with its prefix.
-_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d", "<tenth>": r"\d+", "<sign>": r"(?:positive|negative)"}
+_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d"}
 
 K3 = "mismatch/k3"
 
@@ -55,8 +55,7 @@ class Metric:
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`.
 
-        In the row's key `<quantile>` matches q01, q50, ..., `<tenth>` a number, `<sign>` positive or negative; any
-        other `<name>` matches text without a slash.
+        In the row's key `<quantile>` matches q01, q50, ...; any other `<name>` matches text without a slash.
         """
         return self._pattern.fullmatch(key) is not None
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from trimtab.adapters import areal
-from trimtab.adapters.hooks import HOOKS
 from trimtab.errors import TrimtabError
-from trimtab.objectives import objective, objectives
 
 
 def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
@@ -52,45 +48,7 @@ def test_areal_s_advantages_must_not_differ_within_a_response_that_is_judged_who
     assert packed("token-tis", [1.0, 1.0, -1.0, -1.0] * 2).requires_grad
 
 
-def test_areal_s_packed_row_without_borders_is_refused_where_sequences_are_read() -> None:
-    """Tree training passes none. What is not refused must have the loss of the same row with borders."""
-    advantages, refused = [1.0] * 4 + [-1.0] * 4, set()
-    for name in set(objectives()) - {"dr-grpo", "luffy", "oapl"}:
-        if HOOKS["areal"].refusal(objective(name, aggregation="token-mean")) is None:
-            try:
-                without = packed(name, advantages, cu_seqlens=None).item()
-            except TrimtabError as error:
-                refused |= {name} if "reads whole sequences, and AReaL passes no borders" in str(error) else set()
-            else:
-                assert without == pytest.approx(packed(name, advantages).item(), rel=1e-6), name
-    assert {"gspo", "seq-tis", "turn-tis", "geo-mask", "ctpo", "gmpo", "opsm"} <= refused
-    assert not {"grpo", "token-tis", "icepop", "a3po"} & refused
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
-    """A module in place of one of a trainer that has no package for this machine."""
-    module = ModuleType(name)
-    vars(module).update(members)
-    parts = name.split(".")
-    for size in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:size]), ModuleType(".".join(parts[:size])))
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
-def test_areal_s_loss_is_not_installed_where_nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default a script only starts the processes that train; those know the number of processes."""
-    actor = stand_in(monkeypatch, "areal.trainer.ppo.actor", grpo_loss_fn=None)
-    environ = stand_in(monkeypatch, "areal.utils.environ", is_single_controller=lambda: True)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(TrimtabError, match=r"this process only starts those that train.*docs/adapters\.md"):
-        areal.install("a3po")
-    assert actor.grpo_loss_fn is None
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    areal.install("a3po")
-    assert actor.grpo_loss_fn.__qualname__.startswith("actor_loss")
-    actor.grpo_loss_fn = None
-    monkeypatch.delenv("WORLD_SIZE")
-    environ.is_single_controller = lambda: False
-    areal.install("a3po")
-    assert actor.grpo_loss_fn is not None
+def test_areal_s_packed_row_without_borders_is_refused() -> None:
+    """Tree training passes none."""
+    with pytest.raises(TrimtabError, match=r"no borders of sequences .*: set actor\.enable_tree_training=false"):
+        packed("grpo", [1.0] * 8, cu_seqlens=None)

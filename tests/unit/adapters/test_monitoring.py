@@ -25,7 +25,7 @@ from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.micro_batch import evaluate
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
-from trimtab.objectives import objective
+from trimtab.objectives import PolicyLogps, objective
 
 FIGURES = ("mismatch/k3", "mismatch/ess_token", "mean_ratio")
 LOST = 4
@@ -339,17 +339,10 @@ def test_micro_batches_until_an_optimizer_steps_are_one_update() -> None:
 def test_what_cannot_be_watched_is_refused() -> None:
     one = responses(0)
     train, mask = one["logp_train"], one["mask"]
-    given = {"current": train, "proximal": None, "monitor": monitoring.Observations(Monitor())}
+    watched = monitoring.Observations(Monitor())
     with pytest.raises(TrimtabError, match="passes no log-probs of the sampler"):
-        evaluate(objective("reinforce"), mask, advantages(train), behavior=None, **given)
+        evaluate(objective("reinforce"), PolicyLogps(train, None, mask), advantages(train), monitor=watched)
     with pytest.raises(TrimtabError, match="give True or a folder"):
         monitoring.observations(Monitor())  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
         monitoring.opened(5, merge_ranks=False)  # type: ignore[arg-type]
-
-
-def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
-    for folder in (tmp_path / "a", str(tmp_path / "b")):
-        one = responses(0)
-        call("skyrl", one, one["logp_train"], folder)
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}

@@ -159,29 +159,6 @@ def test_rules_are_anded_and_each_counts_from_the_original_mask():
     }
 
 
-def test_each_rule_counts_tokens_and_responses_by_the_sign_of_the_advantage():
-    """Tokens: 1 of 2 and 2 of 2 rejected at A > 0, 0 of 2 at A < 0, 1 of 2 at A = 0."""
-    behavior = torch.full((4, 2), -1.0)
-    proximal = behavior + torch.tensor([[3.0, 0.0], [3.0, 3.0], [0.0, 0.0], [3.0, 0.0]])
-    advantage = torch.tensor([[1.0], [0.5], [-1.0], [0.0]])
-    mask = torch.ones(4, 2, dtype=torch.bool)
-    ids = torch.arange(4)[:, None].expand(4, 2)
-    by_token = {"advantage": advantage.expand(4, 2)}
-    for extra in ({"advantage": advantage}, by_token, {**by_token, "sequence_ids": ids}):
-        results = compute_correction(proximal, behavior, mask, masks=[Band("token", 0.5, 2.0)], **extra)
-        shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
-        assert shares == {
-            "reject/band_token": 0.5,
-            "reject/band_token/sequences": 0.25,
-            "reject/band_token/positive": 0.75,
-            "reject/band_token/sequences_positive": 0.5,
-            "reject/band_token/negative": 0.0,
-            "reject/band_token/sequences_negative": 0.0,
-            "reject/tokens": 0.5,
-            "reject/sequences": 0.25,
-        }
-
-
 def test_a_veto_bounds_the_ratio_or_the_probability():
     """A token that both policies find improbable: the ratio is 1/2, its probability under the trainer 5e-5."""
     behavior = torch.tensor([[1e-4, 0.9]]).log()

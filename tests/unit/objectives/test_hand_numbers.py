@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.corrections import Sequences
 from trimtab.corrections.divergences import binary_kl, probability_gap
 from trimtab.objectives import Objective, PolicyLogps, PrefixBudget, Ratio, Unclipped, objective
 
@@ -124,32 +122,6 @@ def test_the_distance_of_the_update_is_from_the_policy_of_the_ratio(name, expect
     assert out.metrics.finalize()["update/kl"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_clipped_tokens_are_counted_by_tenths_of_the_response():
-    """Of 20 trained tokens the last four are above the bound, in the ninth and the last tenth."""
-    log = torch.zeros(1, 25, dtype=torch.float64)
-    mask = torch.ones(1, 25, dtype=torch.bool)
-    mask[0, 3:8] = False
-    log[0, -4:], log[0, 4] = 0.5, 9.0
-    old = torch.full_like(log, -1.0)
-    metrics = objective("grpo")(PolicyLogps(old + log, None, mask, old), torch.ones(1, 1)).metrics.finalize()
-    assert [metrics[f"clip/tenth/{tenth}"] for tenth in range(1, 11)] == [0.0] * 8 + [1.0, 1.0]
-    assert metrics["clip/high"] == pytest.approx(0.2)
-
-
-def test_tenths_without_a_token_are_left_out_and_both_sides_are_counted():
-    """Responses of two tokens lie in tenths 1 and 6; one of two is above the bound in the first, one below in 6."""
-    log = torch.tensor([[0.5, 0.0], [0.0, -0.5]], dtype=torch.float64)
-    old, mask = torch.full_like(log, -1.0), torch.ones(2, 2, dtype=torch.bool)
-    metrics = objective("grpo")(
-        PolicyLogps(old + log, None, mask, old), torch.tensor([[1.0], [-1.0]])
-    ).metrics.finalize()
-    assert {key: value for key, value in metrics.items() if key.startswith("clip/tenth/")} == {
-        "clip/tenth/1": 0.5,
-        "clip/tenth/6": 0.5,
-    }
-    assert not [key for key, value in metrics.items() if math.isnan(value)]
-
-
 @pytest.mark.parametrize(
     ("largest", "advantage", "kept"),
     [(0.20, 1, (0, 1, 0)), (0.20, -1, (1, 0, 1)), (0.26, 1, (1, 1, 0)), (0.26, -1, (1, 0, 1))],
@@ -226,10 +198,3 @@ def test_a_prefix_ends_as_the_response_and_does_not_see_what_follows():
         assert_close(values[level][0][mask[0]], sums.double().exp(), rtol=1e-6, atol=0)
         assert_close(values[level][:, 3][:1], values[whole][:, 3][:1])
         assert_close(values[level][1, 1], values[whole][1, 1])
-
-
-def test_positions_count_trained_tokens_of_packed_sequences():
-    ids = torch.tensor([[0, 1, 0, 0], [1, 1, 2, -1]])
-    mask = torch.tensor([[True, True, False, True], [True, True, True, False]])
-    positions = Sequences(mask, ids).positions
-    assert positions[mask].tolist() == [1, 1, 2, 2, 3, 1]

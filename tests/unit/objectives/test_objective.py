@@ -123,6 +123,7 @@ def test_what_each_loss_reads():
     assert objective("token-bypass").needs == objective("oapl").needs == objective("m2po").needs == {"behavior"}
     assert objective("token-tis").needs == objective("opsm").needs == {"proximal", "behavior"}
     assert objective("luffy").needs == {"proximal", "off_policy"}
+    assert objective("grpo", kl="unbiased", kl_coef=0.1).needs == {"proximal", "behavior", "reference"}
     assert objective("soup", kl_coef=0.1, entropy_coef=0.1).needs == {"behavior", "reference", "entropy"}
 
 
@@ -145,23 +146,6 @@ def test_losses_of_updates_average_and_micro_batches_add():
     obj = objective("grpo")
     first, second = obj(logps, torch.full((2, 1), 1.0)).metrics, obj(logps, torch.full((2, 1), 3.0)).metrics
     assert (first + second).finalize()["loss/policy"] == pytest.approx(-2.0)
-
-
-def test_sum_adds_up_the_states_of_parts() -> None:
-    torch.manual_seed(0)
-    mask = torch.rand(4, 5) > 0.3
-    logps, advantage = PolicyLogps(-torch.rand(4, 5), -torch.rand(4, 5), mask, -torch.rand(4, 5)), torch.randn(4, 1)
-    tokens = (logps.current, logps.behavior, logps.mask, logps.proximal)
-    obj = objective("m2po")
-    parts = [
-        obj.prepare(PolicyLogps(*(part[rows] for part in tokens)), advantage[rows])
-        for rows in (slice(0, 1), slice(1, 4))
-    ]
-    whole = obj.prepare(logps, advantage)
-    assert_close(sum(parts).tensors(), whole.tensors())
-    assert_close(sum(parts[:1]).tensors(), parts[0].tensors())
-    with pytest.raises(TypeError):
-        1 + parts[0]
 
 
 ONES = torch.ones(2, 2, dtype=torch.bool)

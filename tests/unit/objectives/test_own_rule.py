@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -43,16 +42,8 @@ def test_its_equation_and_its_configuration_lines_need_no_other_file():
     assert "  keep where not (A (π − μ) > 0 and |π(y_t) − μ(y_t)| > 0.2)" in text
     result = lines(DPPO, {"tv_max": 0.2})
     assert from_section(tomllib.loads(result["trimtab"])["objective"]) == objective(DPPO, tv_max=0.2)
-    assert result["verl"].startswith(f"# verl's own losses lack {DPPO}: no ")
     assert f"actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-{DPPO}" in result["verl"].splitlines()
     assert "+actor_rollout_ref.actor.policy_loss.trimtab.tv_max=0.2" in result["verl"].splitlines()
-
-
-def test_lines_for_a_framework_name_the_rule_it_lacks():
-    result = lines(f"{OWN}clipped", {})
-    for name, key in (("verl", "verl"), ("TRL", "trl"), ("Miles", "miles")):
-        assert result[key].startswith(f"# {name}'s own losses lack {OWN}clipped: "), name
-    ast.parse(result["trl"])
 
 
 def test_evidence_that_was_not_asked_for_is_refused_not_missing():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from tests.support.named_cases import in_one_test
 
 from trimtab.objectives import Clipped, keywords_of, objective, objectives
-from trimtab.objectives.presets import PRESETS
 
 
 @in_one_test("name", objectives())
@@ -70,12 +67,3 @@ def test_the_equation_explains_its_symbols_and_warns():
     assert "1[|log r_t| ≤ c]·r_t A" in masked
     assert "up to which the mean of log² r is at most 0.1" in masked
     assert "what is rejected is not counted" in objective("geo-mask", denominator="kept").equation()
-
-
-@in_one_test("name", [name for name in PRESETS if re.search(r"-(tis|mis)\b", name)])
-def test_a_name_has_the_level_of_the_weight_and_what_bounds_it(name):
-    """As for TRL, verl and Miles; ALP's Table 1 names its pair after the level of the clipped ratio."""
-    level, kind = re.search(r"(token|seq|turn)-(tis|mis)", name).groups()
-    weight = PRESETS[name].objective.weight
-    assert weight.level == {"seq": "sequence"}.get(level, level)
-    assert weight.bound in {"tis": ("truncate", "clip"), "mis": ("mask",)}[kind]

@@ -85,15 +85,6 @@ def test_the_third_policy_differs_enough_to_detect_a_wrong_weight():
     assert (unweighted - expected).norm() > 0.3 * expected.norm()
 
 
-def test_unbiased_kl_needs_the_sampler_and_never_takes_another_policy_in_its_place():
-    mask, one = torch.tensor([[True, False]]), torch.zeros(1, 2)
-    obj = objective("grpo", kl="unbiased", kl_coef=0.1)
-    assert obj.needs == {"proximal", "behavior", "reference"}
-    assert objective("grpo", kl="unbiased", kl_coef=0.0).needs == objective("grpo").needs == {"proximal"}
-    with pytest.raises(ValueError, match="grpo needs behavior, which is None"):
-        obj(PolicyLogps(one, None, mask, one, one), torch.zeros(1, 1))
-
-
 def test_the_weight_must_carry_gradient():
     """Detached, the same estimate would follow KL(ref||pi): the two gradients are far apart here."""
     assert (kl_gradient("policy") - kl_gradient("reference")).norm() > 0.3 * kl_gradient("policy").norm()
@@ -106,11 +97,11 @@ def test_k2_follows_kl_on_policy_and_k1_nothing():
 
 
 def test_coefficients_that_reward_the_wrong_thing_are_refused():
-    with pytest.raises(TrimtabError, match="rewards leaving the reference"):
+    with pytest.raises(TrimtabError, match="coef = -0"):
         KL("k3", -0.1)
     with pytest.raises(TrimtabError, match="did you mean 'unbiased'"):
         KL("unbiasd", 0.1)
-    with pytest.raises(TrimtabError, match="rewards certainty"):
+    with pytest.raises(TrimtabError, match="entropy_coef = -1"):
         objective("grpo", entropy_coef=-1.0)
 
 

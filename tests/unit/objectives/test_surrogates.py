@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     Band,
@@ -230,12 +229,10 @@ LOGPS = PolicyLogps(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype
         (lambda terms: (terms.ratio > 1, {}), "Own returned torch.bool (2, 3), expected a number"),
         (lambda _: (1.0, {}), "Own returned float, expected a number for each token: floats (2, 3)"),
         (lambda terms: (terms.ratio, None), "expected two"),
-        (lambda terms: (terms.ratio, {"own": terms.ratio.mean()}), "Own: metric 'own' is Tensor, expected one of"),
         (
             lambda terms: (terms.ratio, terms.share("own", terms.ratio)),
             "metric 'own': the share of tokens needs a mask",
         ),
-        (lambda terms: (terms.ratio, terms.share_by_tenth("own", terms.ratio)), "not torch.float32"),
     ],
 )
 def test_a_surrogate_that_returns_something_else_is_named(returned: Returned, line: str) -> None:
@@ -255,13 +252,6 @@ def test_a_surrogate_that_returns_a_detached_value_is_named() -> None:
     with torch.no_grad():  # an evaluation needs none
         assert own(learned, torch.ones(2, 1)).loss.item() == -1
     assert own(LOGPS, torch.ones(2, 1)).loss.item() == -1
-
-
-def test_metrics_of_another_kind_may_be_given() -> None:
-    own = Objective(
-        "own", Ratio("token", "behavior"), Own(lambda terms: (terms.ratio, {"own": Mean.of(terms.ratio, terms.mask)}))
-    )
-    assert own(LOGPS, torch.ones(2, 1)).metrics.finalize()["own"] == 1.0
 
 
 @pytest.mark.parametrize(("kind", "what"), [(torch.float32, "torch.float32"), (None, "list")])

@@ -23,7 +23,6 @@ from trimtab.objectives import (
     Regression,
     Weight,
     correct,
-    mismatch,
     objective,
 )
 from trimtab.objectives.calibrate import Observed, calibrated
@@ -145,23 +144,6 @@ def test_a_level_of_turns_without_turns_is_refused() -> None:
         correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2).bool(), weight=Weight("turn"))
     with pytest.raises(TrimtabError, match="not one at turn level"):
         Objective("oapl", Ratio("turn", "behavior"), Regression())
-
-
-# What METHODS sums over a response, by hand, with the observation in the middle.
-
-
-def test_ratios_of_a_response_leave_observations_out() -> None:
-    statistics = mismatch(row(CURRENT), row(BEHAVIOR), torch.tensor(MASK)).finalize()
-    product = 1.5 * 0.5 * 1.05
-    assert statistics["tokens"] == 3
-    assert statistics["log_ratio_seq_max"] == pytest.approx(math.log(product))
-    assert statistics["chi2_seq"] == pytest.approx(product**2 - 1)
-    assert statistics["ppl_ratio"] == pytest.approx(product ** (-1 / 3))
-    assert statistics["k3"] == pytest.approx(0.09629730, abs=1e-8)
-    _, grad = per_token(Objective("seq", Ratio("sequence", "behavior"), Clipped(1.0, 9.0)))
-    assert grad == pytest.approx([-product, -product, 0, 0, -product])
-    _, grad = per_token(Objective("geo", Ratio("geometric", "behavior"), Clipped(1.0, 9.0)))
-    assert grad == pytest.approx([-(product ** (1 / 3))] * 2 + [0, 0] + [-(product ** (1 / 3))])
 
 
 def test_calibration_reads_trained_tokens_and_turns() -> None:

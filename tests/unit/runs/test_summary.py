@@ -25,7 +25,6 @@ def rows() -> list[dict[str, Any]]:
             greedy: 0.6,
             "clip/low": 0.125,
             "clip/high": 0.125,
-            "clip/tenth/1": 0.25,  # the same tokens by place, which are not added
             "clip/weight": 0.9,
         }
         | {"optim/grad_norm": 3.0, "optim/skipped": 1, "reject/tokens": 0.5, CHI2: 2.0, LARGEST: 1.5},
