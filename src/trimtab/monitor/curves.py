@@ -21,9 +21,8 @@ class Scalar:
     """A row of `scalars.csv`: what a framework logs under a name; prefixes before it are ignored.
 
     quantity: the common name, one of `K3` and `METRICS` or ratio_mean, ratio_max, prob_difference, entropy, other.
-    formula: with p and q, the log-probs of trainer and sampler, and d = p - q. over: what it is a mean over, tokens or
-    responses, where it can be held against others with the same word; empty where other tokens or weights may be in it.
-    note: what else a reader of the number must know. source: the file that computes it.
+    formula: with p and q, the log-probs of trainer and sampler, and d = p - q. note: what else a reader of the number
+    must know. source: the file that computes it.
     """
 
     framework: str
@@ -31,7 +30,6 @@ class Scalar:
     quantity: str
     formula: str
     source: str
-    over: str = ""
     note: str = ""
 
 

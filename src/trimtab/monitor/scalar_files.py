@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
-from trimtab.monitor.curves import Row, curves_of, known_scalars
+from trimtab.monitor.curves import Row, curves_of
 from trimtab.plugins import require_extra
 
 STEP = (
@@ -23,8 +22,6 @@ STEP = (
 """Names of the step counter, first found first."""
 _LONGEST_NAME = 500
 """Characters of a name; objects nested more deeply hold no scalars."""
-_TENSORBOARD = {"Wall time", "Step", "Value"}
-"""The columns of the CSV of one curve."""
 _STATE, _EVENTS, _HISTORY = "trainer_state.json", "events.out.tfevents*", "log_history"
 
 
@@ -76,9 +73,6 @@ def read_scalars(path: Path) -> list[Row]:
         raise TrimtabError(f"{path}: not readable as {kind} of scalars ({error}): name another file") from None
     if not all(isinstance(row, dict) for row in rows):
         raise TrimtabError(f"{path}: each line or element must be a JSON object of scalars by name")
-    if is_table and rows and rows[0].keys() == _TENSORBOARD:
-        name = _name_in(path)
-        rows = [{"step": row["Step"], name: row["Value"]} for row in rows]
     return _merged(map(_numbers, rows), path)
 
 
@@ -97,19 +91,6 @@ def _is_known(path: Path) -> bool:
 def _table(text: str) -> list[dict[str, Any]]:
     csv.field_size_limit(limit(MAX_SCALARS_BYTES))
     return list(csv.DictReader(io.StringIO(text, newline="")))
-
-
-def _name_in(path: Path) -> str:
-    """Returns the known scalar that the name of TensorBoard's CSV ends in, where `_` stands for other signs."""
-    stem = path.name.removesuffix(".gz").removesuffix(".csv")
-    names = {scalar.name: re.sub(r"\W", "_", scalar.name) for scalar in known_scalars()}
-    found = [name for name, plain in names.items() if re.search(rf"(^|[^a-z0-9]){plain}$", stem)]
-    if not found:
-        raise TrimtabError(
-            f"{path} is a curve of TensorBoard whose column 'Value' has no name of a metric, and neither has the file: "
-            f"name it as the metric, for example mismatch_k3.csv, or give the folder of the event files"
-        )
-    return max(found, key=len)
 
 
 def _objects(text: str) -> list[Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
-from trimtab.monitor.contradictions import Contradiction, contradictions
 from trimtab.monitor.curves import K3, Curve, Row, best_mismatch, curves_of, known_scalars
 from trimtab.text import short
 
@@ -60,7 +59,6 @@ class ScalarReport:
     curves: tuple[Curve, ...]
     alarms: tuple[Alarm, ...]
     restarts: tuple[Restart, ...]
-    contradictions: tuple[Contradiction, ...] = ()
 
     @property
     def not_judged(self) -> str:
@@ -103,8 +101,7 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
         if mismatch is not None and after.number <= before.number
     )
     alarms = tuple(map(without_sample, first_alarms(steps)))
-    excluded = tuple(contradictions(rows, curves))
-    return ScalarReport(framework, len(steps), mismatch, curves, alarms, restarts, excluded)
+    return ScalarReport(framework, len(steps), mismatch, curves, alarms, restarts)
 
 
 def metric_names(curves: Iterable[Curve]) -> dict[str, str]:
@@ -138,7 +135,6 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
             steps = f"{curve.not_finite} of {curve.not_finite + len(curve.values)} steps"
             end = ", the last among them" if curve.ends_not_finite else ", which are left out"
             yield f"{'fail' if curve.ends_not_finite else 'note':<9} {curve.logged_as} is not finite at {steps}{end}"
-    yield from (f"fail      {found.text}" for found in report.contradictions)
     yield from (f"missing   {text}" for text in missing(report))
     if report.mismatch is not None and not any(report.mismatch.values):
         yield f"note      {report.mismatch.logged_as} is 0 at every step: both sides are equal, or it was not measured"
@@ -146,7 +142,7 @@ def lines(report: ScalarReport, read: Path) -> Iterator[str]:
         yield f"{alarm.status:<9} step {alarm.step}: {alarm.name}: {alarm.text}"
     if report.not_judged:
         yield f"note      {report.not_judged}"
-    elif not report.alarms and not report.contradictions and not any(curve.ends_not_finite for curve in report.curves):
+    elif not report.alarms and not any(curve.ends_not_finite for curve in report.curves):
         yield "ok        no alarm"
     yield f"limits    {LIMITS}"
 
@@ -187,7 +183,6 @@ def as_dict(report: ScalarReport, read: Path) -> dict[str, Any]:
         ],
         "restarts": [asdict(restart) for restart in report.restarts],
         "alarms": [asdict(alarm) for alarm in report.alarms],
-        "contradictions": [asdict(found) | {"text": found.text} for found in report.contradictions],
         "limits": LIMITS,
     }
 

@@ -348,23 +348,3 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events" / "events.out.tfevents.1")
     with pytest.raises(TrimtabError, match="it is not a regular file"):
         read_scalars(find_scalars(tmp_path / "events"))
-
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [
-        ("run-.-tag-train_sampling_sampling_logp_difference_mean.csv", "sampling/sampling_logp_difference/mean"),
-        ("mismatch_k3.csv", "mismatch/k3"),
-        ("verl_rollout_corr_k3_kl.csv", "rollout_corr/k3_kl"),
-        ("mismatch.csv", None),
-        ("xkl.csv", None),
-    ],
-)
-def test_a_curve_of_tensorboard_has_the_name_of_its_file(tmp_path: Path, name: str, read: str | None) -> None:
-    path = tmp_path / name
-    path.write_text("Wall time,Step,Value\n1790000041.5,1,0.25\n1790000083.0,2,0.5\n")
-    if read is None:
-        with pytest.raises(TrimtabError, match="'Value' has no name of a metric"):
-            read_scalars(path)
-    else:
-        assert read_scalars(path) == [{"step": 1, read: 0.25}, {"step": 2, read: 0.5}]
