@@ -15,7 +15,6 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import (
     AVERAGED_FROM,
@@ -28,7 +27,6 @@ from trimtab.pages.charts import (
     draw,
     log_scale_of_any_sign,
     start_at_zero,
-    step_axis,
     trailing,
 )
 from trimtab.pages.page import Chart, Note
@@ -97,7 +95,6 @@ PANELS = (
     Panel("Rejected tokens, share", ("reject/tokens",)),
     Panel("Learning rate", ("optim/lr",), averaged=False),
 )
-PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,28 +169,10 @@ def swatch(index: int) -> Markup:
     return Markup(f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true">{line}</svg>')
 
 
-def legend_of(groups: Sequence[tuple[str, str]]) -> Markup:
-    """Returns the legend of figures: the line of each group, its name and what to know about it."""
-    item = Markup('<li>{}<bdi>{}</bdi> <span class="soft">{}</span></li>')
-    items = [item.format(swatch(index), name, about) for index, (name, about) in enumerate(groups)]
+def legend_of(names: Sequence[str]) -> Markup:
+    """Returns the legend of figures: the line and the name of each group."""
+    items = [Markup("<li>{}<bdi>{}</bdi></li>").format(swatch(index), name) for index, name in enumerate(names)]
     return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
-
-
-def picture(groups: Sequence[Group]) -> Figure:
-    """Returns reward, held-out accuracy and k3 as one figure."""
-    figure = Figure(figsize=(11, 3.5 + 0.22 * ((len(groups) - 1) // 4)), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
-        _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
-        axes.set_title(panel.title, fontsize=10, loc="left")
-        step_axis(axes)
-    handles = [
-        Line2D([], [], color=color, linestyle=style, linewidth=2)
-        for color, style in (_line_style(index) for index in range(len(groups)))
-    ]
-    # matplotlib leaves labels that start with an underscore out of the legend.
-    labels = [f"\N{ZERO WIDTH SPACE}{group.name}" for group in groups]
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
-    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:

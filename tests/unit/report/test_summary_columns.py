@@ -11,7 +11,7 @@ import pytest
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison import differing_keys
 from trimtab.report.groups import Group
-from trimtab.report.summary_columns import choose_target, outcome, process_columns, result_columns
+from trimtab.report.summary_columns import PROCESS_COLUMNS, RESULT_COLUMNS, outcome
 from trimtab.runs.reader import Run
 
 BASE = {
@@ -42,9 +42,8 @@ def group(name: str, *runs: Run, **config: Any) -> Group:
     return Group(name, list(runs), BASE | {key.replace("__", "."): value for key, value in config.items()})
 
 
-def columns(groups: list[Group], target: float | None = None, *, judged: bool = True) -> dict[str, Any]:
-    wanted = [*result_columns(choose_target(groups, target)), *process_columns()]
-    result = [outcome(column, groups, judged=judged) for column in wanted]
+def columns(groups: list[Group], *, judged: bool = True) -> dict[str, Any]:
+    result = [outcome(column, groups, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
     return {item.column.key: item for item in result if item}
 
 
@@ -62,32 +61,6 @@ def test_final_numbers_and_intervals() -> None:
     assert result["reward/last"].winner is None, "equal"
     assert result["steps"].intervals[0].mean == 4
     assert "mismatch/k3" not in result, "nobody logged it"
-
-
-def test_steps_and_seconds_until_the_target() -> None:
-    """80% of the way from 0.2 to 0.9 is 0.76: the fast ones pass it at step 2, after 4 seconds; no slow one does."""
-    groups = [group("fast", *FAST), group("slow", *SLOW)]
-    target = choose_target(groups, None)
-    assert target.accuracy == 0.76
-    assert "0.200" in target.why
-    assert "0.900" in target.why
-    result = columns(groups)
-    assert result["target/steps"].values == [[2, 2, 2], [None, None, None]]
-    assert result["target/seconds"].values[0] == [4, 4, 4]
-    assert result["target/steps"].winner is None, "no winner over groups that never arrived"
-    sooner = columns(groups, target=0.52)
-    assert sooner["target/steps"].values == [[2, 2, 2], [4, 4, 3]]
-    assert sooner["target/steps"].winner == 0, "2 at most, and 3 at least"
-
-
-def test_accuracy_measured_only_at_the_ends_says_nothing_about_when() -> None:
-    groups = [group("a", run({0: 0.2, 4: 0.9})), group("b", run({0: 0.2, 4: 0.8}))]
-    target = choose_target(groups, None)
-    assert target.accuracy is None
-    assert "eval.every" in target.why
-    assert "target/steps" not in columns(groups)
-    worse = [group("a", run({0: 0.5, 1: 0.2, 2: 0.2, 4: 0.2}))]
-    assert "no group gained" in choose_target(worse, None).why
 
 
 def test_numbers_over_the_steps() -> None:
@@ -137,20 +110,22 @@ def caution(*groups: Group) -> str:
 
 def test_each_reason_against_a_comparison_is_named() -> None:
     fast = group("fast", *FAST)
-    assert caution(fast, group("b", *FAST, task__name="hub")).startswith("The tasks differ (fast sort; b hub)")
-    assert caution(fast, group("b", *FAST, model__path="big")).startswith("The models differ (fast laboratory; b big)")
-    assert "held-out problems differ (fast 64; b 128)" in caution(fast, group("b", *FAST, eval__problems=128))
+    assert caution(fast, group("b", *FAST, task__name="hub")).startswith(
+        "task.name (fast sort; b hub) differ: accuracies"
+    )
+    assert caution(fast, group("b", *FAST, model__path="big")).startswith("model.path (fast laboratory; b big)")
+    assert "eval.problems (fast 64; b 128)" in caution(fast, group("b", *FAST, eval__problems=128))
     # Both recipes ask for more than their test split has: what was asked counts.
     differing = [
         group(name, *(run({0: 0.2, 4: 0.5}, eval__sort__problems=n) for _ in "ab"), eval__problems=999)
         for name, n in (("a", 64), ("b", 32))
     ]
-    assert "held-out problems differ (a 64; b 32)" in " ".join(cautions(differing))
-    assert "settings of the task differ (task.digits)" in caution(fast, group("b", *FAST, task__digits=3))
-    assert "rewards differ (reward.0.name)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
-    assert "samples of a prompt differ (fast 4; b 8)" in caution(fast, group("b", *FAST, trainer__samples=8))
+    assert "eval.problems (a 64; b 32)" in " ".join(cautions(differing))
+    assert "task.digits (fast –; b 3)" in caution(fast, group("b", *FAST, task__digits=3))
+    assert "reward.0.name (fast –; b exact)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
+    assert "trainer.samples (fast 4; b 8) differ: a step" in caution(fast, group("b", *FAST, trainer__samples=8))
     three = [run({0: 0.2, 3: 0.5}, seed, steps=3) for seed in range(3)]
-    assert "planned numbers of steps differ (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
+    assert "trainer.steps (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
     assert caution(fast, group("b", *three)).startswith(
         "Unfinished: b seed 0 at step 3 of 4, b seed 1 at step 3 of 4, b seed 2 at step 3 of 4."
     )

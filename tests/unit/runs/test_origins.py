@@ -85,5 +85,5 @@ def test_a_comparison_warns_of_different_machines(make_run: Callable[..., Path],
     for starts, warned in (((START, START), False), ((START, other), True)):
         for run, start in zip(runs, starts, strict=True):
             (run / "provenance.json").write_text(json.dumps([start]))
-        result = cautions(group_runs(runs).groups)
+        result = cautions(group_runs(runs)[0])
         assert any("different versions, commits or hardware" in line for line in result) == warned
