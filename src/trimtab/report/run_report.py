@@ -27,7 +27,7 @@ from trimtab.pages.page import (
     findings_table,
 )
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clipped_share, health
+from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
@@ -150,11 +150,12 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     if len(k3):
         note = f"median of {len(k3)} measurements; {short(k3.min())} to {short(k3.max())}"
         tiles.append(("Mismatch k3, nats per token", short(float(np.median(k3))), note))
-    if (share := clipped_share(run)) is not None:
+    _, clipped = run.series("optim/grad_clipped")
+    if len(clipped):
         _, norms = run.series("optim/grad_norm")
         bound = number(run.config.get("optim", {}).get("grad_clip"))
         note = f"gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {bound}"
-        tiles.append(("Updates clipped", f"{share:.0%}", note))
+        tiles.append(("Updates clipped", f"{clipped.mean():.0%}", note))
     _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"
