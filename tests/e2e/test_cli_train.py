@@ -133,17 +133,14 @@ def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Pa
     assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
 
 
-def test_resume_says_which_steps_the_metrics_lost_and_takes_an_older_checkpoint(place: Path, tmp_path: Path) -> None:
+def test_resume_takes_an_older_checkpoint_where_the_newest_is_damaged(place: Path, tmp_path: Path) -> None:
     run = shutil.copytree(place / "runs" / "small", tmp_path / "run")
-    first, _, third, fourth = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text(first + third + third + fourth)
     (run / "checkpoints" / "step-000004" / "manifest.json").write_text("[" * 100_000)
     done = here("train", "small.toml", "--out", str(run), "--resume", cwd=place)
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
-    assert "has no line of step 2 and had several lines of step 3, of which the last is kept" in text
     assert "step-000004 is damaged: manifest.json cannot be read; using step-000003 instead" in text
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 3, 4]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
