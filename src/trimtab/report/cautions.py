@@ -9,7 +9,6 @@ from typing import Any
 
 from trimtab.report.groups import Group, format_value, join_names
 from trimtab.report.health import learned
-from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.provenance import comparable_setting
 
 PROBLEMS = "eval.problems"
@@ -41,10 +40,10 @@ def cautions(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         for run in group.runs:
             name = group.name if len(group.runs) == 1 else f"{group.name} seed {run.config.get('seed', run.path.name)}"
-            planned, accuracy = group.config.get("trainer.steps"), accuracy_of(run)
+            planned = group.config.get("trainer.steps")
             if isinstance(planned, int) and run.last["step"] < planned:
                 unfinished.append(f"{name} at step {run.last['step']} of {planned}")
-            if accuracy is None or accuracy.after is None:
+            if run.held_out.after is None:
                 unmeasured.append(name)
             worse += [f"{name}: {change.fault}" for change in learned(run) if change.fault]
     if unfinished:

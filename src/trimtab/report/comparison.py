@@ -15,16 +15,16 @@ from trimtab.intervals import SeedMean, interval_method
 from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
-from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, legend_of, swatch
+from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
 from trimtab.report.groups import Group, format_value, group_runs, join_names, plain
 from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
     PROCESS_COLUMNS,
     RESULT_COLUMNS,
     Outcome,
-    accuracy_of,
     format_in,
     outcome,
+    summaries_of,
     summary_table,
 )
 from trimtab.runs.atomic import write_output
@@ -51,9 +51,9 @@ def compare(runs: Sequence[Path]) -> Comparison:
     Raises `TrimtabError` when a run's files are missing, empty or damaged.
     """
     groups, notes = group_runs(runs)
-    comparable = same_measure(groups)
-    results = [outcome(column, groups, judged=comparable) for column in RESULT_COLUMNS]
-    process_metrics = [outcome(column, groups) for column in PROCESS_COLUMNS]
+    comparable, summaries = same_measure(groups), [summaries_of(group) for group in groups]
+    results = [outcome(column, summaries, judged=comparable) for column in RESULT_COLUMNS]
+    process_metrics = [outcome(column, summaries) for column in PROCESS_COLUMNS]
     equations = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
     notes += cautions(groups) if len(groups) > 1 else []
     notes += [
@@ -109,7 +109,7 @@ def held_out(groups: Sequence[Group]) -> dict[str, str]:
     """Returns the held-out greedy accuracy after training by group: each seed, and the mean of several seeds."""
     summary = {}
     for group in groups:
-        values = [None if (found := accuracy_of(run)) is None else found.after for run in group.runs]
+        values = [run.held_out.after for run in group.runs]
         known = [value for value in values if value is not None]
         shown = "  ".join("not measured" if value is None else f"{value:.3f}" for value in values)
         mean = f"  (mean {np.mean(known):.3f})" if len(known) == len(values) > 1 else ""
@@ -179,8 +179,6 @@ def _drawing_text(groups: Sequence[Group]) -> str:
         return f"{sentences[0]} With so many groups only the means are drawn."
     if any(len(group.runs) > 1 for group in groups):
         sentences.append("Bands run from the lowest seed to the highest.")
-    if any(1 < len(group.runs) <= THIN_UP_TO for group in groups):
-        sentences.append("Thin lines are single seeds.")
     if any(run.last["step"] >= AVERAGED_FROM for group in groups for run in group.runs):
         sentences.append(
             f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what was "

@@ -31,12 +31,10 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.report.groups import Group, join_names
-from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
 
-# Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
-BANDS_UP_TO, THIN_UP_TO = 8, 3
+BANDS_UP_TO = 8  # groups; more would hide each other
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
 # Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
 _SETTINGS: dict[Any, Any] = {
@@ -66,8 +64,7 @@ class Panel:
     def read(self, run: Run) -> Series:
         """Returns the series of a run."""
         if self is ACCURACY:
-            accuracy = accuracy_of(run)
-            return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
+            return run.held_out.steps, run.held_out.values
         logged = [run.series(key) for key in self.keys] or [run.clipped()]
         steps, values = next((series for series in logged if len(series[0])), logged[0])
         if not self.log:
@@ -194,25 +191,19 @@ def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) ->
 def _draw_group(
     axes: Axes, series: Sequence[Series], line_style: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
 ) -> None:
-    """Draws the mean over the steps all seeds have, its band, and thin lines of the values as logged.
-
-    The thin lines are up to three single seeds; for other numbers of seeds their mean, if the thick line is a trailing
-    mean.
-    """
+    """Draws the mean over the steps all seeds have, and its band; thin beneath a trailing mean what was logged."""
     color, style = line_style
     raw = band(series)
     if raw is None:
         return
-    averaged = averaged and len(raw.steps) >= AVERAGED_FROM
-    seeds_shown = not crowded and 1 < len(series) <= THIN_UP_TO
-    for steps, values in series if seeds_shown else [(raw.steps, raw.mean)] if averaged else []:
-        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55)
-    smooth = (band([trailing(item) for item in series]) if averaged else raw) or raw
+    smooth = raw
+    if averaged and len(raw.steps) >= AVERAGED_FROM:
+        axes.plot(raw.steps, raw.mean, color=color, linewidth=0.7, alpha=0.55)
+        smooth = band([trailing(item) for item in series]) or raw
     if not crowded and len(series) > 1:
         fill = thinned(smooth)
         axes.fill_between(fill.steps, fill.low, fill.high, color=color, alpha=0.15, linewidth=0)
-    dense = len(smooth.steps) >= AVERAGED_FROM and not averaged
-    width = 1.2 if crowded or dense else 2.0
+    width = 1.2 if crowded or (smooth is raw and len(raw.steps) >= AVERAGED_FROM) else 2.0
     marker = "o" if points or len(smooth.steps) < 4 else None
     axes.plot(smooth.steps, smooth.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
 
