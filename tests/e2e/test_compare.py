@@ -147,7 +147,7 @@ def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(ru
     values = json.loads(done.stdout)
     assert done.returncode == 1
     assert [(row["method"], row["diverged"]) for row in values["scores"]] == [("dapo", 0), (methods[2], 1)]
-    assert values["scores"][1]["accuracy"] == 0.0
+    assert values["scores"][1]["accuracy"]["mean"] == 0.0
     (failed,) = values["failed"]
     assert failed["method"] == methods[1]
     assert failed["error"] in done.stderr

@@ -149,26 +149,11 @@ def _show(
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
-    scores = [
-        {
-            "method": method,
-            "regime": regime,
-            "accuracy": score.accuracy.mean,
-            "low": score.accuracy.low,
-            "high": score.accuracy.high,
-            "rank": score.rank,
-            "tied_with_best": score.is_best,
-            "behind": score.behind.mean,
-            "behind_low": score.behind.low,
-            "behind_high": score.behind.high,
-            "detectable": score.detectable,
-            "collapsed": score.collapsed,
-            "diverged": score.diverged,
-            "seeds": score.seeds,
-            "values": score.values,
-        }
-        for (method, regime), score in grid.scores.items()
-    ]
+    scores = []
+    for (method, regime), score in grid.scores.items():
+        numbers = asdict(score)
+        del numbers["rows"]
+        scores.append({"method": method, "regime": regime, **numbers})
     refused = [{"method": m, "regime": r, "reason": reason} for (m, r), reason in grid.refused.items()]
     failed = [{key: row[key] for key in ("method", "regime", "seed", "error")} for row in grid.failed]
     return {

@@ -134,7 +134,7 @@ def explain(
         _print_loss(trainer, shlex.join(command) if code else "", name, _keywords(changes), as_json)
         return
     if is_objective:
-        keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
+        keywords = [item for item in changes if "." not in item.partition("=")[0]] if recipe else changes
         objective_built = from_section({"name": name, **_keywords(keywords)})
         entries.append(
             {"objective": name, "equation": objective_built.equation(), "advantage": objective_built.advantage}
@@ -202,14 +202,6 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
         "advantage": advantage,
         **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }
-
-
-def _is_keyword(name: str, item: str) -> bool:
-    from trimtab.objectives import keywords_of
-    from trimtab.objectives.keywords import PART_KEYS
-    from trimtab.trainer.config import parse_override
-
-    return parse_override(item)[0] in {"calibrate", *keywords_of(name), *PART_KEYS}
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:

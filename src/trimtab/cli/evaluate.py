@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,7 @@ def evaluate(
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
+    from trimtab.cli.display import progress
     from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(models, task or [], markdown, scores, as_json)
@@ -119,13 +120,19 @@ def evaluate(
         dtype=dtype_of(dtype, choices, task_choices),
     )
     count = len(choices) * len(task_choices) * len(settings.modes())
-    with _interruptible(out), _progress(count) as progress:
+    numbers = itertools.count(1)
+    with _interruptible(out), progress("loading") as update:
+
+        def on_problems(what: str, done: int, total: int) -> None:
+            first = {"description": f"{next(numbers)}/{count} {what}"} if done == 0 else {}
+            update(completed=done, total=total, **first)
+
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
             out=out,
-            progress=progress,
+            progress=on_problems,
             notes=notes_on_tools(choices, task_choices),
         )
     _show(results, markdown, as_json)
@@ -185,23 +192,6 @@ def _interruptible(out: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
         raise KeyboardInterrupt(kept) from None
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from trimtab.cli.display import PlainTextConsole, progress_bar
-
-    with progress_bar(PlainTextConsole(stderr=True)) as bar:
-        current = bar.add_task("loading", total=None)
-        numbers = itertools.count(1)
-
-        def on_problems(what: str, done: int, problems: int) -> None:
-            if done == 0:
-                bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=problems)
-            bar.update(current, completed=done)
-
-        yield on_problems
 
 
 @dataclass(frozen=True)

@@ -131,13 +131,11 @@ def _check_row(check: Check) -> tuple[str, str]:
 
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
-    from trimtab.cli.display import PlainTextConsole
+    from trimtab.cli.display import terminal_width
     from trimtab.diagnosis.output.as_text import folded
     from trimtab.preflight.checklist import CHECKS
 
-    console = PlainTextConsole()
-    width = len("fail  ") + max(map(len, CHECKS))
-    return folded([(f"{label:<{width}}", text)], console.width if console.is_terminal else None)
+    return folded([(f"{label:<{len('fail  ') + max(map(len, CHECKS))}}", text)], terminal_width())
 
 
 def github_lines(result: Preflight) -> list[str]:
