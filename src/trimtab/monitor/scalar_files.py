@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
+from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, natural_key, opened, parse_json, regular_file
 from trimtab.monitor.curves import Row, curves_of
 from trimtab.plugins import require_extra
 
@@ -34,7 +34,7 @@ def find_scalars(path: Path) -> Path:
     """
     if not path.is_dir() or any(path.glob(_EVENTS)):
         return path
-    newest = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=_number_of_checkpoint)[-1:]
+    newest = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=lambda state: natural_key(state.parent.name))[-1:]
     if states := [state for state in (path / _STATE, *newest) if state.exists()]:
         return states[0] if len(states) == 1 else max(states, key=lambda state: read_scalars(state)[-1]["step"])
     endings = (".jsonl", ".json", ".csv")
@@ -67,7 +67,8 @@ def read_scalars(path: Path) -> list[Row]:
     is_table = path.name.lower().removesuffix(".gz").endswith(".csv")
     try:
         text = data.decode("utf-8-sig")
-        rows = _table(text) if is_table else _objects(text)
+        csv.field_size_limit(limit(MAX_SCALARS_BYTES))
+        rows = list(csv.DictReader(io.StringIO(text, newline=""))) if is_table else _objects(text)
     except (ValueError, csv.Error) as error:
         kind = "CSV" if is_table else "JSON"
         raise TrimtabError(f"{path}: not readable as {kind} of scalars ({error}): name another file") from None
@@ -76,21 +77,11 @@ def read_scalars(path: Path) -> list[Row]:
     return _merged(map(_numbers, rows), path)
 
 
-def _number_of_checkpoint(state: Path) -> int:
-    number = state.parent.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
-
-
 def _is_known(path: Path) -> bool:
     try:
         return bool(curves_of(read_scalars(path))[1])
     except TrimtabError:  # another kind of file
         return False
-
-
-def _table(text: str) -> list[dict[str, Any]]:
-    csv.field_size_limit(limit(MAX_SCALARS_BYTES))
-    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def _objects(text: str) -> list[Any]:

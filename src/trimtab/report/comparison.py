@@ -30,8 +30,6 @@ from trimtab.report.summary_columns import (
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
 
-_MAX_GROUP_COLUMNS = 4
-
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -200,14 +198,11 @@ def _interval_text(groups: Sequence[Group]) -> str:
 
 
 def _differences(comparison: Comparison) -> list[Part]:
-    """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
-    names = [group.name for group in comparison.groups]
+    """Returns the table of differing keys, with a column for each group."""
+    heads = ["key", *(group.name for group in comparison.groups)]
     rows = [[key, *map(format_value, values)] for key, values in comparison.differences.items()]
     if not rows:
         return [Note("Nothing but seed and out.")]
-    heads = ["key", *names]
-    if len(names) > _MAX_GROUP_COLUMNS and len(rows) <= 2 * len(names):
-        heads, *rows = [list(column) for column in zip(["group", *names], *rows, strict=True)]
     note = "Keys that are equal everywhere, seed and out are left out; – stands for a key a recipe does not have."
     return [Table(heads, rows, mono=range(len(heads))), Note(note)]
 
