@@ -35,9 +35,9 @@ def episode_section(run: Run) -> list[Part]:
     full = float(np.quantile(ratios[np.isfinite(ratios)], FULL_SHADE)) if np.isfinite(ratios).any() else 0.0
     return [
         Note(
-            f"{len(shown)} of {len(rows):,} responses of step {step}{f' ({reason})' if reason else ''}, by reward. Tokens "
-            "that the trainer finds more likely than the sampler did are shaded blue, less likely ones orange, fully "
-            f"from a log-ratio of {short(full)} on. In a box: results, which are not trained on."
+            f"{len(shown)} of {len(rows):,} responses of step {step}{f' ({reason})' if reason else ''}, by reward. "
+            "Tokens that the trainer finds more likely than the sampler did are shaded blue, less likely ones orange, "
+            f"fully from a log-ratio of {short(full)} on. In a box: results, which are not trained on."
         ),
         *(_episode(row, texts, full) for row in shown),
     ]
