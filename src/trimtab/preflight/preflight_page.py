@@ -28,7 +28,7 @@ WORDS = (
         "1e-13 in float32; 1e-5 to 1e-3 is published for large dense models in 16 bits, up to 1e-1 for quantized ones.",
     ),
 )
-CODES = "The exit code is 1 where a check fails; --github prints annotations for a workflow."
+CODES = "The exit code is 1 where a check fails."
 PLACES = 10
 
 
