@@ -121,20 +121,24 @@ def evaluate(
     )
     count = len(choices) * len(task_choices) * len(settings.modes())
     numbers = itertools.count(1)
-    with _interruptible(out), progress("loading") as update:
+    with progress("loading") as update:
 
         def on_problems(what: str, done: int, total: int) -> None:
             first = {"description": f"{next(numbers)}/{count} {what}"} if done == 0 else {}
             update(completed=done, total=total, **first)
 
-        results = compare(
-            [item.spec() for item in choices],
-            [choice.spec for choice in task_choices],
-            settings,
-            out=out,
-            progress=on_problems,
-            notes=notes_on_tools(choices, task_choices),
-        )
+        try:
+            results = compare(
+                [item.spec() for item in choices],
+                [choice.spec for choice in task_choices],
+                settings,
+                out=out,
+                progress=on_problems,
+                notes=notes_on_tools(choices, task_choices),
+            )
+        except KeyboardInterrupt:
+            kept = "the same command continues" if out is not None else "nothing was kept: --out DIR keeps batches"
+            raise KeyboardInterrupt(kept) from None
     _show(results, markdown, as_json)
     if scores is not None:
         _write_scores(results, scores)
@@ -182,16 +186,6 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
         from trimtab.runs.atomic import write_text
 
         write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-@contextmanager
-def _interruptible(out: Path | None) -> Iterator[None]:
-    """On Ctrl-C, adds to the message whether finished batches were kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
-        raise KeyboardInterrupt(kept) from None
 
 
 @dataclass(frozen=True)
@@ -249,10 +243,6 @@ def source(name: str, which: str) -> ModelChoice:
     return ModelChoice(name, None, which)
 
 
-def recipe_of(run: Path) -> str:
-    return str(run / CONFIG)
-
-
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
     """Returns the tasks of `--task`, or by default the task that all runs were trained on."""
     from trimtab.trainer import tasks
@@ -261,11 +251,11 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
         if sets and len(named) > 1:
             raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
         return [_task(text, sets) for text in named]
-    recipes = [_recipe(recipe_of(item.run), sets) for item in sources if item.run is not None]
+    recipes = [_recipe(str(item.run / CONFIG), sets) for item in sources if item.run is not None]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
     if any(choice.spec != recipes[0].spec for choice in recipes):
-        runs = [recipe_of(item.run) for item in sources if item.run is not None]
+        runs = [str(item.run / CONFIG) for item in sources if item.run is not None]
         raise TrimtabError(
             "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
             f"measure for all of them, such as --task {runs[0]}"
@@ -279,16 +269,12 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
     notes = []
-    for item in sources if bare else ():
-        environment = None if item.run is None else load_config(recipe_of(item.run)).environment
-        if item.run is not None and environment is not None:
+    for recipe in [str(item.run / CONFIG) for item in sources if bare and item.run is not None]:
+        if environment := load_config(recipe).environment:
             notes.append(
-                f"{item.name} was trained with the tools of environment {environment.name!r} and is measured without "
-                f"them on {', '.join(bare)}"
+                f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
+                f"without them on {', '.join(bare)}; --task {recipe} measures with them"
             )
-            if len(bare) == len(choices) and not environment.name.startswith("__main__:"):
-                trusted = " --allow-code" if ":" in environment.name else ""
-                notes[-1] += f"; --task {recipe_of(item.run)}{trusted} measures with them"
     return notes
 
 
@@ -301,7 +287,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
         return requested
     from trimtab.trainer.config import load_config
 
-    runs = [load_config(recipe_of(item.run)).engine.dtype for item in sources if item.run is not None]
+    runs = [load_config(str(item.run / CONFIG)).engine.dtype for item in sources if item.run is not None]
     known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
